@@ -1,0 +1,96 @@
+"""The seam for drafting methods: Drafter, and the views and events through which it sees the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outpace.sampling import Chooser
+from outpace.types import F32, I32, Acceptance, Drafts, Verdict
+
+if TYPE_CHECKING:
+    from outpace.models.base import Model
+    from outpace.models.loader import LoadOptions
+    from outpace.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What the engine has to hand to a drafter."""
+
+    taps: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
+    choices: bool = False  # the target's choice after every node, not only after visited ones
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter is built with."""
+
+    target: Model
+    tokenizer: Tokenizer | None
+    options: LoadOptions  # how the target was loaded; a draft model follows suit
+    max_size: int  # no row will be asked for more nodes a step
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """One decoding row, as a drafter sees it before a step."""
+
+    row: int
+    request: int
+    tokens: I32  # [L] all committed tokens, the pending one last; a view, not to be kept
+    limit: int  # the row will never have more committed tokens than this
+    chooser: Chooser  # for the next output token: parameters, noise, rules and their state
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something became final in a row: a prefill chunk, or a verdict's tokens."""
+
+    row: int
+    start: int  # index of ``tokens[0]`` in the sequence
+    tokens: I32  # [n] committed since the last event
+    verdict: Verdict | None = None  # None: a prefill chunk
+    taps: F32 | None = None  # [m, T, H] of the positions whose KV became final: start - 1 .. start + m - 2
+    choices: I32 | None = None  # the target's choice after each node, the pending token's first
+
+
+class Drafter:
+    """Base of every drafting method. A new method overrides ``propose`` and what it needs of the rest.
+
+    Under ``coupled`` nothing that a drafter does can show in the output. Under ``rejection`` a proposal that was
+    sampled must carry its ``q``, drawn from ``Stream.DRAFT``, and its size must not depend on the tokens drawn.
+    """
+
+    name: str = "drafter"
+    needs: DrafterNeeds = DrafterNeeds()
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""
+        raise NotImplementedError
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Called after every prefill chunk and every verdict."""
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        """Row ``dst`` starts as the first n tokens of ``src`` (which may be ``dst`` itself: a truncation)."""
+
+    def release(self, row: int) -> None:
+        """The row is gone; keep nothing of it."""
+
+    def bytes_for(self, capacity: int) -> int:
+        """KV bytes that a row of ``capacity`` positions takes in this drafter, counted at admission."""
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        """KV bytes in use now."""
+        return 0
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Assert own invariants, given the rows that are alive; anything else must have been released."""
+
+    def close(self) -> None:
+        """Give back memory and threads."""
