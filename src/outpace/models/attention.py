@@ -117,7 +117,7 @@ def attend(
 
     The query heads that share a KV head are folded into one product: twice as fast as SDPA on a CPU at small widths.
     """
-    site: Site = module._outpace  # type: ignore[assignment]
+    site: Site = module._outpace
     rows, layer = site.forward.rows, site.layer
     if rows is None or attention_mask is not None:
         raise RuntimeError("the model was called outside of forward(), or builds its own attention mask")

@@ -51,7 +51,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class Generation(Extension):  # type: ignore[misc]
         """``{% generation %}`` marks the assistant's words for training; here its body is all that counts."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -68,9 +68,7 @@ def _environment() -> Any:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -144,7 +144,8 @@ class GGUFFile:
         info, raw = self.info(name), self.raw(name)
         plain = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
         if info.type in plain:
-            return raw.view(plain[info.type]).astype(np.float32).reshape(info.shape)
+            values: F32 = raw.view(plain[info.type]).astype(np.float32)
+            return values.reshape(info.shape)
         if info.type == "BF16":
             return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(info.shape)
         from gguf import GGMLQuantizationType
@@ -152,13 +153,14 @@ class GGUFFile:
 
         rows = raw.reshape(-1, info.n_bytes // max(1, info.elements // info.shape[-1]))
         try:
-            values = dequantize(rows, GGMLQuantizationType[info.type])
+            unpacked = dequantize(rows, GGMLQuantizationType[info.type])
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path.name}: tensor {name!r} is of type {info.type}, which cannot be read yet; "
                 f"use a file with another quantisation, Q8_0 or Q4_K say"
             ) from error
-        return np.ascontiguousarray(values, np.float32).reshape(info.shape)
+        quantised: F32 = np.ascontiguousarray(unpacked, np.float32)
+        return quantised.reshape(info.shape)
 
 
 class _Reader:

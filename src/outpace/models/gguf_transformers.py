@@ -170,7 +170,9 @@ def _slow_down(gguf: GGUFFile, rotary: Any) -> None:
     """Llama 3's stretched context: the file lists a divisor for each frequency."""
     divisors = torch.from_numpy(gguf.dequantize("rope_freqs.weight")).to(rotary.inv_freq.device)
     if divisors.shape != rotary.inv_freq.shape or not bool((divisors > 0).all()):
-        raise ModelError(f"{gguf.path.name}: rope_freqs.weight does not fit the model's {len(rotary.inv_freq)} frequencies")
+        raise ModelError(
+            f"{gguf.path.name}: rope_freqs.weight does not fit the model's {len(rotary.inv_freq)} frequencies"
+        )
     rotary.inv_freq = rotary.inv_freq / divisors
 
 

@@ -65,7 +65,7 @@ class TorchKV:
         self._limit = limit
         self._rows: dict[int, _Row] = {}
         self._bytes = 0
-        self._position_bytes = sum(s.width for s in self._shapes) * dtype.itemsize
+        self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
 
     def alloc(self, capacity: int) -> int:
         if capacity < 1:

@@ -118,8 +118,7 @@ def load(spec: str, options: LoadOptions | None = None) -> tuple[Model, Tokenize
         return _load_gguf(source, gguf, backend, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
     with _readable(source):
-        module = _folder_module(source, options)
-    return _serve(module, source, tokenizer, options), tokenizer
+        return _serve(_folder_module(source, options), source, tokenizer, options), tokenizer
 
 
 def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
@@ -155,8 +154,7 @@ def _load_gguf(source: Source, gguf: GGUFFile, backend: str, options: LoadOption
     if options.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     with _readable(source):
-        module = gguf_transformers.build(gguf, dtype, device)
-    return _serve(module, source, tokenizer, options), tokenizer
+        return _serve(gguf_transformers.build(gguf, dtype, device), source, tokenizer, options), tokenizer
 
 
 def _folder_module(source: Source, options: LoadOptions) -> Any:
@@ -237,7 +235,7 @@ def _readable(source: Source) -> Iterator[None]:
 def _from_hub(spec: str, options: LoadOptions) -> Path:
     """A snapshot of a Hugging Face repository: from the local cache, else downloaded."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     weights = ["*.safetensors", "*.bin"] if options.allow_pickle else ["*.safetensors"]
     request: dict[str, Any] = {"revision": options.revision, "allow_patterns": _SMALL_FILES + weights}

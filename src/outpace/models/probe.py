@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from outpace.errors import ModelError
-from outpace.models.base import Batch
+from outpace.models.base import Batch, Output
 from outpace.models.kv import TorchKV
 from outpace.types import F32, I32
-
-if TYPE_CHECKING:
-    from outpace.models.transformers import TransformersModel
 
 LENGTH, FORK = 12, 9  # tokens of a trunk; where its other branch leaves it
 # The largest difference of a logit that is rounding, relative to the largest logit (at least 1). A wrong mask, position
@@ -38,14 +36,12 @@ class Reference:
         ids[1, :FORK] = ids[0, :FORK]
         tokens = torch.from_numpy(ids % vocab_size).to(device)
         positions = torch.arange(LENGTH, device=device)[None]
-        logits = []
-        for row in tokens:
-            logits.append(module(input_ids=row[None], position_ids=positions, use_cache=False).logits[0].float().cpu())
-        return Reference(tokens, torch.stack(logits).numpy())
+        logits = [module(input_ids=row[None], position_ids=positions, use_cache=False).logits[0] for row in tokens]
+        return Reference(tokens, torch.stack(logits).float().cpu().numpy())
 
 
-def agree(model: TransformersModel, kv: TorchKV, reference: Reference) -> None:
-    """Serve the reference's tokens through ``model`` with a fresh ``kv``. Raises ModelError on a difference."""
+def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference) -> None:
+    """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference."""
     tokens = reference.tokens.cpu().numpy().astype(np.int32)
     trunk, other = kv.alloc(2 * LENGTH), kv.alloc(LENGTH)
 
@@ -58,7 +54,7 @@ def agree(model: TransformersModel, kv: TorchKV, reference: Reference) -> None:
             [True] * len(rows),
             [parents if row == trunk else None for row in rows],
         )
-        return model.forward(batch, kv).logits(batch.wanted)
+        return forward(batch).logits(batch.wanted)
 
     found = [run({trunk: tokens[0, :5], other: tokens[2, :2]})]
     found.append(run({trunk: tokens[0, 5:6], other: tokens[2, 2:9]}))
@@ -78,6 +74,6 @@ def agree(model: TransformersModel, kv: TorchKV, reference: Reference) -> None:
     worst = float(np.abs(ours - theirs).max()) / scale
     if not worst <= TOLERANCE.get(kv.dtype, 1e-3):
         raise ModelError(
-            f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their size, "
-            f"so something besides attention couples its tokens"
+            f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their "
+            f"size, so something besides attention couples its tokens (recurrent state, perhaps)"
         )

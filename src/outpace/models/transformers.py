@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect as signatures
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from outpace.errors import ModelError
 from outpace.models.attention import Forward, plan
 from outpace.models.base import Batch, ModelInfo, choose_on_host, logprobs_on_host
-from outpace.models.inspect import dissect, max_length
+from outpace.models.anatomy import dissect, max_length
 from outpace.models.kv import TorchKV
 from outpace.models.probe import Reference, agree
 from outpace.sampling import Chooser
@@ -45,11 +45,11 @@ class TransformersModel:
         claimed, reason = max_length(config)
         if reason is not None:
             warn(f"{name}: {reason}")
-        parameters = signatures.signature(module.forward).parameters
+        parameters = inspect.signature(module.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._short: dict[int, torch.nn.ModuleList] = {}
         try:
-            if getattr(config, "is_encoder_decoder", False):
+            if getattr(module.config, "is_encoder_decoder", False):
                 raise ModelError("it is an encoder-decoder model")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
@@ -77,17 +77,18 @@ class TransformersModel:
             kv_bytes_per_position=self.kv.bytes_per_position,
         )
         try:
-            agree(self, self._trial_kv(), reference)
+            trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+            with torch.inference_mode():
+                agree(lambda batch: self._run(batch, trial), trial, reference)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
 
-    def _trial_kv(self) -> TorchKV:
-        return TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
-
-    @torch.inference_mode()
-    def forward(self, batch: Batch, kv: TorchKV | None = None) -> TorchOutput:
+    def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
-        kv = self.kv if kv is None else kv
+        with torch.inference_mode():
+            return self._run(batch, self.kv)
+
+    def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
         rows = plan(batch, kv)
         layers = self.info.layers if batch.layers is None else batch.layers
         if not 1 <= layers <= self.info.layers or any(not 0 <= tap < layers for tap in batch.taps):
@@ -178,7 +179,6 @@ class TorchOutput:
     def _found(self, at: I32) -> np.ndarray[Any, np.dtype[np.intp]]:
         return np.searchsorted(self._wanted, at)
 
-    @torch.inference_mode()
     def _greedy(self, found: np.ndarray[Any, np.dtype[np.intp]]) -> I32:
         logits = self._logits
         if len(found) != len(logits) or (found != np.arange(len(found))).any():
@@ -187,6 +187,8 @@ class TorchOutput:
         value = logits.gather(-1, best[:, None])[:, 0]
         ids, values = torch.stack([best.double(), value.double()]).cpu().numpy()  # ids are exact in float64
         if not np.isfinite(values).all():
-            raise FloatingPointError("the model produced NaN or infinite logits: try --dtype float32, or check the weights")
+            raise FloatingPointError(
+                "the model produced NaN or infinite logits: try --dtype float32, or check the weights"
+            )
         chosen: I32 = ids.astype(np.int32)
         return chosen

@@ -15,11 +15,9 @@ from outpace.errors import ModelError
 from outpace.models.attention import NAME, Forward, Site, attend
 from outpace.models.kv import LayerShape
 
-WATCH = "outpace-watch"
 # What models pass to attention besides what is handled, and what none of it means while no cache is kept.
 _HARMLESS = frozenset(
-    "dropout position_ids position_embeddings use_cache past_key_values past_key_value cache_position "
-    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch is_causal".split()
+    ("position_ids", "position_embeddings", "use_cache", "past_key_values", "past_key_value", "cache_position")
 )
 _ROPE_LIMITED = ("dynamic", "longrope")
 
@@ -69,7 +67,9 @@ class Watch:
         self.calls.append(_Call(module, shape, key.dtype, attention_mask, sliding_window, extras))
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
-    def mask(self, *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **__: Any) -> torch.Tensor:
+    def mask(
+        self, *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **__: Any
+    ) -> torch.Tensor:
         stand_in = torch.zeros((1, 1, q_length, kv_length))
         self.masks.append((stand_in, window_of(mask_function, self.longest)))
         return stand_in
@@ -94,13 +94,9 @@ def window_of(mask_function: Callable[..., Any], longest: int) -> int | None:
         if count < 1 or not torch.equal(sees, (k <= q) & (k > q - count)):
             raise ModelError("its attention is neither causal nor a sliding window")
         seen.append(count)
-    if seen[0] == last + 1:
-        window = None
-    else:
-        window = seen[0]
     if seen[1] != min(seen[0], last - last // 3):
         raise ModelError("its attention runs in chunks rather than in a sliding window")
-    return window
+    return None if seen[0] == last + 1 else seen[0]
 
 
 def max_length(config: Any) -> tuple[int, str | None]:
@@ -136,18 +132,17 @@ def dissect(model: Any, longest: int, tokens: torch.Tensor) -> Anatomy:
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # without a mask function: models then build no masks for it
     watch = Watch(longest)
-    ALL_ATTENTION_FUNCTIONS.register(WATCH, watch.attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(WATCH, watch.mask)
+    watching = f"{NAME}-watch-{id(watch)}"  # its own name, so that two models can be loaded at a time
+    ALL_ATTENTION_FUNCTIONS.register(watching, watch.attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(watching, watch.mask)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
-        model.set_attn_implementation(WATCH)
+        model.set_attn_implementation(watching)
         model(input_ids=tokens, position_ids=positions, use_cache=False)
         model.set_attn_implementation(NAME)
     finally:
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(WATCH, None)
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(WATCH, None)
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(WATCH, None)
-        ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop(WATCH, None)
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)  # there is no public way to unregister
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)
     return _judge(model, watch)
 
 
@@ -164,11 +159,12 @@ def _judge(model: Any, watch: Watch) -> Anatomy:
     for i, call in enumerate(calls):
         for name, value in call.extras.items():
             unset = value is None or value is False or (name == "dropout" and value == 0.0)
+            unset = unset or (name == "is_causal" and value is True)
             if name not in _HARMLESS and not unset:
                 raise ModelError(f"its attention has an extra that is not supported: {_extra(name)}")
         if not getattr(call.module, "is_causal", True):
             raise ModelError("its attention is not causal")
-        call.module._outpace = Site(shared, i, watch.window(call))  # type: ignore[assignment]
+        call.module._outpace = Site(shared, i, watch.window(call))
     model._outpace_forward = shared
     return Anatomy(tuple(call.shape for call in calls), calls[0].dtype, holder, attribute, layers)
 
@@ -178,7 +174,9 @@ def _extra(name: str) -> str:
     return known.get(name, name)
 
 
-def _layers(model: torch.nn.Module, attention: list[torch.nn.Module]) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+def _layers(
+    model: torch.nn.Module, attention: list[torch.nn.Module]
+) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The list of decoder layers: the ModuleList whose children hold one of the attention modules each, in order."""
     first = attention[0]
     for holder in model.modules():
@@ -187,7 +185,8 @@ def _layers(model: torch.nn.Module, attention: list[torch.nn.Module]) -> tuple[t
                 continue
             for i, layer in enumerate(child):
                 inside = {id(m) for m in layer.modules()}
-                if sum(id(a) in inside for a in attention) != 1 or (i < len(attention) and id(attention[i]) not in inside):
+                held = [j for j, module in enumerate(attention) if id(module) in inside]
+                if held != [i]:
                     raise ModelError(
                         f"layer {i} ({type(layer).__name__}) has no attention of its own (recurrent state or linear "
                         f"attention), which cannot be rolled back"
