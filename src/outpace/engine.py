@@ -146,9 +146,8 @@ class Engine:
         tokens = self.encode(prompt, raw=raw)
         _check_ids("the prompt", tokens, info.vocab_size)
         if len(tokens) >= info.max_length:
-            raise ParameterError(
-                f"the prompt has {len(tokens)} tokens, but the context is {info.max_length}, answer included: shorten it"
-            )
+            context = f"the context holds {info.max_length}, the answer included"
+            raise ParameterError(f"the prompt has {len(tokens)} tokens, but {context}: shorten the prompt")
         if params.stop_strings and self.tokenizer is None:
             raise ParameterError("stop strings need a tokenizer, and this engine has none: use stop_ids")
         _check_ids("stop_ids", np.asarray(params.stop_ids, np.int32), info.vocab_size)
