@@ -1,0 +1,344 @@
+"""The Transformers backend on tiny random models of every family, against each model's own full forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace.errors import ModelError
+from outpace.models.base import Batch
+from outpace.models.transformers import TransformersModel
+from outpace.types import F32, I32
+
+VOCAB = 97
+CLOSE = 1e-5
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = COMMON | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7, "pad_token_id": 0}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MULTI_HEAD = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 16},
+    "mistral": COMMON | {"sliding_window": 7},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA | {"sliding_window_pattern": 2},
+    "phi3": COMMON | {"pad_token_id": 0, "sliding_window": 9},
+    "gpt2": GPT2,
+    "gpt_neox": MULTI_HEAD | {"rotary_pct": 0.5},
+    "opt": {key: value for key, value in MULTI_HEAD.items() if key != "intermediate_size"}
+    | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "bos_token_id": 3},
+    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
+    "deepseek_v3": COMMON  # keys and values of different widths
+    | {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A random float32 model in evaluation mode; weights large enough that every part of it shows in the logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(family, **(FAMILIES.get(family, COMMON) | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3 if "embed" in name or "wte" in name else 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+class Pair:
+    """The same weights twice: under Outpace, and as the model alone."""
+
+    def __init__(self, family: str) -> None:
+        module = tiny(family)
+        self.reference = copy.deepcopy(module)
+        self.model = TransformersModel(module, name=family)
+
+    def own(self, tokens: I32, **kw: Any) -> Any:
+        with torch.inference_mode():
+            return self.reference(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False, **kw)
+
+    def own_logits(self, tokens: I32) -> F32:
+        logits: F32 = self.own(tokens).logits[0].numpy()
+        return logits
+
+    def row(self, capacity: int) -> int:
+        """A row whose memory holds NaN wherever nothing has been written."""
+        row = self.model.kv.alloc(capacity)
+        for block in self.model.kv._rows[row].blocks:
+            block.fill_(torch.nan)
+        return row
+
+    def run(self, chunks: dict[int, I32], parents: dict[int, I32] | None = None, **kw: Any) -> dict[int, F32]:
+        """Logits of every new token, by row."""
+        rows = list(chunks)
+        batch = Batch.pack(
+            rows,
+            [chunks[row] for row in rows],
+            [self.model.kv.length(row) for row in rows],
+            [True] * len(rows),
+            [(parents or {}).get(row) for row in rows],
+            **kw,
+        )
+        logits = self.model.forward(batch).logits(batch.wanted)
+        return {row: logits[batch.starts[i] : batch.starts[i + 1]] for i, row in enumerate(rows)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def shared(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Any:
+    yield shared
+    for row in shared.model.kv.rows:
+        shared.model.kv.free(row)
+    shared.model.kv.check()
+
+
+def text(n: int, seed: int) -> I32:
+    return np.random.default_rng(seed).integers(3, VOCAB, n).astype(np.int32)
+
+
+def close(ours: F32, theirs: F32) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=CLOSE, atol=CLOSE * max(1.0, float(np.abs(theirs).max())))
+
+
+def test_ragged_rows_in_chunks(pair: Pair) -> None:
+    texts = [text(37, 1), text(5, 2), text(21, 3)]
+    rows = [pair.row(len(t)) for t in texts]
+    rng = np.random.default_rng(4)
+    done, found = [0, 0, 0], [[], [], []]
+    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+        chunks = {}
+        for i, (row, t) in enumerate(zip(rows, texts, strict=True)):
+            size = int(rng.integers(0, 12))
+            if done[i] < len(t) and size:
+                chunks[row] = t[done[i] : done[i] + size]
+        for row, logits in (pair.run(chunks) if chunks else {}).items():
+            found[rows.index(row)].append(logits)
+            done[rows.index(row)] += len(logits)
+        pair.model.kv.check()
+    for t, parts in zip(texts, found, strict=True):
+        close(np.concatenate(parts), pair.own_logits(t))
+
+
+def test_truncated_and_extended_again(pair: Pair) -> None:
+    row = pair.row(40)
+    wrong, right = text(30, 5), text(33, 6)
+    right[:11] = wrong[:11]
+    pair.run({row: wrong})
+    pair.model.kv.truncate(row, 11)
+    one_by_one = [pair.run({row: right[i : i + 1]})[row] for i in range(11, 20)]
+    rest = pair.run({row: right[20:]})[row]
+    close(np.concatenate([*one_by_one, rest]), pair.own_logits(right)[11:])
+
+
+def test_tree_equals_its_chains(pair: Pair) -> None:
+    prompt, nodes = text(18, 7), text(9, 8)
+    parents = np.array([-1, 0, 0, -1, 3, 1, 4, 6, 2], np.int32)
+    tree, other = pair.row(30), pair.row(30)
+    pair.run({tree: prompt, other: prompt[:4]})
+    ours = pair.run({other: prompt[4:9], tree: nodes}, {tree: parents})
+    close(ours[other], pair.own_logits(prompt[:9])[4:])
+    for node in range(len(nodes)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, int(parents[path[0]]))
+        close(ours[tree][node], pair.own_logits(np.concatenate([prompt, nodes[path]]))[-1])
+    # Keep one branch, and go on behind it.
+    path = [3, 4, 6]
+    pair.model.kv.compact(tree, len(prompt), np.array(path, np.int32))
+    more = text(5, 9)
+    after = pair.run({tree: more})[tree]
+    close(after, pair.own_logits(np.concatenate([prompt, nodes[path], more]))[-5:])
+
+
+def test_forked_row_goes_its_own_way(pair: Pair) -> None:
+    prompt, a, b = text(16, 10), text(6, 11), text(7, 12)
+    source, copied = pair.row(30), pair.row(24)
+    pair.run({source: prompt})
+    pair.model.kv.fork(source, copied, 13)
+    ours = pair.run({source: a, copied: b})
+    close(ours[source], pair.own_logits(np.concatenate([prompt, a]))[16:])
+    close(ours[copied], pair.own_logits(np.concatenate([prompt[:13], b]))[13:])
+
+
+def test_taps_are_the_layers_outputs(pair: Pair) -> None:
+    t = text(14, 13)
+    row = pair.row(14)
+    pair.run({row: t[:5]})
+    batch = Batch.pack([row], [t[5:]], [5], [False], taps=(2, 0))
+    taps = pair.model.forward(batch).taps(np.arange(9, dtype=np.int32))
+    hidden = pair.own(t, output_hidden_states=True).hidden_states
+    for i, layer in enumerate((2, 0)):
+        close(taps[:, i], hidden[layer + 1][0, 5:].numpy())
+
+
+def test_first_layers_alone(pair: Pair) -> None:
+    t = text(12, 14)
+    row = pair.row(12)
+    ours = np.concatenate([pair.run({row: t[:7]}, layers=2)[row], pair.run({row: t[7:]}, layers=2)[row]])
+    batch = Batch.pack([row], [t[:1]], [12], [True])
+    with pytest.raises(ValueError, match="do not fit"):
+        pair.model.forward(batch)
+    holder, name = pair.model._anatomy.holder, pair.model._anatomy.attribute
+    path = next(n for n, m in pair.model._module.named_modules() if m is holder)
+    holder = pair.reference.get_submodule(path)
+    whole = getattr(holder, name)
+    setattr(holder, name, whole[:2])
+    try:
+        close(ours, pair.own_logits(t))
+    finally:
+        setattr(holder, name, whole)
+
+
+def test_only_wanted_logits(pair: Pair) -> None:
+    a, b = text(9, 15), text(6, 16)
+    rows = [pair.row(9), pair.row(6)]
+    batch = Batch.pack(rows, [a, b], [0, 0], [True, True], last_only=True)
+    assert batch.wanted.tolist() == [8, 14]
+    logits = pair.model.forward(batch).logits(batch.wanted)
+    close(logits, np.stack([pair.own_logits(a)[-1], pair.own_logits(b)[-1]]))
+
+
+def test_no_wanted_logits(pair: Pair) -> None:
+    t = text(9, 17)
+    row = pair.row(9)
+    pair.model.forward(Batch.pack([row], [t[:6]], [0], [False]))
+    assert pair.model.kv.length(row) == 6
+    close(pair.run({row: t[6:]})[row], pair.own_logits(t)[6:])
+
+
+def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = text(10, 18)
+    row, other = pair.row(10), pair.row(3)
+    pair.run({row: t[:4]})
+    with pytest.raises(ValueError, match="do not fit"):
+        pair.run({row: t[4:6], other: t[:4]})
+    assert (pair.model.kv.length(row), pair.model.kv.length(other)) == (4, 0)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = pair.model._anatomy.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pair.run({row: t[4:6]}, layers=3)
+    hook.remove()
+    assert pair.model.kv.length(row) == 4
+    close(pair.run({row: t[4:]})[row], pair.own_logits(t)[4:])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (lambda: tiny("mamba", state_size=4, expand=2), "recurrent state"),
+    "gpt_oss": (
+        lambda: tiny("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+        "attention sinks",
+    ),
+    "qwen3_next": (
+        lambda: tiny("qwen3_next", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                     shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
+                     linear_key_head_dim=8, linear_value_head_dim=8),
+        "no attention of its own",
+    ),
+    "bloom": (lambda: tiny("bloom", n_head=4, n_layer=2), "takes no positions"),
+    "falcon_h1": (
+        lambda: tiny("falcon_h1", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, head_dim=8),
+        "recurrent state",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # slow paths of kernels that are not installed
+def test_refused_with_the_reason(family: str) -> None:
+    build, reason = REFUSED[family]
+    with pytest.raises(ModelError, match=f"{family} cannot be served exactly: .*{reason}"):
+        TransformersModel(build(), name=family)
+
+
+def test_encoder_decoder_is_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        TransformersModel(T5ForConditionalGeneration(config), name="t5")
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    with pytest.raises(ModelError, match="neither causal nor a sliding window"):
+        TransformersModel(tiny("gemma3_text", use_bidirectional_attention=True), name="gemma3")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "limit"),
+    [
+        ("phi3", {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [4.0] * 4,
+                                "short_factor": [1.0] * 4, "original_max_position_embeddings": 64},
+        }, 64),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 128),
+    ],
+)  # fmt: skip
+def test_length_dependent_rope_is_limited_to_where_it_is_exact(family: str, changes: Any, limit: int) -> None:
+    told: list[str] = []
+    module = tiny(family, **changes)
+    reference = copy.deepcopy(module)
+    model = TransformersModel(module, name=family, warn=told.append)
+    assert model.info.max_length == limit
+    assert len(told) == 1
+    assert f"contexts are limited to {limit}" in told[0]
+    t = text(limit, 1)
+    row = model.kv.alloc(limit)
+    batch = Batch.pack([row], [t], [0], [True])
+    with torch.inference_mode():
+        own = reference(input_ids=torch.from_numpy(t.astype(np.int64))[None], use_cache=False).logits[0].numpy()
+    close(model.forward(batch).logits(batch.wanted), own)
+
+
+def test_info() -> None:
+    module = tiny("qwen2", tie_word_embeddings=True)
+    model = TransformersModel(module, name="q", eos_ids=(2, 5), longest=50)
+    info = model.info
+    assert (info.name, info.backend, info.dtype, info.device) == ("q", "transformers", "float32", "cpu")
+    assert (info.vocab_size, info.hidden_size, info.layers, info.max_length) == (VOCAB, 32, 4, 50)
+    assert info.eos_ids == (2, 5)
+    assert info.kv_bytes_per_position == 4 * 2 * 2 * 8 * 4
+    assert info.weight_bytes == sum(p.numel() for p in module.parameters()) * 4
+    model.close()
+    model.close()
