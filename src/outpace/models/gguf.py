@@ -128,6 +128,13 @@ class GGUFFile:
             raise ModelError(f"{self.path.name} does not name its architecture (general.architecture)")
         return name
 
+    def text(self, key: str, default: str) -> str:
+        """A metadata entry that must be text. Raises ModelError when it is something else."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise ModelError(f"{self.path.name}: {key} must be text, not {type(value).__name__}: get the file again")
+        return value
+
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """A tensor's bytes, uint8 [n_bytes], a read-only view of the file. Raises ModelError for an unknown name."""
         info = self.info(name)
@@ -247,7 +254,7 @@ class _Reader:
         self._room(count, dtype.itemsize, f"values of {key!r}")
         start = self._take(count * dtype.itemsize)
         if kind == 7:  # any byte but 0 is true; numpy must not see others
-            return np.frombuffer(self._data, np.uint8, count, start) != 0
+            return np.frombuffer(self._data, np.uint8, count, start).astype(np.bool_)
         return np.frombuffer(self._data, dtype, count, start).copy()
 
     def _strings(self, count: int) -> list[str]:

@@ -48,7 +48,7 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|en
 
 def build(gguf: GGUFFile, cache: Path | None) -> Any:
     """A ``tokenizers.Tokenizer``; ``cache`` is a folder for derived merges. Raises ModelError for other tokenizers."""
-    kind = gguf.metadata.get("tokenizer.ggml.model")
+    kind = gguf.text("tokenizer.ggml.model", "")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
         raise ModelError(
@@ -81,7 +81,7 @@ def token_types(gguf: GGUFFile, count: int) -> I32:
     types = gguf.metadata.get("tokenizer.ggml.token_type")
     if types is None:
         return np.full(count, NORMAL, np.int32)
-    if not isinstance(types, np.ndarray) or len(types) != count:
+    if not isinstance(types, np.ndarray) or len(types) != count or types.dtype.kind not in "iu":
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.token_type does not match its {count} tokens")
     return types.astype(np.int32)
 
@@ -91,23 +91,22 @@ def token_id(gguf: GGUFFile, name: str) -> int | None:
     value = gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is None:
         return None
-    count = len(gguf.metadata.get("tokenizer.ggml.tokens", ()))
+    count = len(_tokens(gguf))
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.{name}_token_id={value!r} is not one of its {count} tokens")
     return value
 
 
 def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
-    """Every id that ends a turn: those the file names, and end-of-turn tokens that its chat template writes."""
-    named = {token_id(gguf, name) for name in ("eos", "eot", "eom")} - {None}
+    """Every id that ends a turn: those the file names, the main one first, and those its chat template writes."""
+    named = [token_id(gguf, name) for name in ("eos", "eot", "eom")]
     template = gguf.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
-        tokens = gguf.metadata["tokenizer.ggml.tokens"]
+        tokens = _tokens(gguf)
         types = token_types(gguf, len(tokens))
-        for i in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)):
-            if tokens[i] in _END_OF_TURN and tokens[i] in template:
-                named.add(int(i))
-    return tuple(sorted(i for i in named if i is not None))
+        marked = np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)).tolist()
+        named.extend(i for i in marked if tokens[i] in _END_OF_TURN and tokens[i] in template)
+    return tuple(dict.fromkeys(i for i in named if i is not None))
 
 
 def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
@@ -120,7 +119,7 @@ def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
     for line in lines:
         left, _, right = str(line).partition(" ")
         merges.append((left, right))
-    pre = gguf.metadata.get("tokenizer.ggml.pre", "default")
+    pre = gguf.text("tokenizer.ggml.pre", "default")
     if pre in _PLAIN:
         split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     elif pre in _SINGLE_DIGITS:
@@ -211,7 +210,8 @@ def _cached_merges(gguf: GGUFFile, pieces: list[str], vocabulary: dict[str, int]
     scores = gguf.metadata.get("tokenizer.ggml.scores")
     if gguf.architecture.startswith("gemma"):  # its scores are not in merge order, its ids are
         scores = -np.arange(len(pieces), dtype=np.float64)
-    if not isinstance(scores, np.ndarray) or len(scores) != len(pieces) or not np.isfinite(scores).all():
+    listed = isinstance(scores, np.ndarray) and len(scores) == len(pieces) and scores.dtype.kind in "fiu"
+    if not listed or not np.isfinite(scores).all():
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.scores does not match its {len(pieces)} tokens")
     if cache is None:
         return derive_merges(pieces, vocabulary, scores, types)

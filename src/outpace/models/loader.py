@@ -130,10 +130,11 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
 
         gguf = GGUFFile.open(source.path)
         shape = shape_of(gguf)
-        size = _dtype_bytes(options, 4)
+        size = _dtype_bytes(options, 2)
         elements = sum(t.elements for t in gguf.tensors.values())
         return MemoryEstimate(elements * size, 2 * shape.layers * shape.kv_heads * shape.head_dim * size)
-    return _estimate_folder(source, options)
+    with _readable(source):
+        return _estimate_folder(source, options)
 
 
 def _backend_for(source: Source, options: LoadOptions) -> str:
@@ -240,7 +241,9 @@ def _from_hub(spec: str, options: LoadOptions) -> Path:
     weights = ["*.safetensors", "*.bin"] if options.allow_pickle else ["*.safetensors"]
     request: dict[str, Any] = {"revision": options.revision, "allow_patterns": _SMALL_FILES + weights}
     try:
-        return Path(snapshot_download(spec, local_files_only=True, **request))
+        cached = Path(snapshot_download(spec, local_files_only=True, **request))
+        if options.offline or _complete(cached, options):
+            return cached
     except HFValidationError as error:
         raise ModelError(f"{spec!r} is neither a file, a folder nor a Hugging Face id: check the spelling") from error
     except LocalEntryNotFoundError as error:
@@ -256,6 +259,19 @@ def _from_hub(spec: str, options: LoadOptions) -> Path:
             f"{spec} could not be downloaded ({reason}): check the name, --revision and the connection, "
             f"or use a local folder or --model demo"
         ) from error
+
+
+def _complete(folder: Path, options: LoadOptions) -> bool:
+    """Whether a cached snapshot has a configuration and all of its weights."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            return False
+        return all((folder / name).is_file() for name in files)
+    patterns = ("*.safetensors", "*.bin") if options.allow_pickle else ("*.safetensors",)
+    return (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
@@ -289,7 +305,9 @@ def _elements(folder: Path) -> int:
 
 
 def _dtype_bytes(options: LoadOptions, checkpoint: int) -> int:
-    """Bytes of a number once loaded. auto is float32 on a CPU; whether there is a GPU is not looked up here."""
+    """Bytes of a number once loaded: auto is float32 on a CPU, what the checkpoint has elsewhere."""
     if options.dtype == "auto":
-        return checkpoint if options.device.startswith("cuda") else 4
+        import torch
+
+        return 4 if _device(torch, options).type == "cpu" else checkpoint
     return 4 if options.dtype == "float32" else 2

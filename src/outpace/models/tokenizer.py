@@ -27,8 +27,8 @@ def cache_dir() -> Path:
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    ``eos_ids``: every id that ends a turn. ``bos_id``: what a text starts with, if anything. ``special_ids``: ids that
-    stand for no text. Methods may be called from several threads.
+    ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
+    ``special_ids``: ids that stand for no text. Methods may be called from several threads.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tokenizer:
         self._fast = fast
         self._lock = threading.Lock()  # encode_special_tokens is a setting, not an argument
         self.name = name
-        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         self._add_bos = add_bos
         self._add_eos = add_eos
@@ -67,10 +67,10 @@ class Tokenizer:
     def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
         """Raises ModelError when the file's tokenizer cannot be built."""
         meta = gguf.metadata
-        kind = meta.get("tokenizer.ggml.model")
+        kind, pre = gguf.text("tokenizer.ggml.model", ""), gguf.text("tokenizer.ggml.pre", "default")
         bos, eos = gguf_tokenizer.token_id(gguf, "bos"), gguf_tokenizer.token_id(gguf, "eos")
         fast = gguf_tokenizer.build(gguf, cache_dir())
-        starts = kind == "llama" or meta.get("tokenizer.ggml.pre") in ("llama3", "llama-v3", "llama-bpe", "tekken")
+        starts = kind == "llama" or pre in ("llama3", "llama-v3", "llama-bpe", "tekken")
         template = meta.get("tokenizer.chat_template")
         tokens = {f"{n}_token": fast.id_to_token(i) for n, i in (("bos", bos), ("eos", eos)) if i is not None}
         return cls(

