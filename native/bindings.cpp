@@ -209,6 +209,7 @@ NB_MODULE(_native, m) {
     using namespace outpace;
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
+    m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Matrix>(m, "Matrix")
