@@ -79,26 +79,37 @@ void Model::prepare(const BatchView& batch) {
     for (Rope& rope : ropes_) rope.cover(last + 1);
 }
 
-// Tiles of tokens of one row, by KV head; by query head where that leaves too few jobs for the threads.
+// Tiles of tokens of one row, by KV head; where that leaves too few jobs for the threads, by ranges of blocks too.
 void Model::plan_jobs(int first, int count) {
     jobs_.clear();
     const int group = config_.heads / config_.kv_heads;
     const int tile = std::max(1, std::min(8, kMaxQueries / group));
-    int tiles = 0;
-    const auto each_tile = [&](const auto& visit) {
-        for (int t = first; t < first + count;) {
-            int end = t + 1;
-            while (end < first + count && end - t < tile && tokens_[static_cast<size_t>(end)].row == tokens_[static_cast<size_t>(t)].row) ++end;
-            visit(t, end - t);
-            t = end;
+    std::vector<Tile>& tiles = tiles_;
+    tiles.clear();
+    for (int t = first; t < first + count;) {
+        int end = t + 1, blocks = tokens_[static_cast<size_t>(t)].position / kBlock + 1;
+        for (; end < first + count && end - t < tile && tokens_[static_cast<size_t>(end)].row == tokens_[static_cast<size_t>(t)].row; ++end)
+            blocks = std::max(blocks, tokens_[static_cast<size_t>(end)].position / kBlock + 1);
+        tiles.push_back({t, end - t, blocks, 1, 0});
+        t = end;
+    }
+    constexpr int enough = 6;  // jobs a thread: they are taken as threads become free
+    const int missing = enough * pool_.size() / (static_cast<int>(tiles.size()) * config_.kv_heads);
+    size_t parts = 0;
+    const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        Tile& t = tiles[i];
+        if (pool_.size() > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
+        if (t.ranges > 1) {
+            t.parts = parts;
+            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(config_.heads) * static_cast<size_t>(t.blocks) * record;
         }
-    };
-    each_tile([&](int, int) { ++tiles; });
-    const bool split = tiles * config_.kv_heads < 4 * pool_.size() || group > kMaxQueries;
-    each_tile([&](int t, int tokens) {
-        for (int head = 0; head < config_.heads; head += split ? 1 : group)
-            jobs_.push_back({t, tokens, head, split ? 1 : group});
-    });
+        for (int head = 0; head < config_.kv_heads; ++head)
+            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
+    }
+    if (parts_.size() < parts) parts_ = Buffer<float>(parts + parts / 2);
+    const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
+    if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
 }
 
@@ -307,33 +318,45 @@ void Model::Run::attention(int id, const Layer& l, int index) {
     uint8_t* acts = s_.heads.get(l.o.acts());
     const int used = c_.heads * d / kGroup;  // meaningful with whole groups only
     std::atomic<int>& next = m_.next_job_[static_cast<size_t>(index)];
+    AttentionJob job;
+    job.dim = d;
+    job.dim_padded = padded;
+    job.kv_f32 = m_.kv_.shape().f32;
+    job.part_stride = padded + 16;
     for (int j = next.fetch_add(1); j < static_cast<int>(m_.jobs_.size()); j = next.fetch_add(1)) {
         const Job& planned = m_.jobs_[static_cast<size_t>(j)];
-        const int kv_head = planned.first_head / group;
-        AttentionJob job;
-        job.queries = planned.tokens * planned.heads;
-        const Token& any = m_.tokens_[static_cast<size_t>(planned.first_token)];
+        const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+        const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
+        job.queries = tile.tokens * group;
         job.cached = any.cached;
         job.blocks = any.blocks;
-        job.keys = m_.kv_.shape().keys(index, kv_head);
-        job.values = m_.kv_.shape().values(index, kv_head);
-        job.dim = d;
-        job.dim_padded = padded;
-        job.kv_f32 = m_.kv_.shape().f32;
+        job.keys = m_.kv_.shape().keys(index, planned.kv_head);
+        job.values = m_.kv_.shape().values(index, planned.kv_head);
+        job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
+        job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {
-            const int t = planned.first_token - first_ + i / planned.heads, head = planned.first_head + i % planned.heads;
-            const size_t at = (static_cast<size_t>(t) * c_.heads + head) * padded;
+            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            const size_t at = static_cast<size_t>(t) * c_.heads + head;
             const Token& tok = token(t);
-            job.q[i] = s_.rotated.get() + at;
-            job.out[i] = s_.attended.get() + at;
+            job.q[i] = s_.rotated.get() + at * padded;
+            job.out[i] = s_.attended.get() + at * padded;
             job.position[i] = tok.position;
             job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
             job.path[i] = tok.path;
+            const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
+            job.parts[i] = tile.ranges > 1 ? m_.parts_.get() + tile.parts + own : nullptr;
         }
         k_.attention(job);
+        if (tile.ranges > 1) {
+            // Whoever finishes a head's last range merges them. The counter is left at 0 for the next layer.
+            std::atomic<int>& finished = m_.finished_[static_cast<size_t>(planned.tile * c_.kv_heads + planned.kv_head)];
+            if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
+            finished.store(0, std::memory_order_relaxed);
+            k_.merge_parts(job);
+        }
         if (!whole_groups) continue;
         for (int i = 0; i < job.queries; ++i) {
-            const int t = planned.first_token - first_ + i / planned.heads, head = planned.first_head + i % planned.heads;
+            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
             k_.encode(l.o.acts(), job.out[i], head * d / kGroup, (head + 1) * d / kGroup, acts, n_, t);
             if (head == c_.heads - 1 && used < l.o.groups) {
                 float* line = s_.line[static_cast<size_t>(id)].get();

@@ -23,8 +23,9 @@ static inline float bf16_to_float(uint16_t h) { return bits_to_float(static_cast
 
 static inline uint16_t float_to_bf16(float x) {
     const uint32_t bits = float_to_bits(x);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);  // quiet NaN
-    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t quiet = (bits >> 16) | 0x0040u;
+    return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);  // NaN stays NaN
 }
 
 static inline float f16_to_float(uint16_t h) {

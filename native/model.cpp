@@ -48,7 +48,7 @@ void fits(const std::vector<float>& v, int n, bool required, const char* name) {
 void check(const Config& c, const std::vector<Layer>& layers, const Matrix& embedding, const Matrix& head,
            const std::vector<float>& final_norm, const std::vector<Rope>& ropes) {
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || layers.empty())
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(embedding, c.vocab, c.hidden, "the embedding");
     fits(head, c.vocab, c.hidden, "the output head");

@@ -100,8 +100,12 @@ private:
         const uint8_t* const* blocks;
         int wanted;  // index among the wanted, or -1
     };
+    struct Tile {  // tokens of one row whose attention is computed together
+        int first, tokens, blocks, ranges;
+        size_t parts;  // where its blocks' partial results start, with more than one range
+    };
     struct Job {
-        int first_token, tokens, first_head, heads;
+        int tile, kv_head, range;
     };
     class Run;  // one chunk of tokens through all layers; forward.cpp
 
@@ -120,7 +124,10 @@ private:
     Scratch scratch_;
     std::vector<Token> tokens_;
     std::vector<int32_t> paths_;
+    std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
+    Buffer<float> parts_;
+    std::vector<std::atomic<int>> finished_;  // ranges of a tile's KV head; 0 between layers
     std::vector<std::atomic<int>> next_job_;  // one a layer
     std::vector<Best> bests_;                 // [thread][kChunk]
     std::shared_ptr<BufferPool> logits_pool_ = std::make_shared<BufferPool>();

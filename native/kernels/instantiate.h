@@ -4,13 +4,14 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "store_kv.h"
 
 #define OUTPACE_TABLE(function, label)                                                             \
     namespace outpace {                                                                            \
     const Kernels& function() {                                                                    \
         namespace path = OUTPACE_NS;                                                               \
         static const Kernels table{label,       path::matmul,  path::encode,    path::rmsnorm,     \
-                                   path::add_to, path::rotate, path::gate,      path::attention, path::put_key,     \
+                                   path::add_to, path::rotate, path::gate,      path::attention, path::merge_parts, path::put_key,     \
                                    path::put_value, path::argmax};                                 \
         return table;                                                                              \
     }                                                                                              \

@@ -3,6 +3,7 @@
 // the width, the tile nor the thread can show in a result.
 #pragma once
 
+#include "pack.h"
 #include "simd.h"
 #include "table.h"
 
@@ -100,73 +101,78 @@ struct Layout<Format::K6> {
     }
 };
 
-template <Format format, int T>
-static void tile(const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
+// One token's share of a group: 16 integer dot products of 32, then two or three float operations.
+template <class L>
+INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
+    I x = L::offset ? set1_pair(r + 40) : zero_i();
+    I z = L::offset ? set1_pair(r + 44) : zero_i();
+    x = dot4<L::small>(x, q[0], r);
+    z = dot4<L::small>(z, q[4], r + 16);
+    x = dot4<L::small>(x, q[1], r + 4);
+    z = dot4<L::small>(z, q[5], r + 20);
+    x = dot4<L::small>(x, q[2], r + 8);
+    z = dot4<L::small>(z, q[6], r + 24);
+    x = dot4<L::small>(x, q[3], r + 12);
+    z = dot4<L::small>(z, q[7], r + 28);
+    const F scale = set1(float_at(r + 32));
+    if constexpr (L::split)
+        acc = fma(k.second, mul(scale, to_float(z)), fma(k.scale, mul(scale, to_float(x)), acc));
+    else
+        acc = fma(k.scale, mul(scale, to_float(add_i(x, z))), acc);
+    if constexpr (L::minimum) acc = fma(k.second, set1(float_at(r + 36)), acc);
+    return acc;
+}
+
+// `t` are the tokens of the tile: spelled out as a pack, so that the accumulators are registers and never an array.
+template <Format format, int... t>
+static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     using L = Layout<format>;
     constexpr Geometry geo = geometry(format);
-    F acc[T];
-    for (int t = 0; t < T; ++t) acc[t] = zero();
+    F acc[] = {(static_cast<void>(t), zero())...};
     for (int s = 0; s < superblocks; ++s, w += geo.bytes) {
         prefetch(w, geo.bytes);
         for (int g = 0; g < geo.groups; ++g, a += stride) {
             W q[8];
             L::unpack(w, g, q);
             const Scales k = L::scales(w, g);
-#pragma GCC unroll 16
-            for (int t = 0; t < T; ++t) {
-                const uint8_t* r = a + 48 * t;
-                I x = L::offset ? set1_pair(r + 40) : zero_i();
-                I z = L::offset ? set1_pair(r + 44) : zero_i();
-                for (int i = 0; i < 4; ++i) x = dot4<L::small>(x, q[i], r + 4 * i);
-                for (int i = 4; i < 8; ++i) z = dot4<L::small>(z, q[i], r + 4 * i);
-                const F scale = set1(float_at(r + 32));
-                if (L::split) {
-                    acc[t] = fma(k.scale, mul(scale, to_float(x)), acc[t]);
-                    acc[t] = fma(k.second, mul(scale, to_float(z)), acc[t]);
-                } else {
-                    acc[t] = fma(k.scale, mul(scale, to_float(add_i(x, z))), acc[t]);
-                }
-                if (L::minimum) acc[t] = fma(k.second, set1(float_at(r + 36)), acc[t]);
-            }
+            ((acc[t] = step<L>(acc[t], q, k, a + 48 * t)), ...);
         }
     }
-    for (int t = 0; t < T; ++t) store(y + t * ldy, acc[t]);
+    (store(y + t * ldy, acc[t]), ...);
 }
 
 // bf16 pairs, f16 and f32 share a shape: one product a step, inputs in order.
-template <Format format, int T>
-static void float_tile(const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
+template <Format format, int... t>
+static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y,
+                       int64_t ldy) {
     constexpr Geometry geo = geometry(format);
     constexpr int steps = format == Format::B16 ? 16 : 32;  // a group
     constexpr int step_bytes = format == Format::H16 ? 32 : 64;
     constexpr int record = act_bytes(geo.acts);
-    F acc[T];
-    for (int t = 0; t < T; ++t) acc[t] = zero();
+    F acc[] = {(static_cast<void>(t), zero())...};
     for (int s = 0; s < superblocks; ++s) {
         for (int g = 0; g < geo.groups; ++g, a += stride) {
             for (int i = 0; i < steps; ++i, w += step_bytes) {
                 if (i % (64 / step_bytes) == 0) __builtin_prefetch(w + kAhead, 0, 3);
-                if (format == Format::B16) {
+                if constexpr (format == Format::B16) {
                     const I pairs = load_pairs(w);
-#pragma GCC unroll 16
-                    for (int t = 0; t < T; ++t) acc[t] = dot_pairs(pairs, set1_pair(a + t * record + 4 * i), acc[t]);
+                    ((acc[t] = dot_pairs(pairs, set1_pair(a + t * record + 4 * i), acc[t])), ...);
                 } else {
                     const F v = format == Format::H16 ? load_f16(halves_at(w)) : load(reinterpret_cast<const float*>(w));
-#pragma GCC unroll 16
-                    for (int t = 0; t < T; ++t) acc[t] = fma(v, set1(float_at(a + t * record + 4 * i)), acc[t]);
+                    ((acc[t] = fma(v, set1(float_at(a + t * record + 4 * i)), acc[t])), ...);
                 }
             }
         }
     }
-    for (int t = 0; t < T; ++t) store(y + t * ldy, acc[t]);
+    (store(y + t * ldy, acc[t]), ...);
 }
 
-template <Format format, int T>
-INLINE void any_tile(const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
+template <Format format, class P>
+INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     if constexpr (geometry(format).acts == Acts::I8)
-        tile<format, T>(w, superblocks, a, stride, y, ldy);
+        tile<format>(pack, w, superblocks, a, stride, y, ldy);
     else
-        float_tile<format, T>(w, superblocks, a, stride, y, ldy);
+        float_tile<format>(pack, w, superblocks, a, stride, y, ldy);
 }
 
 template <Format format>
@@ -182,10 +188,15 @@ static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int 
 #define OUTPACE_TILES(T)                                                                          \
     if constexpr (kTile >= T)                                                                     \
         for (; n - t >= T; t += T)                                                                \
-            any_tile<format, T>(w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
+            any_tile<format>(Range<T>{}, w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
         OUTPACE_TILES(16)
+        OUTPACE_TILES(12)
         OUTPACE_TILES(8)
+        OUTPACE_TILES(7)
+        OUTPACE_TILES(6)
+        OUTPACE_TILES(5)
         OUTPACE_TILES(4)
+        OUTPACE_TILES(3)
         OUTPACE_TILES(2)
         OUTPACE_TILES(1)
 #undef OUTPACE_TILES

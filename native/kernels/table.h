@@ -11,6 +11,7 @@ enum class Activation { Silu, GeluTanh };
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
+constexpr int kMaxHead = 256;    // largest head, padded to 16
 
 // Query vectors that share one KV head of one row.
 struct AttentionJob {
@@ -26,6 +27,11 @@ struct AttentionJob {
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block
     int dim, dim_padded;              // padded to 16
     bool kv_f32;
+    int block_begin, block_end;       // the job's share of the blocks
+    // Null: the job has all blocks and writes `out`. Else the block's peak, total and, from [16], its weighted values go
+    // to parts[query] + block * part_stride, for `merge_parts`.
+    float* parts[kMaxQueries];
+    int part_stride;
 };
 
 // Argmax over [n]; the first index on ties; `nan` when any value is NaN.
@@ -56,6 +62,7 @@ struct Kernels {
     void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
 
     void (*attention)(const AttentionJob& job);
+    void (*merge_parts)(const AttentionJob& job);
 
     // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
     void (*put_key)(const float* k, int dim, int dim_padded, bool f32, uint8_t* keys, int slot);
