@@ -79,11 +79,13 @@ void Model::prepare(const BatchView& batch) {
     for (Rope& rope : ropes_) rope.cover(last + 1);
 }
 
-// Tiles of tokens of one row, by KV head; where that leaves too few jobs for the threads, by ranges of blocks too.
+// Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
+// where even single tokens do not, by ranges of blocks too.
 void Model::plan_jobs(int first, int count) {
     jobs_.clear();
     const int group = config_.heads / config_.kv_heads;
-    const int tile = std::max(1, std::min(8, kMaxQueries / group));
+    int tile = std::max(1, std::min(8, kMaxQueries / group));
+    while (tile > 1 && (count + tile - 1) / tile * config_.kv_heads < 2 * pool_.size()) tile /= 2;
     std::vector<Tile>& tiles = tiles_;
     tiles.clear();
     for (int t = first; t < first + count;) {
@@ -93,8 +95,8 @@ void Model::plan_jobs(int first, int count) {
         tiles.push_back({t, end - t, blocks, 1, 0});
         t = end;
     }
-    constexpr int enough = 6;  // jobs a thread: they are taken as threads become free
-    const int missing = enough * pool_.size() / (static_cast<int>(tiles.size()) * config_.kv_heads);
+    const int base = static_cast<int>(tiles.size()) * config_.kv_heads;
+    const int missing = base >= 2 * pool_.size() ? 1 : 6 * pool_.size() / base;  // taken as threads become free
     size_t parts = 0;
     const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
     for (size_t i = 0; i < tiles.size(); ++i) {
@@ -110,7 +112,7 @@ void Model::plan_jobs(int first, int count) {
     if (parts_.size() < parts) parts_ = Buffer<float>(parts + parts / 2);
     const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
     if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
-    for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
+    for (std::atomic<int>& next : next_job_) next.store(pool_.size(), std::memory_order_relaxed);
 }
 
 class Model::Run {
@@ -217,6 +219,7 @@ private:
     }
 
     void layer(int id, int index);
+    const uint8_t* first_keys(int job, int layer) const;
     void rope(int id, const Layer& l, int index);
     void attention(int id, const Layer& l, int index);
     void gate_up(int id, const Layer& l);
@@ -245,6 +248,10 @@ void Model::Run::layer(int id, int index) {
     clock(id, kNorm);
 
     products(id, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    if (id < static_cast<int>(m_.jobs_.size())) {  // this thread's first keys are on their way while it waits and rotates
+        const uint8_t* keys = first_keys(id, index);
+        for (size_t line = 0; line < m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
+    }
     meet();
     clock(id, kQkv);
 
@@ -312,6 +319,13 @@ void Model::Run::rope(int id, const Layer& l, int index) {
     }
 }
 
+const uint8_t* Model::Run::first_keys(int job, int layer) const {
+    const Job& planned = m_.jobs_[static_cast<size_t>(job)];
+    const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+    const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
+    return any.blocks[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
+}
+
 void Model::Run::attention(int id, const Layer& l, int index) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded(), group = c_.heads / c_.kv_heads;
     const bool whole_groups = d % kGroup == 0;
@@ -323,7 +337,10 @@ void Model::Run::attention(int id, const Layer& l, int index) {
     job.dim_padded = padded;
     job.kv_f32 = m_.kv_.shape().f32;
     job.part_stride = padded + 16;
-    for (int j = next.fetch_add(1); j < static_cast<int>(m_.jobs_.size()); j = next.fetch_add(1)) {
+    const int jobs = static_cast<int>(m_.jobs_.size());
+    for (int j = id, after; j < jobs; j = after) {
+        after = next.fetch_add(1, std::memory_order_relaxed);
+        job.upcoming = first_keys(after < jobs ? after : j, index);
         const Job& planned = m_.jobs_[static_cast<size_t>(j)];
         const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
         const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];

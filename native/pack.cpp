@@ -325,41 +325,66 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     return m;
 }
 
+namespace {
+
+// One group of one row.
+void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) {
+    const auto half = [&](int offset) { return f16_to_float(u16_at(s + offset + 2 * lane)); };
+    float q[kGroup];
+    if (format == Format::I4S || format == Format::I4M || format == Format::K4) {
+        for (int i = 0; i < 16; ++i) {
+            const int pair = s[256 * g + i / 4 * 64 + lane * 4 + i % 4];
+            q[i] = static_cast<float>(pair & 15);
+            q[i + 16] = static_cast<float>(pair >> 4);
+        }
+    } else if (geometry(format).acts == Acts::I8) {
+        for (int i = 0; i < kGroup; ++i) q[i] = static_cast<float>(s[512 * g + i / 4 * 64 + lane * 4 + i % 4]);
+    }
+    const auto scaled = [&](float scale, float zero, float minimum) {
+        for (int i = 0; i < kGroup; ++i) out[i] = scale * (q[i] - zero) + minimum;
+    };
+    switch (format) {
+        case Format::I4S: return scaled(half(512 + 32 * g), 8.0f, 0.0f);
+        case Format::I4M: return scaled(half(512 + 64 * g), 0.0f, half(544 + 64 * g));
+        case Format::I8S: return scaled(half(1024 + 32 * g), 128.0f, 0.0f);
+        case Format::I8M: return scaled(half(1024 + 64 * g), 0.0f, half(1056 + 64 * g));
+        case Format::K4:
+        case Format::K5: {
+            const int tail = format == Format::K4 ? 2048 : 4096;
+            return scaled(half(tail + 256) * static_cast<float>(s[tail + 32 * g + lane]), 0.0f,
+                          -(half(tail + 288) * static_cast<float>(s[tail + 32 * g + 16 + lane])));
+        }
+        case Format::K6: {
+            const float d = half(4352);
+            for (int i = 0; i < kGroup; ++i) {
+                const int8_t scale = static_cast<int8_t>(s[4096 + 32 * g + i / 16 * 16 + lane]);
+                out[i] = d * static_cast<float>(scale) * (q[i] - 128.0f);
+            }
+            return;
+        }
+        case Format::B16:
+            for (int i = 0; i < kGroup; ++i) out[i] = bf16_to_float(u16_at(s + g * 1024 + ((i / 2 * kRows + lane) * 2 + i % 2) * 2));
+            return;
+        case Format::H16:
+            for (int i = 0; i < kGroup; ++i) out[i] = f16_to_float(u16_at(s + g * 1024 + (i * kRows + lane) * 2));
+            return;
+        case Format::F32:
+            for (int i = 0; i < kGroup; ++i) std::memcpy(&out[i], s + g * 2048 + (i * kRows + lane) * 4, 4);
+            return;
+    }
+}
+
+}  // namespace
+
 void unpack_row(const Matrix& m, int row, float* out) {
     const Geometry geo = geometry(m.format);
     const uint8_t* block = m.data + static_cast<size_t>(row / kRows) * m.block_bytes;
-    const int lane = row % kRows;
-    for (int i = 0; i < m.cols; ++i) {
-        const int group = i / kGroup, k = i % kGroup, g = group % geo.groups;
-        const uint8_t* s = block + static_cast<size_t>(group / geo.groups) * geo.bytes;
-        const auto half = [&](int offset) { return f16_to_float(u16_at(s + offset + 2 * lane)); };
-        const auto nibble = [&] {
-            const int pair = s[256 * g + k % 16 / 4 * 64 + lane * 4 + k % 4];
-            return static_cast<float>(k < 16 ? pair & 15 : pair >> 4);
-        };
-        const auto byte = [&] { return static_cast<float>(s[512 * g + k / 4 * 64 + lane * 4 + k % 4]); };
-        switch (m.format) {
-            case Format::I4S: out[i] = half(512 + 32 * g) * (nibble() - 8.0f); break;
-            case Format::I4M: out[i] = half(512 + 64 * g) * nibble() + half(544 + 64 * g); break;
-            case Format::I8S: out[i] = half(1024 + 32 * g) * (byte() - 128.0f); break;
-            case Format::I8M: out[i] = half(1024 + 64 * g) * byte() + half(1056 + 64 * g); break;
-            case Format::K4:
-            case Format::K5: {
-                const int tail = m.format == Format::K4 ? 2048 : 4096;
-                const float scale = half(tail + 256) * static_cast<float>(s[tail + 32 * g + lane]);
-                const float minimum = half(tail + 288) * static_cast<float>(s[tail + 32 * g + 16 + lane]);
-                out[i] = scale * (m.format == Format::K4 ? nibble() : byte()) - minimum;
-                break;
-            }
-            case Format::K6: {
-                const int8_t scale = static_cast<int8_t>(s[4096 + 32 * g + k / 16 * 16 + lane]);
-                out[i] = half(4352) * static_cast<float>(scale) * (byte() - 128.0f);
-                break;
-            }
-            case Format::B16: out[i] = bf16_to_float(u16_at(s + g * 1024 + ((k / 2 * kRows + lane) * 2 + k % 2) * 2)); break;
-            case Format::H16: out[i] = f16_to_float(u16_at(s + g * 1024 + (k * kRows + lane) * 2)); break;
-            case Format::F32: std::memcpy(&out[i], s + g * 2048 + (k * kRows + lane) * 4, 4); break;
-        }
+    for (int at = 0; at < m.cols; at += kGroup) {
+        const int group = at / kGroup;
+        const uint8_t* superblock = block + static_cast<size_t>(group / geo.groups) * static_cast<size_t>(geo.bytes);
+        float values[kGroup];
+        unpack_group(m.format, superblock, group % geo.groups, row % kRows, values);
+        std::memcpy(out + at, values, static_cast<size_t>(std::min(kGroup, m.cols - at)) * sizeof(float));
     }
 }
 

@@ -45,15 +45,19 @@ INLINE F score_step(F acc, const KeyPair<f32>& k, const float* q) {
     return fma(k.second, set1(q[1]), fma(k.first, set1(q[0]), acc));
 }
 
-// scores[q][16 tile + lane] of a whole block for the queries of the pack; meanwhile the block's values are fetched.
+// scores[q][16 tile + lane] of a whole block for the queries of the pack; meanwhile the block's values, and the keys
+// that are needed after it, are fetched: a row's cache is read once a layer and has left every near cache since.
 template <bool f32, int... i>
-static void score_block(Pack<i...>, const float* const* q, const uint8_t* keys, const uint8_t* values, int dim,
-                        float (*scores)[kBlock]) {
+static void score_block(Pack<i...>, const float* const* q, const uint8_t* keys, const uint8_t* values,
+                        const uint8_t* upcoming, int dim, float (*scores)[kBlock]) {
     F a[] = {(static_cast<void>(i), zero())...}, b[] = {(static_cast<void>(i), zero())...};
     F c[] = {(static_cast<void>(i), zero())...}, d[] = {(static_cast<void>(i), zero())...};
     const int tile = key_tile_bytes<f32>(dim), step = 2 * kSub * (f32 ? 4 : 2);
-    for (int at = 0; at < dim; at += 2, keys += step, values += 2 * step * 2) {
-        for (int line = 0; line < 4 * step; line += 64) __builtin_prefetch(values + line, 0, 3);
+    for (int at = 0; at < dim; at += 2, keys += step, values += 4 * step, upcoming += 4 * step) {
+        for (int line = 0; line < 4 * step; line += 64) {
+            __builtin_prefetch(values + line, 0, 3);
+            __builtin_prefetch(upcoming + line, 0, 2);
+        }
         const KeyPair<f32> ka = KeyPair<f32>::at(keys), kb = KeyPair<f32>::at(keys + tile);
         const KeyPair<f32> kc = KeyPair<f32>::at(keys + 2 * tile), kd = KeyPair<f32>::at(keys + 3 * tile);
         ((a[i] = score_step<f32>(a[i], ka, q[i] + at)), ...);
@@ -179,8 +183,9 @@ struct Attention {
     float* sums[kMaxQueries];  // a block's weighted values
 
     // A block that no query sees through a tree's path.
-    void chain_block(const uint8_t* keys, const uint8_t* values) {
-        in_tiles(job.queries, [&](auto pack, int i) { score_block<f32>(pack, job.q + i, keys, values, dim, scores + i); });
+    void chain_block(const uint8_t* keys, const uint8_t* values, const uint8_t* upcoming) {
+        in_tiles(job.queries,
+                 [&](auto pack, int i) { score_block<f32>(pack, job.q + i, keys, values, upcoming, dim, scores + i); });
         for (int i = 0; i < job.queries; ++i)
             if (begin[i] < end[i]) soften(scores[i], begin[i], end[i], &peaks[i], &totals[i]);
         in_tiles(job.queries, [&](auto pack, int i) { tile_values(pack, i, values); });
@@ -206,7 +211,7 @@ struct Attention {
     void tree_block(int i, int base, const uint8_t* keys, const uint8_t* values) {
         int cached = job.path[i] ? job.cached - base : end[i];
         cached = cached < begin[i] ? begin[i] : cached > end[i] ? end[i] : cached;
-        if (cached > begin[i]) score_block<f32>(Range<1>{}, job.q + i, keys, values, dim, scores + i);
+        if (cached > begin[i]) score_block<f32>(Range<1>{}, job.q + i, keys, values, values, dim, scores + i);
         for (int p = cached; p < end[i]; ++p) {
             const int slot = job.path[i][base + p - job.cached];
             scores[i][p] = score_slot<f32>(job.q[i], job.blocks[slot / kBlock] + job.keys, slot % kBlock, dim);
@@ -220,7 +225,7 @@ struct Attention {
         }
     }
 
-    void block(int index) {
+    void block(int index, bool final) {
         const int base = index * kBlock;
         bool chains = true;
         for (int i = 0; i < job.queries; ++i) {
@@ -231,7 +236,7 @@ struct Attention {
         }
         const uint8_t* keys = job.blocks[index] + job.keys;
         const uint8_t* values = job.blocks[index] + job.values;
-        if (chains) return chain_block(keys, values);
+        if (chains) return chain_block(keys, values, final ? job.upcoming : job.blocks[index + 1] + job.keys);
         for (int i = 0; i < job.queries; ++i)
             if (begin[i] < end[i]) tree_block(i, base, keys, values);
     }
@@ -253,7 +258,7 @@ struct Attention {
                 sums[i] = job.parts[i] ? job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16 : local[i];
                 for (int d = 0; d < dim; d += 16) store(sums[i] + d, zero());
             }
-            block(index);
+            block(index, index + 1 == last);
             for (int i = 0; i < job.queries; ++i) {
                 if (begin[i] >= end[i]) continue;
                 if (!job.parts[i]) {

@@ -28,6 +28,7 @@ struct AttentionJob {
     int dim, dim_padded;              // padded to 16
     bool kv_f32;
     int block_begin, block_end;       // the job's share of the blocks
+    const uint8_t* upcoming;          // keys that this thread will need next: worth fetching, never read here
     // Null: the job has all blocks and writes `out`. Else the block's peak, total and, from [16], its weighted values go
     // to parts[query] + block * part_stride, for `merge_parts`.
     float* parts[kMaxQueries];
