@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 
+#include "choose.h"
 #include "cpu.h"
 #include "model.h"
 #include "pack.h"
@@ -175,6 +176,62 @@ nb::object best_of(const Result& result, const Ints& at) {
     return numpy(std::move(tokens), {at.shape(0)});
 }
 
+// One rule as Python describes it: (name, arrays and numbers ...); see native.py.
+Edit edit_of(const nb::tuple& rule) {
+    const auto ints = [](nb::handle h) {
+        const Ints a = nb::cast<Ints>(h);
+        return std::vector<int32_t>(a.data(), a.data() + a.shape(0));
+    };
+    const auto numbers = [](nb::handle h) {
+        const Floats a = nb::cast<Floats>(h);
+        return std::vector<float>(a.data(), a.data() + a.shape(0));
+    };
+    Edit edit;
+    const std::string name = nb::cast<std::string>(rule[0]);
+    edit.ids = ints(rule[1]);
+    if (name == "penalties") {
+        edit.kind = Edit::Penalties;
+        edit.output = ints(rule[2]);
+        edit.values = numbers(rule[3]);
+        edit.repetition = nb::cast<float>(rule[4]);
+        edit.presence = nb::cast<float>(rule[5]);
+        edit.frequency = nb::cast<float>(rule[6]);
+        if (edit.values.size() != edit.output.size()) throw std::invalid_argument("penalties need a count for each token");
+    } else if (name == "bias") {
+        edit.kind = Edit::Bias;
+        edit.values = numbers(rule[2]);
+        if (edit.values.size() != edit.ids.size()) throw std::invalid_argument("a bias needs a value for each token");
+    } else if (name == "allowed") {
+        edit.kind = Edit::Allowed;
+    } else {
+        throw std::invalid_argument("unknown rule '" + name + "'");
+    }
+    return edit;
+}
+
+// A token, or below 0: -1 none is allowed, -2 NaN, -3 too close to a filter's edge to decide here.
+int choose_one(const float* logits, int vocab, const nb::list& rules, double temperature, int top_k, double top_p,
+               double log_min_p, uint64_t seed, uint32_t sample, uint32_t index, uint32_t stream, const Kernels& kernels) {
+    std::vector<Edit> edits;
+    for (const nb::handle rule : rules) edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
+    const Sampling sampling{temperature, top_k, top_p, log_min_p, seed, sample, index, stream};
+    nb::gil_scoped_release release;
+    return choose(logits, vocab, edits, sampling, kernels);
+}
+
+int choose_of(const Result& result, int32_t at, const nb::list& rules, double temperature, int top_k, double top_p,
+              double log_min_p, uint64_t seed, uint32_t sample, uint32_t index, uint32_t stream) {
+    return choose_one(result.logits(result.find(at)), result.vocab, rules, temperature, top_k, top_p, log_min_p, seed, sample,
+                      index, stream, *result.kernels);
+}
+
+int choose_from(const Floats& logits, const nb::list& rules, double temperature, int top_k, double top_p, double log_min_p,
+                uint64_t seed, uint32_t sample, uint32_t index, uint32_t stream, const std::string& isa) {
+    if (logits.shape(0) == 0) throw std::invalid_argument("there are no logits to choose from");
+    return choose_one(logits.data(), static_cast<int>(logits.shape(0)), rules, temperature, top_k, top_p, log_min_p, seed,
+                      sample, index, stream, kernels_for(isa));
+}
+
 nb::object logits_of(const Result& result, const Ints& at) {
     const size_t vocab = static_cast<size_t>(result.vocab);
     std::vector<float> values(at.shape(0) * vocab);
@@ -207,6 +264,7 @@ auto locked(Model& model, F f) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
+    nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
@@ -221,8 +279,12 @@ NB_MODULE(_native, m) {
         .def("product", &product, "x"_a, "isa"_a = "");
     m.def("pack", &pack_bytes, "arena"_a, "data"_a, "source"_a, "rows"_a, "cols"_a, "heads"_a = 0, "target"_a = "keep",
           "threads"_a = 1);
+    m.def("choose", &choose_from, "logits"_a, "rules"_a, "temperature"_a, "top_k"_a, "top_p"_a, "log_min_p"_a, "seed"_a,
+          "sample"_a, "index"_a, "stream"_a, "isa"_a = "");
     nb::class_<Result>(m, "Result")
         .def("best", &best_of, "at"_a)
+        .def("choose", &choose_of, "at"_a, "rules"_a, "temperature"_a, "top_k"_a, "top_p"_a, "log_min_p"_a, "seed"_a,
+             "sample"_a, "index"_a, "stream"_a)
         .def("logits", &logits_of, "at"_a)
         .def("taps", &taps_of, "at"_a);
     nb::class_<Model>(m, "Model")

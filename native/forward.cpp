@@ -475,6 +475,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     auto result = std::make_unique<Result>();
     if (batch.tokens == 0) throw std::invalid_argument("malformed batch: it has no tokens");
     prepare(batch);
+    result->kernels = &kernels_;
     result->vocab = config_.vocab;
     result->hidden = config_.hidden;
     result->tokens = batch.tokens;

@@ -10,13 +10,6 @@
 namespace outpace {
 namespace OUTPACE_NS {
 
-// The last lanes of [n], zero beyond.
-INLINE F load_tail(const float* p, int count) {
-    float lanes[16] = {};
-    for (int i = 0; i < count; ++i) lanes[i] = p[i];
-    return load(lanes);
-}
-
 static void rmsnorm(const float* x, const float* w, float eps, int n, float* out) {
     F squares = zero();
     int i = 0;
@@ -25,7 +18,7 @@ static void rmsnorm(const float* x, const float* w, float eps, int n, float* out
         squares = fma(v, v, squares);
     }
     if (i < n) {
-        const F v = load_tail(x + i, n - i);
+        const F v = load_some(x + i, n - i, 0.0f);
         squares = fma(v, v, squares);
     }
     const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);

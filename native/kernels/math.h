@@ -6,6 +6,13 @@
 namespace outpace {
 namespace OUTPACE_NS {
 
+// The first `count` lanes from memory (all 16 at most, none if negative), `rest` beyond.
+INLINE F load_some(const float* p, int count, float rest) {
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = i < count ? p[i] : rest;
+    return load(lanes);
+}
+
 // e^x. Cody and Waite's reduction x = n log 2 + r, |r| <= log(2) / 2, then a polynomial in r (Taylor's first terms with
 // minimax-adjusted tail, as in Cephes' expf); relative error under 2e-7. Below -87.3 the result is 0 exactly, so a
 // masked score of -inf weighs nothing; above 88.3 it saturates. NaN stays NaN.

@@ -70,6 +70,12 @@ struct Kernels {
     void (*put_value)(const float* v, int dim, int dim_padded, bool f32, uint8_t* values, int slot);
 
     Best (*argmax)(const float* x, int n);
+
+    // What a choice needs of the whole vocabulary; see sampling.h.
+    int (*at_least)(const float* x, int first, int n, float threshold, int32_t* ids);
+    void (*weigh)(const float* x, int n, double temperature, double top, double* weights);
+    int (*gumbel_survivors)(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
+                            uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids);
 };
 
 const Kernels& kernels_portable();

@@ -5,10 +5,11 @@ Imports neither torch nor transformers. Logits stay where they were computed: gr
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from outpace.models import decoder as decoders
 from outpace.models.base import Batch, ModelInfo, choose_on_host, logprobs_on_host
 from outpace.models.decoder import Decoder, FolderWeights, GGUFWeights, Stored, Weights
 from outpace.models.gguf import TYPES, GGUFFile
+from outpace.noise import Stream
+from outpace.rules import AllowedTokens, Bias, Penalties
 from outpace.sampling import Chooser
 from outpace.types import F32, I32, TokenLogprob
 
@@ -305,12 +308,22 @@ class NativeOutput:
         self._result = result
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
+        """See ``Output.choose``. Logits move to Python only for rules that this runtime does not know."""
         if all(chooser.plain_greedy for chooser in choosers):
             best: I32 = self._result.best(np.ascontiguousarray(at, np.int32))
             if len(best) and best.min() < 0:
                 _complain(int(best.min()))
             return best
-        return choose_on_host(self.logits(at), choosers)
+        chosen = np.empty(len(at), np.int32)
+        for i, (node, chooser) in enumerate(zip(at.tolist(), choosers, strict=True)):
+            edits = describe_rules(chooser)
+            token = _UNDECIDED if edits is None else self._result.choose(node, edits, *describe_sampling(chooser))
+            if token == _UNDECIDED:
+                token = int(choose_on_host(self.logits(at[i : i + 1]), [chooser])[0])
+            elif token < 0:
+                _complain(token)
+            chosen[i] = token
+        return chosen
 
     def logits(self, at: I32) -> F32:
         values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))
@@ -324,7 +337,38 @@ class NativeOutput:
         return values
 
 
-def _complain(code: int) -> None:
-    if code == -1:
+# What the runtime returns in place of a token.
+_NONE_ALLOWED, _NAN, _UNDECIDED = -1, -2, -3
+
+
+def describe_sampling(chooser: Chooser) -> tuple[float, int, float, float, int, int, int, int]:
+    """temperature, top_k, top_p, log min_p, seed, sample, index and stream, as the runtime takes them."""
+    p = chooser.params
+    log_min_p = float(np.log(p.min_p)) if p.min_p > 0 else -math.inf
+    return (
+        float(p.temperature), p.top_k, float(p.top_p), log_min_p,
+        chooser.noise.seed, chooser.noise.sample, chooser.index, int(Stream.CHOICE),
+    )  # fmt: skip
+
+
+def describe_rules(chooser: Chooser) -> list[tuple[Any, ...]] | None:
+    """The chooser's rules with their states, as the runtime takes them; None when one is foreign to it."""
+    described: list[tuple[Any, ...]] = []
+    for rule, state in zip(chooser.rules, chooser.states, strict=True):
+        if type(rule) is Penalties:
+            ids = np.fromiter(state.output.keys(), np.int32, len(state.output))
+            counts = np.fromiter(state.output.values(), np.float32, len(state.output))
+            described.append(("penalties", state.seen, ids, counts, rule.repetition, rule.presence, rule.frequency))
+        elif type(rule) is Bias:
+            described.append(("bias", rule.ids, rule.values))
+        elif type(rule) is AllowedTokens:
+            described.append(("allowed", rule.ids))
+        else:
+            return None
+    return described
+
+
+def _complain(code: int) -> NoReturn:
+    if code == _NONE_ALLOWED:
         raise NoTokenAllowedError("every token is forbidden: loosen allowed_tokens, logit_bias or the grammar")
     raise FloatingPointError("the model produced NaN logits: try --dtype float32, or check the weights")
