@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from outpace.errors import ModelError
+from outpace.models.anatomy import max_length
 from outpace.models.base import Batch
 from outpace.models.transformers import TransformersModel
 from outpace.types import F32, I32
@@ -340,5 +343,20 @@ def test_info() -> None:
     assert info.eos_ids == (2, 5)
     assert info.kv_bytes_per_position == 4 * 2 * 2 * 8 * 4
     assert info.weight_bytes == sum(p.numel() for p in module.parameters()) * 4
+    gone = weakref.ref(module.model.layers[0].mlp.up_proj.weight)
+    del module
     model.close()
     model.close()
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ModelError, match="q is closed"):
+        model.forward(Batch.pack([0], [text(1, 1)], [0], [True]))
+
+
+def test_unstated_context_length_is_limited_aloud() -> None:
+    class Config:
+        rope_parameters = None
+
+    longest, reason = max_length(Config())
+    assert longest == 4096
+    assert "limited to 4096" in str(reason)

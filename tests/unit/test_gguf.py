@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
-from outpace.errors import ModelError, OutpaceError
+from outpace.errors import ModelError
 from outpace.models import gguf_transformers
 from outpace.models.gguf import TYPES, GGUFFile
 from outpace.models.tokenizer import Tokenizer
@@ -204,8 +204,6 @@ def test_mutations_only_raise_model_errors(
         try:
             with np.errstate(all="ignore"):
                 use(mutated)
-        except OutpaceError as error:
-            assert isinstance(error, ModelError)  # noqa: PT017
-            assert "\n" not in str(error)
+        except ModelError:
             refused += 1
     assert refused > 30

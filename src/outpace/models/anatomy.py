@@ -20,6 +20,7 @@ _HARMLESS = frozenset(
     ("position_ids", "position_embeddings", "use_cache", "past_key_values", "past_key_value", "cache_position")
 )
 _ROPE_LIMITED = ("dynamic", "longrope")
+UNSTATED = 4096  # positions, for models that name no limit
 
 
 @dataclass(slots=True)
@@ -102,7 +103,9 @@ def window_of(mask_function: Callable[..., Any], longest: int) -> int | None:
 def max_length(config: Any) -> tuple[int, str | None]:
     """The most positions a row may have, and the reason when it is less than the model claims."""
     claimed = getattr(config, "max_position_embeddings", None)
-    longest = claimed if isinstance(claimed, int) and claimed > 0 else 4096
+    if not isinstance(claimed, int) or claimed < 1:
+        return UNSTATED, f"its configuration does not say how long a context may be: it is limited to {UNSTATED}"
+    longest = claimed
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in nested or [rope]:

@@ -210,8 +210,9 @@ def _cached_merges(gguf: GGUFFile, pieces: list[str], vocabulary: dict[str, int]
     scores = gguf.metadata.get("tokenizer.ggml.scores")
     if gguf.architecture.startswith("gemma"):  # its scores are not in merge order, its ids are
         scores = -np.arange(len(pieces), dtype=np.float64)
-    listed = isinstance(scores, np.ndarray) and len(scores) == len(pieces) and scores.dtype.kind in "fiu"
-    if not listed or not np.isfinite(scores).all():
+    if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiu":
+        scores = np.zeros(0)
+    if len(scores) != len(pieces) or not np.isfinite(scores).all():
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.scores does not match its {len(pieces)} tokens")
     if cache is None:
         return derive_merges(pieces, vocabulary, scores, types)

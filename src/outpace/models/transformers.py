@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ class TransformersModel:
             return self._run(batch, self.kv)
 
     def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
+        if self._module is None:
+            raise ModelError(f"{self.info.name} is closed: load it again")
         rows = plan(batch, kv)
         layers = self.info.layers if batch.layers is None else batch.layers
         if not 1 <= layers <= self.info.layers or any(not 0 <= tap < layers for tap in batch.taps):
@@ -136,6 +139,9 @@ class TransformersModel:
         """Forget the weights and the cache. Calling twice is allowed."""
         for row in self.kv.rows:
             self.kv.free(row)
+        # The anatomy holds layers too: without this the weights would stay.
+        self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
+        self._short.clear()
         self._module = None
 
 

