@@ -298,6 +298,8 @@ def from_folder(folder: Path) -> Decoder:
     named = next(iter(config.get("architectures") or [None]))
     if named not in HF_ARCHITECTURES:
         raise facts.fail(f"the architecture {named!r} is not one of {', '.join(HF_ARCHITECTURES)}")
+    if "auto_map" in config:
+        raise facts.fail("it brings its own code")
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
     gemma = named == "Gemma3ForCausalLM"
