@@ -57,9 +57,10 @@ constexpr Geometry geometry(Format format) {
 }
 
 // Bytes of one group of one token's encoded activations.
-//   I8:  i8[32] q, f32 scale, f32 scale * sum(q), i32 -128 * sum(q[0..15]), i32 -128 * sum(q[16..31])
+//   I8:  i8[32] q, f32 scale of q[0..15], f32 scale of q[16..31], f32 sum of scale * q, i32 -128 * sum(q[0..15]),
+//        i32 -128 * sum(q[16..31])
 //   B16: bf16[32];  F32: f32[32]
-constexpr int act_bytes(Acts acts) { return acts == Acts::I8 ? 48 : acts == Acts::B16 ? 64 : 128; }
+constexpr int act_bytes(Acts acts) { return acts == Acts::I8 ? 52 : acts == Acts::B16 ? 64 : 128; }
 
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 

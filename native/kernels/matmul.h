@@ -101,11 +101,11 @@ struct Layout<Format::K6> {
     }
 };
 
-// One token's share of a group: 16 integer dot products of 32, then two or three float operations.
+// One token's share of a group: 2 x 16 integer dot products of 16 inputs, then a few float operations.
 template <class L>
 INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
-    I x = L::offset ? set1_pair(r + 40) : zero_i();
-    I z = L::offset ? set1_pair(r + 44) : zero_i();
+    I x = L::offset ? set1_pair(r + 44) : zero_i();
+    I z = L::offset ? set1_pair(r + 48) : zero_i();
     x = dot4<L::small>(x, q[0], r);
     z = dot4<L::small>(z, q[4], r + 16);
     x = dot4<L::small>(x, q[1], r + 4);
@@ -114,12 +114,12 @@ INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
     z = dot4<L::small>(z, q[6], r + 24);
     x = dot4<L::small>(x, q[3], r + 12);
     z = dot4<L::small>(z, q[7], r + 28);
-    const F scale = set1(float_at(r + 32));
+    const F low = mul(to_float(x), set1(float_at(r + 32))), high = set1(float_at(r + 36));
     if constexpr (L::split)
-        acc = fma(k.second, mul(scale, to_float(z)), fma(k.scale, mul(scale, to_float(x)), acc));
+        acc = fma(k.second, mul(to_float(z), high), fma(k.scale, low, acc));
     else
-        acc = fma(k.scale, mul(scale, to_float(add_i(x, z))), acc);
-    if constexpr (L::minimum) acc = fma(k.second, set1(float_at(r + 36)), acc);
+        acc = fma(k.scale, fma(to_float(z), high, low), acc);
+    if constexpr (L::minimum) acc = fma(k.second, set1(float_at(r + 40)), acc);
     return acc;
 }
 
@@ -135,7 +135,7 @@ static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a
             W q[8];
             L::unpack(w, g, q);
             const Scales k = L::scales(w, g);
-            ((acc[t] = step<L>(acc[t], q, k, a + 48 * t)), ...);
+            ((acc[t] = step<L>(acc[t], q, k, a + act_bytes(Acts::I8) * t)), ...);
         }
     }
     (store(y + t * ldy, acc[t]), ...);

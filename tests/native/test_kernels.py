@@ -22,7 +22,7 @@ def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", head
 
 
 def as_encoded(x: Any, matrix: Any) -> Any:
-    """The activations [n, cols] as the kernel sees them, float64: int8 a group of 32, bfloat16, or themselves."""
+    """The activations [n, cols] as the kernel sees them, float64: int8 with a scale for each 16, bfloat16, or themselves."""
     if matrix.format == "B16":
         bits = x.view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -30,12 +30,12 @@ def as_encoded(x: Any, matrix: Any) -> Any:
     if matrix.format in ("H16", "F32"):
         return x.astype(np.float64)
     n, cols = x.shape
-    groups = np.zeros((n, -(-cols // 32) * 32), np.float32)
-    groups[:, :cols] = x
-    groups = groups.reshape(n, -1, 32)
-    most = np.abs(groups).max(-1, keepdims=True)
+    halves = np.zeros((n, -(-cols // 16) * 16), np.float32)
+    halves[:, :cols] = x
+    halves = halves.reshape(n, -1, 16)
+    most = np.abs(halves).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
-    q = np.rint(groups * inverse).astype(np.float64)
+    q = np.rint(halves * inverse).astype(np.float64)
     scaled = q * (most / np.float32(127)).astype(np.float64)
     return scaled.reshape(n, -1)[:, :cols]
 
