@@ -5,8 +5,9 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
-#include <optional>
 
 #include "choose.h"
 #include "cpu.h"
@@ -252,6 +253,33 @@ nb::object taps_of(const Result& result, const Ints& at) {
     return numpy(std::move(values), {at.shape(0), taps, hidden});
 }
 
+// Seconds that the threads take to read `bytes` of fresh memory once, the best of `repeats`: what a forward is up against.
+double read_seconds(size_t bytes, int threads, int repeats) {
+    nb::gil_scoped_release release;
+    Arena arena;
+    const std::shared_ptr<uint8_t> memory = arena.take(bytes);
+    std::memset(memory.get(), 1, bytes);
+    Pool pool(threads);
+    std::vector<uint64_t> sums(static_cast<size_t>(threads) * 8);
+    double best = 1e9;
+    for (int r = 0; r < repeats; ++r) {
+        const auto start = std::chrono::steady_clock::now();
+        pool.run([&](int id) {
+            const size_t words = bytes / 64 / static_cast<size_t>(threads) * 8;
+            const uint64_t* p = reinterpret_cast<const uint64_t*>(memory.get()) + words * static_cast<size_t>(id);
+            uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
+            for (size_t i = 0; i < words; i += 8) {
+                __builtin_prefetch(p + i + 512);
+                a += p[i], b += p[i + 1], c += p[i + 2], d += p[i + 3];
+                e += p[i + 4], f += p[i + 5], g += p[i + 6], h += p[i + 7];
+            }
+            sums[static_cast<size_t>(id) * 8] += a + b + c + d + e + f + g + h;
+        });
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return sums[0] == 0 ? 0.0 : best;
+}
+
 template <class F>
 auto locked(Model& model, F f) {
     nb::gil_scoped_release release;
@@ -268,6 +296,7 @@ NB_MODULE(_native, m) {
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
+    m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Matrix>(m, "Matrix")

@@ -11,6 +11,7 @@
 
 #include <cmath>
 
+#include "../halves.h"
 #include "math.h"
 #include "pack.h"
 #include "table.h"
@@ -25,30 +26,51 @@ INLINE int key_tile_bytes(int dim) {
     return dim * kSub * (f32 ? 4 : 2);
 }
 
-// Two dimensions of 16 keys against one query; `k` at an even dimension.
+// Whether scores are sums of bfloat16 products: where there is an instruction for it, queries are rounded as keys are.
+template <bool f32>
+constexpr bool kPairs = !f32 && kDotPairs;
+
+template <bool pairs>
+struct QueryOf {
+    using type = float;
+};
+template <>
+struct QueryOf<true> {
+    using type = uint16_t;
+};
+template <bool f32>
+using Query = typename QueryOf<kPairs<f32>>::type;
+
+// Two dimensions of 16 keys; `k` at an even dimension.
 template <bool f32>
 struct KeyPair {
     F first, second;
+    I both;
     INLINE KeyPair at(const uint8_t* k) {
         if constexpr (f32) {
             const float* p = reinterpret_cast<const float*>(k);
-            return {load(p), load(p + kSub)};
+            return {load(p), load(p + kSub), zero_i()};
+        } else if constexpr (kDotPairs) {
+            return {zero(), zero(), load_pairs(k)};
         } else {
             const I pairs = load_pairs(k);
-            return {pair_low(pairs), pair_high(pairs)};
+            return {pair_low(pairs), pair_high(pairs), pairs};
         }
     }
 };
 
 template <bool f32>
-INLINE F score_step(F acc, const KeyPair<f32>& k, const float* q) {
-    return fma(k.second, set1(q[1]), fma(k.first, set1(q[0]), acc));
+INLINE F score_step(F acc, const KeyPair<f32>& k, const Query<f32>* q) {
+    if constexpr (kPairs<f32>)
+        return dot_pairs(k.both, set1_pair(q), acc);
+    else
+        return fma(k.second, set1(q[1]), fma(k.first, set1(q[0]), acc));
 }
 
 // scores[q][16 tile + lane] of a whole block for the queries of the pack; meanwhile the block's values, and the keys
 // that are needed after it, are fetched: a row's cache is read once a layer and has left every near cache since.
 template <bool f32, int... i>
-static void score_block(Pack<i...>, const float* const* q, const uint8_t* keys, const uint8_t* values,
+static void score_block(Pack<i...>, const Query<f32>* const* q, const uint8_t* keys, const uint8_t* values,
                         const uint8_t* upcoming, int dim, float (*scores)[kBlock]) {
     F a[] = {(static_cast<void>(i), zero())...}, b[] = {(static_cast<void>(i), zero())...};
     F c[] = {(static_cast<void>(i), zero())...}, d[] = {(static_cast<void>(i), zero())...};
@@ -73,7 +95,7 @@ static void score_block(Pack<i...>, const float* const* q, const uint8_t* keys, 
 
 // One query against one slot, by the same operations as its lane above.
 template <bool f32>
-static float score_slot(const float* q, const uint8_t* keys, int slot, int dim) {
+static float score_slot(const Query<f32>* q, const uint8_t* keys, int slot, int dim) {
     const uint8_t* k = keys + slot / kSub * key_tile_bytes<f32>(dim);
     F acc = zero();
     for (int at = 0; at < dim; at += 2, k += 2 * kSub * (f32 ? 4 : 2)) acc = score_step<f32>(acc, KeyPair<f32>::at(k), q + at);
@@ -181,11 +203,24 @@ struct Attention {
     float peaks[kMaxQueries], totals[kMaxQueries];
     alignas(64) float scores[kMaxQueries][kBlock];
     float* sums[kMaxQueries];  // a block's weighted values
+    const Query<f32>* query[kMaxQueries];
+    alignas(64) uint16_t rounded[kPairs<f32> ? kMaxQueries : 1][kMaxHead];
+
+    void take_queries() {
+        for (int i = 0; i < job.queries; ++i) {
+            if constexpr (kPairs<f32>) {
+                for (int d = 0; d < dim; ++d) rounded[i][d] = float_to_bf16(job.q[i][d]);
+                query[i] = rounded[i];
+            } else {
+                query[i] = job.q[i];
+            }
+        }
+    }
 
     // A block that no query sees through a tree's path.
     void chain_block(const uint8_t* keys, const uint8_t* values, const uint8_t* upcoming) {
         in_tiles(job.queries,
-                 [&](auto pack, int i) { score_block<f32>(pack, job.q + i, keys, values, upcoming, dim, scores + i); });
+                 [&](auto pack, int i) { score_block<f32>(pack, query + i, keys, values, upcoming, dim, scores + i); });
         for (int i = 0; i < job.queries; ++i)
             if (begin[i] < end[i]) soften(scores[i], begin[i], end[i], &peaks[i], &totals[i]);
         in_tiles(job.queries, [&](auto pack, int i) { tile_values(pack, i, values); });
@@ -211,10 +246,10 @@ struct Attention {
     void tree_block(int i, int base, const uint8_t* keys, const uint8_t* values) {
         int cached = job.path[i] ? job.cached - base : end[i];
         cached = cached < begin[i] ? begin[i] : cached > end[i] ? end[i] : cached;
-        if (cached > begin[i]) score_block<f32>(Range<1>{}, job.q + i, keys, values, values, dim, scores + i);
+        if (cached > begin[i]) score_block<f32>(Range<1>{}, query + i, keys, values, values, dim, scores + i);
         for (int p = cached; p < end[i]; ++p) {
             const int slot = job.path[i][base + p - job.cached];
-            scores[i][p] = score_slot<f32>(job.q[i], job.blocks[slot / kBlock] + job.keys, slot % kBlock, dim);
+            scores[i][p] = score_slot<f32>(query[i], job.blocks[slot / kBlock] + job.keys, slot % kBlock, dim);
         }
         soften(scores[i], begin[i], end[i], &peaks[i], &totals[i]);
         if (cached > begin[i]) add_range<f32>(Range<1>{}, scores + i, values, dim, begin[i], cached, sums + i);
@@ -249,6 +284,8 @@ struct Attention {
         }
         first = first / kBlock > job.block_begin ? first / kBlock : job.block_begin;
         last = last / kBlock + 1 < job.block_end ? last / kBlock + 1 : job.block_end;
+        if (first >= last) return;
+        take_queries();
         Merged merged[kMaxQueries];
         alignas(64) float local[kMaxQueries][kMaxHead];
         for (int i = 0; i < job.queries && !job.parts[i]; ++i)

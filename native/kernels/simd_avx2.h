@@ -90,6 +90,7 @@ INLINE F pair_high(I x) {
     const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, m)), _mm256_castsi256_ps(_mm256_and_si256(x.b, m))};
 }
+constexpr bool kDotPairs = false;
 INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
 
 INLINE W load_w(const uint8_t* p) { return load_pairs(p); }

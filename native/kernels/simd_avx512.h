@@ -69,8 +69,10 @@ INLINE F pair_high(I x) {
     return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u))));
 }
 #ifdef __AVX512BF16__
+constexpr bool kDotPairs = true;  // whether dot_pairs is one instruction
 INLINE F dot_pairs(I a, I b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #else
+constexpr bool kDotPairs = false;
 INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
 #endif
 

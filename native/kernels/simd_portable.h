@@ -82,6 +82,7 @@ INLINE F pair_high(I x) {
     LANES r.v[i] = bf16_to_float(static_cast<uint16_t>(static_cast<uint32_t>(x.v[i]) >> 16));
     return r;
 }
+constexpr bool kDotPairs = false;
 INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
 
 INLINE W load_w(const uint8_t* p) { W r; std::memcpy(r.v, p, 64); return r; }

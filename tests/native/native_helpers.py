@@ -19,7 +19,16 @@ BLOCKS = {  # type -> (values, bytes) of a block
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
-_HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+_HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scale: float = 0.05) -> Any:
@@ -65,12 +74,23 @@ class Tiny:
             write(path, kind, architecture, sizes)
         return path
 
-    def load(self, kind: str = "Q4_1", architecture: str = "llama", sizes: dict[str, int] | None = None, **options: Any) -> NativeModel:
+    def load(
+        self, kind: str = "Q4_1", architecture: str = "llama", sizes: dict[str, int] | None = None, **options: Any
+    ) -> NativeModel:
         return load_native(self.path(kind, architecture, **(sizes or {})), **options)
 
 
 def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> None:
-    s = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 100, "context": 4096} | sizes
+    s = {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "inner": 96,
+        "vocab": 100,
+        "context": 4096,
+    } | sizes
     rng = np.random.default_rng(3)
     out = gguf.GGUFWriter(path, architecture)
     out.add_block_count(s["layers"])
@@ -125,7 +145,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.close()
 
 
-def feed(model: NativeModel, row: int, tokens: Any, chunk: int | None = None, parents: Sequence[int] | None = None) -> Any:
+def feed(
+    model: NativeModel, row: int, tokens: Any, chunk: int | None = None, parents: Sequence[int] | None = None
+) -> Any:
     """Logits float32 [n, V] of ``tokens`` [n] run on ``row`` in chunks."""
     tokens = np.asarray(tokens, np.int32)
     pieces = []

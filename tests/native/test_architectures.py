@@ -76,7 +76,9 @@ def test_folder_in_float32(name: str, isa: str, tmp_path: Path, rng: np.random.G
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_folder_in_sixteen_bits(name: str, dtype: torch.dtype, isa: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_folder_in_sixteen_bits(
+    name: str, dtype: torch.dtype, isa: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
     theirs = saved(name, tmp_path, dtype)
     ours = load_native(tmp_path, isa=isa)
     tokens = rng.integers(0, 120, 100)
@@ -106,7 +108,9 @@ GGUF_CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "kind"), GGUF_CASES)
-def test_gguf_against_transformers_on_the_same_values(architecture: str, kind: str, tiny: Tiny, rng: np.random.Generator) -> None:
+def test_gguf_against_transformers_on_the_same_values(
+    architecture: str, kind: str, tiny: Tiny, rng: np.random.Generator
+) -> None:
     from outpace.models import gguf_transformers
 
     sizes = {"layers": 7, "window": 12} if architecture == "gemma3" else {}

@@ -37,7 +37,9 @@ def cases(draw: st.DrawFn) -> tuple[Any, Chooser]:
     vocab = draw(st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 100, 1000, 5000]))
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     shape = draw(st.sampled_from(["normal", "flat", "ties", "peaked", "wide"]))
-    logits = rng.normal(0, {"normal": 2, "flat": 0.01, "ties": 1, "peaked": 1, "wide": 30}[shape], vocab).astype(np.float32)
+    logits = rng.normal(0, {"normal": 2, "flat": 0.01, "ties": 1, "peaked": 1, "wide": 30}[shape], vocab).astype(
+        np.float32
+    )
     if shape == "ties":
         logits = np.round(logits)
     if shape == "peaked":
@@ -58,7 +60,11 @@ def cases(draw: st.DrawFn) -> tuple[Any, Chooser]:
         allowed_tokens=draw(st.none() | st.lists(ids, min_size=1, max_size=20)),
     )
     chooser = chooser_for(
-        params, vocab, draw(st.integers(0, 2**64 - 1)), draw(st.lists(ids, max_size=10)), draw(st.lists(ids, max_size=10))
+        params,
+        vocab,
+        draw(st.integers(0, 2**64 - 1)),
+        draw(st.lists(ids, max_size=10)),
+        draw(st.lists(ids, max_size=10)),
     )
     return logits, chooser
 

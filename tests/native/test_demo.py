@@ -81,7 +81,9 @@ def test_perplexity_and_agreement(pair: tuple[NativeModel, Any, Any]) -> None:
     ours, reference = np.exp(np.mean(ours_nll)), np.exp(np.mean(theirs_nll))
     agreement = np.mean(agreed)
     print(f"\n{model.info.name}: perplexity {ours:.4f}, reference {reference:.4f} ({ours / reference - 1:+.2%})")
-    print(f"top-1 agreement {agreement:.2%}; where they differ the reference's gap is at most {max(gaps, default=0):.3f}")
+    print(
+        f"top-1 agreement {agreement:.2%}; where they differ the reference's gap is at most {max(gaps, default=0):.3f}"
+    )
     assert abs(ours / reference - 1) < 0.01
     assert agreement > 0.97
 

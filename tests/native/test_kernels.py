@@ -79,9 +79,16 @@ def test_own_quantisation_is_as_fine_as_it_says(target: str, isa: str, rng: np.r
     got = packed(w.view(np.uint8), "F32", 48, 160, target).unpack()
     groups = w.reshape(48, -1, 32)
     spread = groups.max(-1) - groups.min(-1)
-    step = {"int8": np.abs(groups).max(-1) / 127, "int4": spread / 15, "bf16": np.abs(groups).max(-1) / 128, "f32": 0 * spread}
+    step = {
+        "int8": np.abs(groups).max(-1) / 127,
+        "int4": spread / 15,
+        "bf16": np.abs(groups).max(-1) / 128,
+        "f32": 0 * spread,
+    }
     error = np.abs(got - w).reshape(48, -1, 32).max(-1)
-    assert (error <= 0.51 * step[target] + 2e-3 * np.abs(groups).max(-1) * (target == "int4") + 1e-3 * step[target] * 127).all()
+    assert (
+        error <= 0.51 * step[target] + 2e-3 * np.abs(groups).max(-1) * (target == "int4") + 1e-3 * step[target] * 127
+    ).all()
     matrix = packed(w.view(np.uint8), "F32", 48, 160, target)
     x = rng.normal(0, 1, (3, 160)).astype(np.float32)
     a = as_encoded(x, matrix)

@@ -156,7 +156,14 @@ def test_a_full_length_row(tiny: Tiny) -> None:
 def test_malformed_batches_change_nothing(change: dict[str, Any], tiny: Tiny) -> None:
     model = tiny.load("Q4_1", threads=1)
     row = model.kv.alloc(10)
-    good: dict[str, Any] = {"token": [1], "row": [row], "position": [0], "parent": [-1], "starts": [0, 1], "wanted": [0]}
+    good: dict[str, Any] = {
+        "token": [1],
+        "row": [row],
+        "position": [0],
+        "parent": [-1],
+        "starts": [0, 1],
+        "wanted": [0],
+    }
     arrays = {k: v if k in ("taps", "layers") else np.array(v, np.int32) for k, v in (good | change).items()}
     with pytest.raises((ValueError, IndexError)):
         model.forward(Batch(**arrays))

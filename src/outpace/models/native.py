@@ -65,7 +65,9 @@ def load_native(
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
     if _native is None:
-        raise ModelError("the native backend was not built (no C++ compiler at installation): use --backend transformers")
+        raise ModelError(
+            "the native backend was not built (no C++ compiler at installation): use --backend transformers"
+        )
     _option("kv_dtype", kv_dtype, KV_DTYPES)
     _option("dtype", dtype, ("auto", "bfloat16", "float32"))
     if quantize is not None:
@@ -91,7 +93,9 @@ def load_native(
     try:
         handle = _build(model, weights, target, longest, chosen, threads, kv_dtype == "float32", kv_memory)
     except (ValueError, MemoryError) as error:
-        raise ModelError(f"{weights.name} cannot be served by the native backend: {error or 'out of memory'}") from error
+        raise ModelError(
+            f"{weights.name} cannot be served by the native backend: {error or 'out of memory'}"
+        ) from error
     stored = target if target != "keep" else weights.matrix(0, "up").type.lower()
     info = ModelInfo(
         name=name or weights.name,
