@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include <sched.h>
-
 #include <chrono>
 
 namespace outpace {
@@ -10,7 +8,9 @@ namespace {
 // A decode loop comes back within this time, so the next forward finds its workers awake; an idle model does not burn a
 // core that torch or the caller could use.
 constexpr auto kSpin = std::chrono::microseconds(200);
-constexpr int kSpinsBeforeYield = 4096;
+// A barrier's wait is short unless a thread was descheduled. Then sleeping beats spinning: a sleeper is let back in
+// ahead of whoever else is using the core, a spinner has used its turn up.
+constexpr int kSpinsBeforeSleep = 8192;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -52,13 +52,21 @@ void Pool::barrier() {
     const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
         arrived_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
+        phase_.store(phase + 1);  // sequentially consistent, as is waiting_: see run
+        if (waiting_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            met_.notify_all();
+        }
         return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+    for (int spins = 0; spins < kSpinsBeforeSleep; ++spins) {
+        if (phase_.load(std::memory_order_acquire) != phase) return;
         relax();
-        if (spins > kSpinsBeforeYield) sched_yield();
     }
+    std::unique_lock<std::mutex> lock(mutex_);
+    waiting_.fetch_add(1);
+    met_.wait(lock, [&] { return phase_.load() != phase; });
+    waiting_.fetch_sub(1);
 }
 
 void Pool::work(int thread) {

@@ -32,13 +32,14 @@ private:
     std::vector<std::thread> workers_;
     const std::function<void(int)>* body_ = nullptr;
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, met_;
     bool closing_ = false;
     // Each on its own cache line: they are written while others spin on them.
     alignas(64) std::atomic<unsigned> epoch_{0};
     alignas(64) std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<unsigned> phase_{0};
+    alignas(64) std::atomic<int> waiting_{0};
 };
 
 // The part [begin, end) of `total` units that falls to `thread` of `threads`.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
 from native_helpers import Tiny
+
 from outpace.models import native
 
 collect_ignore_glob = [] if native.available() else ["test_*.py"]

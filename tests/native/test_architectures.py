@@ -17,7 +17,8 @@ from outpace.models.native import load_native
 
 COMMON: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -115,7 +115,10 @@ def test_the_package_imports_no_torch() -> None:
     import sys
 
     demo_path("smollm2")
-    code = "import sys; from outpace.models.loader import load; load('demo'); print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = (
+        "import sys; from outpace.models.loader import load; load('demo'); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
     assert outpace.__name__ == "outpace"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_helpers import BLOCKS, dequantized, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import BLOCKS, dequantized, random_bytes
 
 from outpace import _native
 from outpace.models.gguf import TYPES
@@ -22,7 +22,7 @@ def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", head
 
 
 def as_encoded(x: Any, matrix: Any) -> Any:
-    """The activations [n, cols] as the kernel sees them, float64: int8 with a scale for each 16, bfloat16, or themselves."""
+    """The activations [n, cols] as kernels see them, float64: int8 with a scale for each 16, bfloat16, or as is."""
     if matrix.format == "B16":
         bits = x.view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)

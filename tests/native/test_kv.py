@@ -150,7 +150,8 @@ def test_a_full_length_row(tiny: Tiny) -> None:
     "change",
     [
         {"token": [100]}, {"token": [-1]}, {"row": [3]}, {"position": [1]}, {"parent": [0]}, {"parent": [-2]},
-        {"starts": [0, 2]}, {"starts": [0]}, {"wanted": [1]}, {"wanted": [-1]}, {"layers": 3}, {"taps": (2,)}, {"row": [0, 0]},
+        {"starts": [0, 2]}, {"starts": [0]}, {"wanted": [1]}, {"wanted": [-1]}, {"layers": 3}, {"taps": (2,)},
+        {"row": [0, 0]},
     ],
 )  # fmt: skip
 def test_malformed_batches_change_nothing(change: dict[str, Any], tiny: Tiny) -> None:

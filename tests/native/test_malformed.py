@@ -1,4 +1,4 @@
-"""Thousands of damaged files: each loads, or fails with a clear error; none crashes, none takes memory without bound."""
+"""Thousands of damaged files: each loads or fails with a clear error; none crashes or takes memory without bound."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_tokenizer import folder
 
 from outpace.errors import ModelError, ParameterError
-from outpace.models import demo, loader
+from outpace.models import demo
 from outpace.models.base import Batch
 from outpace.models.loader import LoadOptions, estimate, load, resolve
-from tests.unit.test_tokenizer import folder
 
 OFFLINE = LoadOptions(offline=True)
 
@@ -263,7 +263,7 @@ def test_native_backend_is_the_default_where_it_was_built(saved: Path) -> None:
     from outpace.models import native
 
     if not native.available():
-        with pytest.raises(ModelError, match="not built.*--backend transformers"):
+        with pytest.raises(ModelError, match=r"not built.*--backend transformers"):
             load(str(saved), LoadOptions(backend="native"))
         assert load(str(saved))[0].info.backend == "transformers"
         return

@@ -37,11 +37,12 @@ def _offline() -> bool:
 class LoadOptions:
     """How to load a model. Raises ParameterError that names the option.
 
-    ``backend``: auto, native or transformers. ``dtype``: auto is float32 on a CPU, where identical tokens are promised,
-    and the checkpoint's own type on a GPU. ``device``: auto is the GPU if there is one. ``threads``: of the CPU (None:
-    all). ``max_length``: most positions of a row. ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the
-    native backend: bfloat16 or float32 keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights
-    that are not safetensors, which can run code.
+    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
+    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
+    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
+    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16 or float32
+    keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are not
+    safetensors, which can run code.
     """
 
     backend: str = "auto"

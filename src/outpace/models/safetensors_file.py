@@ -73,8 +73,14 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     wrong = ("", (), -1, -1)
     if not isinstance(entry, dict):
         return wrong
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    numbers = [*(shape if isinstance(shape, list) else [None]), *(offsets if isinstance(offsets, list) else [None])]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(offsets) != 2:
+    shape, offsets = _numbers(entry.get("shape")), _numbers(entry.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
         return wrong
     return str(entry.get("dtype")), tuple(shape), offsets[0], offsets[1]
+
+
+def _numbers(value: Any) -> list[int] | None:
+    """``value`` if it is a list of whole numbers from 0."""
+    if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in value):
+        return None
+    return value
