@@ -218,17 +218,17 @@ class Engine:
 
         When it raises, nothing was committed or what was is whole: the engine may go on.
         """
+        clock = _Clock()
         plan = self._scheduler.plan()
         if not plan.decoding and not plan.chunks:
             return []
         try:
-            return self._run(plan)
+            return self._run(plan, clock)
         except BaseException:
             self._scheduler.roll_back()
             raise
 
-    def _run(self, plan: Plan) -> list[Delta]:
-        clock = _Clock()
+    def _run(self, plan: Plan, clock: _Clock) -> list[Delta]:
         views = [_view(s) for s in plan.decoding]
         sizes = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
         clock.start("draft")
