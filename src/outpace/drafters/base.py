@@ -74,8 +74,11 @@ class Drafter:
     def observe(self, events: Sequence[Event]) -> None:
         """Called after every prefill chunk and every verdict."""
 
+    def admit(self, row: int, capacity: int) -> None:
+        """A row that may be drafted for begins; it will hold at most ``capacity`` positions. Reserve memory now."""
+
     def fork(self, src: int, dst: int, n: int) -> None:
-        """Row ``dst`` starts as the first n tokens of ``src`` (which may be ``dst`` itself: a truncation)."""
+        """The admitted row ``dst`` starts with the first n tokens of ``src``."""
 
     def release(self, row: int) -> None:
         """The row is gone; keep nothing of it."""

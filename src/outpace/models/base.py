@@ -56,13 +56,15 @@ class Batch:
         starts_at: Sequence[int],
         wanted: Sequence[bool],
         parents: Sequence[I32 | None] | None = None,
+        *,
+        last_only: bool = False,
         taps: tuple[int, ...] = (),
         layers: int | None = None,
     ) -> Batch:
         """Pack ``tokens[b]`` int32 [n_b] for ``rows[b]``; the row's first new token stands at ``starts_at[b]``.
 
-        ``wanted[b]``: whether the logits of all of the row's new tokens are needed. ``parents[b]`` as in the class
-        (None: a chain).
+        ``wanted[b]``: whether the logits of the row's new tokens are needed, with ``last_only`` those of its last one.
+        ``parents[b]`` as in the class (None: a chain).
         """
         counts = [len(t) for t in tokens]
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -81,13 +83,16 @@ class Batch:
                 for i, p in enumerate(tree.tolist()):
                     depth[i] = 0 if p < 0 else depth[p] + 1
                 position[at] = starts_at[b] + depth
+        asked = np.repeat(np.asarray(wanted, bool), counts)
+        if last_only:
+            asked &= np.isin(np.arange(n), starts[1:] - 1)
         return Batch(
             token=np.concatenate(tokens).astype(np.int32) if n else np.zeros(0, np.int32),
             row=np.repeat(np.asarray(rows, np.int32), counts),
             position=position,
             parent=parent,
             starts=starts,
-            wanted=np.flatnonzero(np.repeat(np.asarray(wanted, bool), counts)).astype(np.int32),
+            wanted=np.flatnonzero(asked).astype(np.int32),
             taps=taps,
             layers=layers,
         )

@@ -1,0 +1,15 @@
+"""``none``: plain decoding, through the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outpace.drafters.base import Drafter, RowView
+from outpace.types import I32, Drafts
+
+
+class NoDrafter(Drafter):
+    name = "none"
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        return Drafts.empty(len(rows))

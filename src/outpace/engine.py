@@ -1,0 +1,553 @@
+"""Speculative decoding: draft, one target forward, verify, commit. ``Engine.step`` is the algorithm."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outpace.chance import NoiseChance
+from outpace.drafters.base import Drafter, Event, RowView
+from outpace.drafters.none import NoDrafter
+from outpace.errors import NoTokenAllowedError, ParameterError
+from outpace.models.base import Batch, Model, Output
+from outpace.noise import Noise, fresh_seed
+from outpace.rules import rules_for
+from outpace.sampling import Chooser
+from outpace.scheduler import Plan, Scheduler
+from outpace.sequence import Sequence
+from outpace.statistics import Stats, pooled
+from outpace.types import (
+    ACCEPTANCES,
+    F64,
+    I32,
+    TARGET,
+    Acceptance,
+    Delta,
+    Drafts,
+    Prompt,
+    Result,
+    SamplingParams,
+    Verdict,
+    Verdicts,
+)
+from outpace.verify import reject, typical, walk
+
+if TYPE_CHECKING:
+    from outpace.models.tokenizer import Tokenizer
+
+DEFAULT_SIZE = 7
+_FORBIDDEN = -1  # the choice of a row whose rules forbid every token: agrees with no draft
+
+
+class Engine:
+    """Decodes requests together, exactly as the target alone would have. One thread owns an engine.
+
+    ``size``: tokens drafted a step; ``acceptance``: see docs/exactness.md; ``max_rows``: requests that run at once;
+    ``prefill_chunk``: prompt tokens a step; ``kv_memory``: a hard bound in bytes over target and drafter (None: the
+    model's own); ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        drafter: Drafter | None = None,
+        size: int = DEFAULT_SIZE,
+        acceptance: Acceptance = "coupled",
+        max_rows: int = 16,
+        prefill_chunk: int = 512,
+        kv_memory: int | None = None,
+        prefix_rows: int = 0,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.drafter = drafter or NoDrafter()
+        self.size = self.check_options(size, acceptance, max_rows, prefill_chunk, prefix_rows)
+        self.acceptance: Acceptance = acceptance
+        self._scheduler = Scheduler(
+            model.kv,
+            self.drafter,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            kv_memory=model.kv.limit if kv_memory is None else kv_memory,
+            prefix_rows=prefix_rows,
+        )
+        self._ids = itertools.count()
+        self._finished = Stats(requests=0)
+        self._closed = False
+
+    @classmethod
+    def load(cls, model: str = "demo", *, drafter: str = "none", **options: Any) -> Engine:
+        """Load a model by name, folder or file, with its tokenizer and drafter.
+
+        ``model``: "demo", a Hugging Face id, a folder, or a .gguf file. ``drafter``: a spec such as "ngram" or
+        "model:PATH" (docs/drafters.md). ``options``: those of this class, and of ``LoadOptions`` (backend, dtype,
+        device, threads, max_length, revision, trust_remote_code, allow_pickle).
+        Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
+        """
+        from outpace.loading import load_engine
+
+        return load_engine(cls, model, drafter, options)
+
+    @staticmethod
+    def check_options(
+        size: int = DEFAULT_SIZE,
+        acceptance: Acceptance = "coupled",
+        max_rows: int = 16,
+        prefill_chunk: int = 512,
+        prefix_rows: int = 0,
+    ) -> int:
+        """Validate the engine's own options before anything is loaded, and return the size. Raises ParameterError."""
+        for name, value, least in (
+            ("max_rows", max_rows, 1),
+            ("prefill_chunk", prefill_chunk, 1),
+            ("prefix_rows", prefix_rows, 0),
+        ):
+            if value < least:
+                raise ParameterError(f"{name}={value} is out of range: give at least {least}")
+        _checked_acceptance(acceptance)
+        return _checked_size(size)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        drafter: bool = True,
+        size: int | None = None,
+        acceptance: Acceptance | None = None,
+    ) -> int:
+        """Queue a request and return its id. It runs when ``step`` is called.
+
+        ``prompt``: text (as a user's message through the chat template, if the model has one; ``raw`` for the text
+        itself), token ids, or chat messages. ``drafter=False`` decodes plainly; ``size`` and ``acceptance`` override
+        the engine's. Raises ParameterError (a ValueError) or MemoryLimitError; then nothing was queued.
+        """
+        if self._closed:
+            raise ParameterError("this engine is closed: make a new one")
+        params = params or SamplingParams()
+        acceptance = self.acceptance if acceptance is None else _checked_acceptance(acceptance)
+        size = self.size if size is None else _checked_size(size)
+        if size > self.size:
+            raise ParameterError(
+                f"size={size} is more than the engine's {self.size}: make the engine with a larger one"
+            )
+        if not drafter or isinstance(self.drafter, NoDrafter):
+            size = 0
+        info = self.model.info
+        tokens = self.encode(prompt, raw=raw)
+        _check_ids("the prompt", tokens, info.vocab_size)
+        if len(tokens) >= info.max_length:
+            context = f"the context holds {info.max_length}, the answer included"
+            raise ParameterError(f"the prompt has {len(tokens)} tokens, but {context}: shorten the prompt")
+        if params.stop_strings and self.tokenizer is None:
+            raise ParameterError("stop strings need a tokenizer, and this engine has none: use stop_ids")
+        _check_ids("stop_ids", np.asarray(params.stop_ids, np.int32), info.vocab_size)
+        limit = min(len(tokens) + (params.max_tokens or info.max_length), info.max_length)
+        rules = rules_for(params, info.vocab_size)
+        seed = fresh_seed() if params.seed is None else params.seed
+        notes = ("typical acceptance is lossy: not the target's distribution",) if acceptance == "typical" else ()
+        request = next(self._ids)
+        sequences = [
+            Sequence(
+                request,
+                sample,
+                tokens,
+                params,
+                Chooser.start(params, Noise(seed, sample), rules, tokens),
+                limit=limit,
+                eos_ids=info.eos_ids,
+                decoder=self.tokenizer,
+                acceptance=acceptance,
+                size=size,
+                drafter=self.drafter.name if size else "none",
+                notes=notes,
+            )
+            for sample in range(params.n)
+        ]
+        for sequence in sequences:
+            self._scheduler.submit(sequence)
+        return request
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
+        """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
+        if not isinstance(prompt, SequenceOf) and not hasattr(prompt, "__array__"):
+            raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            if self.tokenizer is None:
+                raise ParameterError("this engine has no tokenizer: give token ids")
+            if isinstance(prompt, str) and not prompt:
+                raise ParameterError("the prompt is empty: give some text")
+            if isinstance(prompt, str) and (raw or not self.tokenizer.has_chat_template):
+                tokens = self.tokenizer.encode(prompt)
+            else:
+                messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+                tokens = self.tokenizer.encode_chat(messages)  # type: ignore[arg-type]
+        else:
+            tokens = _token_ids(prompt, self.model.info.vocab_size)
+        if not len(tokens):
+            raise ParameterError("the prompt is empty: give at least one token")
+        return tokens.astype(np.int32)
+
+    def cancel(self, request: int) -> list[Delta]:
+        """End a request's samples now and return their last deltas (none if it is over or unknown)."""
+        deltas = []
+        for sequence in self._scheduler.cancel(request):
+            sequence.finish_reason = "cancelled"
+            deltas.append(self._finish(sequence))
+        return deltas
+
+    @property
+    def idle(self) -> bool:
+        """Whether ``step`` would have nothing to do."""
+        return self._scheduler.idle
+
+    # -- the algorithm -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        """One step for every row that can run: draft, one target forward, verify, commit.
+
+        When it raises, nothing was committed or what was is whole: the engine may go on.
+        """
+        clock = _Clock()
+        plan = self._scheduler.plan()
+        if not plan.decoding and not plan.chunks:
+            return []
+        try:
+            return self._run(plan, clock)
+        except BaseException:
+            self._scheduler.roll_back()
+            raise
+
+    def _run(self, plan: Plan, clock: _Clock) -> list[Delta]:
+        views = [_view(s) for s in plan.decoding]
+        sizes = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
+        clock.start("draft")
+        drafts = self._draft(views, sizes)
+        clock.start("target")
+        batch = self._pack(plan, drafts)
+        output = self.model.forward(batch)
+        clock.start("verify")
+        failures: dict[int, str] = {}
+        verdicts = _Verifier(plan.decoding, drafts, batch, output, failures).verdicts()
+        clock.start("other")
+        events = self._commit(plan, drafts, batch, output, verdicts, failures)
+        clock.start("draft")
+        self.drafter.observe(events)
+        clock.start("other")
+        return self._deltas(plan, clock)
+
+    def _draft(self, views: list[RowView], sizes: I32) -> Drafts:
+        drafting = np.flatnonzero(sizes > 0).astype(np.int32)
+        if not len(drafting):
+            return Drafts.empty(len(views))
+        drafts = self.drafter.propose([views[i] for i in drafting], sizes[drafting])
+        assert (drafts.widths <= sizes[drafting]).all(), "a drafter proposed more than it was asked for"
+        return drafts if len(drafting) == len(views) else _spread(drafts, drafting, len(views))
+
+    def _pack(self, plan: Plan, drafts: Drafts) -> Batch:
+        rows, tokens, starts, wanted, parents = [], [], [], [], []
+        for i, sequence in enumerate(plan.decoding):
+            draft = drafts.row(i)
+            rows.append(sequence.row)
+            tokens.append(np.concatenate([sequence.tokens[-1:], draft.tokens]))
+            starts.append(sequence.length - 1)
+            wanted.append(True)
+            parents.append(None if draft.parents is None else np.concatenate([[-1], draft.parents + 1]))
+        for chunk in plan.chunks:
+            rows.append(chunk.sequence.row)
+            tokens.append(chunk.tokens)
+            starts.append(chunk.start)
+            wanted.append(False)
+            parents.append(None)
+        return Batch.pack(rows, tokens, starts, wanted, parents, taps=self.drafter.needs.taps)
+
+    def _commit(
+        self,
+        plan: Plan,
+        drafts: Drafts,
+        batch: Batch,
+        output: Output,
+        verdicts: Verdicts,
+        failures: dict[int, str],
+    ) -> list[Event]:
+        """Settle the KV cache and the sequences; what became final, as events for the drafter."""
+        kv, events = self.model.kv, []
+        for i, sequence in enumerate(plan.decoding):
+            start = sequence.length
+            draft, verdict = drafts.row(i), verdicts.row(i)
+            sources = [drafts.source_of(i, node) for node in range(len(draft))]
+            if i in failures:  # what was accepted before the dead end stays
+                verdict = Verdict(verdict.tokens[:-1], verdict.path)
+            kept = sequence.append(verdict.tokens, [*(sources[n] for n in verdict.path), TARGET])
+            if i in failures and sequence.finish_reason is None:  # a stop before the dead end comes first
+                sequence.finish_reason, sequence.error = "error", failures[i]
+            sequence.stats.count(draft, sources, verdict, kept)
+            at = batch.starts[i] + np.concatenate([[0], verdict.path[: max(kept - 1, 0)] + 1])
+            if sequence.params.wants_logprobs and kept:
+                top = [sequence.params.top_logprobs] * kept
+                sequence.logprobs.extend(output.logprobs(at[:kept].astype(np.int32), verdict.tokens[:kept], top))
+            if kept == 0:
+                kv.truncate(sequence.row, start - 1)
+            elif draft.parents is None:
+                kv.truncate(sequence.row, start - 1 + kept)
+            else:
+                kv.compact(sequence.row, start - 1, (at - batch.starts[i]).astype(np.int32))
+            taps = output.taps(at.astype(np.int32)) if batch.taps else None
+            events.append(Event(sequence.row, start, verdict.tokens[:kept], verdict, taps))
+        for j, chunk in enumerate(plan.chunks, len(plan.decoding)):
+            chunk.sequence.prefilled += chunk.count
+            span = np.arange(batch.starts[j], batch.starts[j + 1], dtype=np.int32)
+            taps = output.taps(span) if batch.taps else None
+            after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
+            events.append(Event(chunk.sequence.row, chunk.start + 1, after, None, taps))
+        return events
+
+    def _deltas(self, plan: Plan, clock: _Clock) -> list[Delta]:
+        seconds = clock.stop()
+        for chunk in plan.chunks:
+            chunk.sequence.stats.prefill_seconds += sum(seconds.values())
+        deltas = []
+        for sequence in plan.decoding:
+            for phase, spent in seconds.items():
+                sequence.stats.seconds[phase] += spent
+            deltas.append(self._finish(sequence) if sequence.finish_reason else sequence.delta())
+        return deltas
+
+    def _finish(self, sequence: Sequence) -> Delta:
+        self._scheduler.release(sequence)
+        delta = sequence.delta()
+        self._finished = pooled([self._finished, sequence.stats])
+        return delta
+
+    # -- conveniences ------------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
+        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``add``."""
+        request = self.add(prompt, params, **options)
+        left = (params or SamplingParams()).n
+        try:
+            while left:
+                for delta in self.step():
+                    if delta.request == request:
+                        left -= delta.result is not None
+                        yield delta
+        finally:
+            self.cancel(request)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
+        """Run one request with one sample to its end. Options as in ``add``."""
+        if params is not None and params.n != 1:
+            raise ParameterError(f"n={params.n} samples make several results: use generate_many")
+        return self.generate_many([prompt], params, **options)[0]
+
+    def generate_many(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Run requests together; results in the order of the prompts, and of the samples within one."""
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, SequenceOf) else list(params)
+        if len(each) != len(prompts):
+            raise ParameterError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one each")
+        requests: list[int] = []
+        results: dict[tuple[int, int], Result] = {}
+        try:
+            for prompt, its in zip(prompts, each, strict=True):
+                requests.append(self.add(prompt, its, **options))
+            mine = set(requests)
+            while len(results) < sum(its.n for its in each):
+                for delta in self.step():
+                    if delta.result is not None and delta.request in mine:
+                        results[delta.request, delta.sample] = delta.result
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [results[key] for key in sorted(results)]
+
+    @property
+    def stats(self) -> Stats:
+        """Pooled over the requests that have ended."""
+        return pooled([self._finished])
+
+    def check(self) -> None:
+        """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step."""
+        for sequence in self._scheduler.running:
+            length = self.model.kv.length(sequence.row)
+            expected = sequence.length - 1 if sequence.decoding else sequence.prefilled
+            assert length == expected, f"row {sequence.row} has KV for {length} positions, not {expected}"
+            assert sequence.finish_reason is None, "a finished sequence still runs"
+            assert sequence.length < sequence.limit
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """Cancel what runs and give back memory. Calling twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            for request in self._scheduler.requests:
+                self.cancel(request)
+            self._scheduler.close()
+            self.drafter.close()
+            self.model.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Verifier:
+    """Asks the target's output what verification needs, node by node, and turns the answers into verdicts."""
+
+    def __init__(
+        self, sequences: list[Sequence], drafts: Drafts, batch: Batch, output: Output, failures: dict[int, str]
+    ) -> None:
+        self._sequences, self._drafts, self._starts = sequences, drafts, batch.starts
+        self._output, self._failures = output, failures
+        self._choosers = {(i, -1): s.chooser for i, s in enumerate(sequences)}
+
+    def verdicts(self) -> Verdicts:
+        if all(s.acceptance == "coupled" for s in self._sequences):
+            return walk(self._choose, self._drafts)
+        return Verdicts.of([self._one(i) for i in range(len(self._sequences))])
+
+    def _one(self, i: int) -> Verdict:
+        sequence, draft = self._sequences[i], self._drafts.row(i)
+        if sequence.acceptance == "coupled":
+            alone = Drafts(
+                self._drafts.tokens[i : i + 1],
+                self._drafts.widths[i : i + 1],
+                None if self._drafts.parents is None else self._drafts.parents[i : i + 1],
+            )
+            return walk(lambda rows, nodes: self._choose(rows + i, nodes), alone).row(0)
+        rule = reject if sequence.acceptance == "rejection" else typical
+        chance = NoiseChance(sequence.chooser.noise, sequence.chooser.index)
+        asked = -1
+
+        def p(node: int) -> F64:
+            nonlocal asked
+            asked = node
+            return self._p(i, node)
+
+        try:
+            return rule(p, draft, chance)
+        except (NoTokenAllowedError, FloatingPointError) as error:
+            self._failures[i] = str(error)
+            path = draft.path(asked)  # its tokens were accepted before the dead end was met
+            return Verdict(np.append(draft.tokens[path], np.int32(_FORBIDDEN)), path)
+
+    def _choose(self, rows: I32, nodes: I32) -> I32:
+        """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""
+        pairs = list(zip(rows.tolist(), nodes.tolist(), strict=True))
+        at = (self._starts[rows] + nodes + 1).astype(np.int32)
+        choosers = [self._chooser(i, node) for i, node in pairs]
+        try:
+            return self._output.choose(at, choosers)
+        except (NoTokenAllowedError, FloatingPointError):
+            return np.array([self._choose_alone(*pair) for pair in pairs], np.int32)  # one bad row spares the others
+
+    def _choose_alone(self, i: int, node: int) -> int:
+        at = np.array([self._starts[i] + node + 1], np.int32)
+        try:
+            return int(self._output.choose(at, [self._chooser(i, node)])[0])
+        except (NoTokenAllowedError, FloatingPointError) as error:
+            self._failures[i] = str(error)
+            return _FORBIDDEN
+
+    def _p(self, i: int, node: int) -> F64:
+        at = np.array([self._starts[i] + node + 1], np.int32)
+        return self._chooser(i, node).probabilities(self._output.logits(at)[0])
+
+    def _chooser(self, i: int, node: int) -> Chooser:
+        """The chooser after a node: its parent's, one token further."""
+        found = self._choosers.get((i, node))
+        if found is None:
+            draft = self._drafts.row(i)
+            found = self._chooser(i, draft.parent(node)).advance(int(draft.tokens[node]))
+            self._choosers[i, node] = found
+        return found
+
+
+class _Clock:
+    """Splits a step's wall time among its phases."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._phase, self._since = "other", time.perf_counter()
+
+    def start(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def stop(self) -> dict[str, float]:
+        self.start(self._phase)
+        return self._seconds
+
+
+def _view(sequence: Sequence) -> RowView:
+    return RowView(
+        sequence.row, sequence.request, sequence.tokens, sequence.limit, sequence.chooser, sequence.acceptance
+    )
+
+
+def _spread(drafts: Drafts, where: I32, rows: int) -> Drafts:
+    """Drafts of some rows as drafts of all ``rows`` rows, empty for the others."""
+
+    def wide(values: np.ndarray[Any, Any] | None) -> Any:
+        if values is None:
+            return None
+        out = np.zeros((rows, *values.shape[1:]), values.dtype)
+        out[where] = values
+        return out
+
+    return Drafts(
+        wide(drafts.tokens),
+        wide(drafts.widths),
+        wide(drafts.parents),
+        wide(drafts.q),
+        wide(drafts.confidence),
+        wide(drafts.source),
+        drafts.sources,
+    )
+
+
+def _checked_size(size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 0 <= size <= 63:
+        raise ParameterError(f"size={size} is out of range: draft 0 (plain decoding) to 63 tokens a step")
+    return size
+
+
+def _checked_acceptance(acceptance: Acceptance) -> Acceptance:
+    if acceptance not in ACCEPTANCES:
+        raise ParameterError(f"acceptance={acceptance!r} is unknown: use one of {', '.join(ACCEPTANCES)}")
+    return acceptance
+
+
+def _token_ids(prompt: Any, vocab_size: int) -> I32:
+    """The prompt as token ids int32 [n], before a float is cut or an id too large wraps. Raises ParameterError."""
+    try:
+        ids = np.asarray(prompt) if len(prompt) else np.zeros(0, np.int32)
+    except (ValueError, OverflowError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ParameterError("the prompt is neither text nor a list of token ids nor chat messages: give one of them")
+    _check_ids("the prompt", ids, vocab_size)
+    return ids.astype(np.int32)
+
+
+def _check_ids(name: str, ids: np.ndarray[Any, Any], vocab_size: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise ParameterError(f"{name} has token id {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}")
