@@ -1,4 +1,4 @@
-"""The demo model: speculative decoding gives plain decoding's tokens. A slice; ``scripts/prove`` runs the full matrix."""
+"""The demo model: drafting gives the tokens of plain decoding. A slice; ``scripts/prove`` runs the full matrix."""
 
 from __future__ import annotations
 
@@ -43,13 +43,21 @@ def engines(request: pytest.FixtureRequest) -> Iterator[list[Engine]]:
 def test_the_same_tokens_whatever_drafts(engines: list[Engine], temperature: float) -> None:
     exact = engines[0].model.info.backend == "native"
     prompts = [engines[0].encode(text) for text in PROMPTS]
-    params = [SamplingParams(temperature=temperature, max_tokens=24, seed=50 + i) for i in range(len(prompts))]
+    length = 24 if exact else 12  # the float32 reference takes 40 ms a token
+    params = [SamplingParams(temperature=temperature, max_tokens=length, seed=50 + i) for i in range(len(prompts))]
     plain = [engines[0].generate(p.tolist(), its, drafter=False) for p, its in zip(prompts, params, strict=True)]
     identical = ties = 0
     for engine in engines:
-        for size, batch in ((1, 7), (4, 1), (8, 7)):
-            some = range(len(prompts)) if batch > 1 else range(3)
-            results = engine.generate_many([prompts[i].tolist() for i in some], [params[i] for i in some], size=size)
+        for size, batch in ((1, 7), (4, 1), (8, 7)) if exact else ((4, 1), (8, 7)):
+            some = range(len(prompts)) if batch > 1 else range(2)
+            groups = [some] if batch > 1 else [[i] for i in some]
+            results = [
+                result
+                for group in groups
+                for result in engine.generate_many(
+                    [prompts[i].tolist() for i in group], [params[i] for i in group], size=size
+                )
+            ]
             engine.check()
             for i, result in zip(some, results, strict=True):
                 difference = compare(engine, prompts[i], params[i], plain[i], result)
@@ -72,7 +80,7 @@ def test_rules_filters_and_logprobs_with_speculation_on(engines: list[Engine]) -
         frequency_penalty=0.1,
         logit_bias={100: -2.0},
         seed=7,
-        max_tokens=24,
+        max_tokens=16,
         top_logprobs=2,
     )
     plain = ngram.generate(prompt.tolist(), params, drafter=False)

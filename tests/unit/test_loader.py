@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_tokenizer import folder
 
 from outpace.errors import ModelError, ParameterError
 from outpace.models import demo
 from outpace.models.base import Batch
 from outpace.models.loader import LoadOptions, estimate, load, resolve
+from tests.unit.test_tokenizer import folder
 
 OFFLINE = LoadOptions(offline=True)
 
