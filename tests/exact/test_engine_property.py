@@ -369,6 +369,34 @@ CALM = {
 }
 
 
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "chain", "tree", "ngram", "model", "model short"])
+@pytest.mark.parametrize("memory", [2, 100])
+def test_every_parameter_under_every_drafter(kind: str, memory: int) -> None:
+    """All at once in one ragged batch, a third of the requests with two samples: ``judge`` compares each with plain."""
+    config = {**CALM, "max_rows": 5, "prefill_chunk": 9, "prefix_rows": 1, "taps": True}
+    world = World({**config, "drafter": kind, "memory": memory})
+    for i, options in enumerate(PARAMS):
+        params = SamplingParams(seed=i, max_tokens=30, n=1 + (i % 3 == 0), **options)
+        world.add(STEM[: 1 + 2 * i], params, size=1 + i % SIZE)
+    world.finish()
+
+
+def test_a_draft_model_that_is_the_target_is_always_believed() -> None:
+    """So its cache is in step: after full acceptance, in ragged batches, after forks, and when rows are reused."""
+    target = ToyModel(VOCAB, seed=1, max_length=LONGEST, memory=100)
+    twin = ToyModel(VOCAB, seed=1, max_length=LONGEST, memory=100)
+    with Engine(target, drafter=ModelDrafter(twin, "twin", VOCAB), size=4, max_rows=3, prefix_rows=1) as engine:
+        for round_ in range(3):
+            each = [
+                SamplingParams(temperature=1.0, seed=i, n=1 + i % 2, max_tokens=9 + 5 * i, frequency_penalty=0.3)
+                for i in range(5)
+            ]
+            engine.generate_many([STEM[: 3 + 5 * i + round_] for i in range(5)], each)
+            engine.check()
+        assert engine.stats.acceptance_rate == 1.0
+        assert engine.stats.reused_tokens > 0
+
+
 def test_a_perfect_drafter_is_always_believed_and_a_wrong_one_never() -> None:
     for kind, rate, per_step in (("perfect", 1.0, 1 + SIZE), ("wrong", 0.0, 1)):
         world = World({**CALM, "drafter": kind})

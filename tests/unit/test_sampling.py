@@ -123,9 +123,9 @@ class Fixed(Noise):
 def test_pruning_at_its_very_edge() -> None:
     """The likeliest token has the least noise and another the most there is: it must still win."""
     noise = object.__new__(Fixed)
-    Fixed.values = np.array([-3.13, GUMBEL_MAX, 0.0])
+    Fixed.values = np.array([-3.13, GUMBEL_MAX, *[0.0] * 20])
     for gap, winner in ((26.0, 1), (26.005, 1), (26.02, 0)):
-        logits = np.array([0.0, -gap, -40.0], np.float32)
+        logits = np.array([0.0, -gap, *[-40.0] * 20], np.float32)  # many that are pruned, so that pruning happens
         assert choose(logits, SamplingParams(temperature=1.0), noise, 0) == winner
 
 

@@ -155,6 +155,19 @@ def test_any_real_tokens_give_one_text(demo: Tokenizer, data: st.DataObject, ste
         assert one[1] == demo.decode(tokens)
 
 
+class Words:
+    """A word a token, with a space between words but not before the first: as tokenizers that strip decode."""
+
+    def decode(self, ids: Any, *, skip_special: bool = True) -> str:
+        return " ".join(f"w{int(i)}" for i in ids)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 99), max_size=12), partitions)
+def test_the_seam_between_tokens_is_decoded_with_its_context(tokens: list[int], steps: list[int]) -> None:
+    assert outcome(feed(sequence(SamplingParams(), Words()), tokens, steps))[1] == Words().decode(tokens)
+
+
 def test_an_unfinished_character_is_released_at_the_end() -> None:
     tokens = list("é".encode())[:1]
     deltas = feed(sequence(SamplingParams(), Bytes()), [97, *tokens], [])
