@@ -31,9 +31,9 @@ BACKENDS = ["transformers", *(["native"] if native.available() else [])]
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engines(request: pytest.FixtureRequest) -> Iterator[list[Engine]]:
-    """ngram and an imperfect draft model (the target's first third) over one target."""
-    draft: Path = truncated(demo.smollm2(), 10, cache_dir())
-    loaded = load_engines(Engine, "demo", ["ngram", f"model:{draft}"], {"backend": request.param, "size": 8})
+    """ngram and an imperfect draft model (the target's first layers) over one target."""
+    draft: Path = truncated(demo.smollm2(), 22, cache_dir())
+    loaded = load_engines(Engine, "demo", ["ngram", f"model:{draft}"], {"backend": request.param, "size": 8, "threads": 1})
     yield loaded
     for engine in loaded:
         engine.close()
@@ -63,7 +63,7 @@ def test_the_same_tokens_whatever_drafts(engines: list[Engine], temperature: flo
                 difference = compare(engine, prompts[i], params[i], plain[i], result)
                 assert difference is None or (difference.near_tie and not exact), f"{PROMPTS[i]!r}: {difference}"
                 identical, ties = identical + (difference is None), ties + (difference is not None)
-    assert engines[1].stats.acceptance_rate > 0.05
+    assert all(engine.stats.accepted for engine in engines), "nothing was accepted, so nothing was tested"
     print(f"{engines[0].model.info.backend}, T={temperature}: identical {identical}, near-ties {ties}")
 
 
@@ -111,7 +111,7 @@ def test_greedy_is_what_transformers_generate_gives() -> None:
     from outpace.models.gguf import GGUFFile
 
     module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
-    with Engine.load("demo", drafter="ngram", backend="transformers") as engine:
+    with Engine.load("demo", drafter="ngram", backend="transformers", threads=1) as engine:
         for text in PROMPTS[:3]:
             prompt = engine.encode(text)
             params = SamplingParams(max_tokens=20)

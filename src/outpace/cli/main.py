@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from outpace.cli import bench, chat, doctor, generate, verify
 from outpace.errors import OutpaceError
 
 # The base of typer's usage errors, wherever this version of typer keeps its click.
-_ClickException = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="outpace",
