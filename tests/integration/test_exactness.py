@@ -33,7 +33,9 @@ BACKENDS = ["transformers", *(["native"] if native.available() else [])]
 def engines(request: pytest.FixtureRequest) -> Iterator[list[Engine]]:
     """ngram and an imperfect draft model (the target's first layers) over one target."""
     draft: Path = truncated(demo.smollm2(), 22, cache_dir())
-    loaded = load_engines(Engine, "demo", ["ngram", f"model:{draft}"], {"backend": request.param, "size": 8, "threads": 1})
+    loaded = load_engines(
+        Engine, "demo", ["ngram", f"model:{draft}"], {"backend": request.param, "size": 8, "threads": 1}
+    )
     yield loaded
     for engine in loaded:
         engine.close()
