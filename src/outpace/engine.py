@@ -49,8 +49,8 @@ class Engine:
     """Decodes requests together, exactly as the target alone would have. One thread owns an engine.
 
     ``size``: tokens drafted a step; ``acceptance``: see docs/exactness.md; ``max_rows``: requests that run at once;
-    ``prefill_chunk``: prompt tokens a step; ``kv_memory``: a hard bound in bytes over target and drafter (None: the
-    model's own); ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike.
+    ``prefill_chunk``: prompt tokens a step; ``kv_memory``: a hard bound in bytes over target and drafter (never more
+    than the model's own); ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Engine:
             self.drafter,
             max_rows=max_rows,
             prefill_chunk=prefill_chunk,
-            kv_memory=model.kv.limit if kv_memory is None else kv_memory,
+            kv_memory=min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None),
             prefix_rows=prefix_rows,
         )
         self._ids = itertools.count()
@@ -332,7 +332,10 @@ class Engine:
     # -- conveniences ------------------------------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
-        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``add``."""
+        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``add``.
+
+        Other requests of this engine run along, but their deltas are not seen here: call ``step`` for those.
+        """
         request = self.add(prompt, params, **options)
         left = (params or SamplingParams()).n
         try:
