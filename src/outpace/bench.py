@@ -11,11 +11,12 @@ import numpy as np
 
 from outpace.compare import Difference, compare
 from outpace.engine import Engine
-from outpace.prompts import PromptRow
+from outpace.prompts import PromptRow, encode_turns
 from outpace.statistics import Stats, pooled
 from outpace.types import I32, Result, SamplingParams
 
 _RESAMPLES = 2000
+_WARM_UP = 8  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +65,57 @@ class Bench:
     runs: list[Run] = field(default_factory=list)
 
     def run(self, prompts: Sequence[PromptRow], concurrency: int, done: Callable[[int], None]) -> None:
-        """Every prompt under every configuration in turn; ``done(n)`` is called when n more prompts are through."""
+        """Every prompt under every configuration in turn; ``done(n)`` is called when n more prompts are through.
+
+        Raises ParameterError that names a prompt which does not fit, before anything has run.
+        """
+        engine = self.configurations[0].engine
+        encoded = [encode_turns(engine, prompt) for prompt in prompts]
+        for configuration in self.configurations:  # first touches are not speed
+            configuration.engine.generate(encoded[0].tolist(), self.params.with_(max_tokens=_WARM_UP))
         for start in range(0, len(prompts), concurrency):
-            group = list(prompts[start : start + concurrency])
-            turns = max(len(p.turns) for p in group) if self.all_turns else 1
-            histories: dict[str, list[list[dict[str, str]]]] = {
-                c.name: [[] for _ in group] for c in self.configurations
-            }
-            for turn in range(turns):
-                asked = [i for i, p in enumerate(group) if turn < len(p.turns)]
-                self._turn(group, turn, asked, histories)
+            group = prompts[start : start + concurrency]
+            self._group(group)
             done(len(group))
 
-    def _turn(
-        self, group: list[PromptRow], turn: int, asked: list[int], histories: dict[str, list[list[dict[str, str]]]]
-    ) -> None:
-        baseline: list[Result] = []
-        prompts: list[I32] = []
-        finished: list[Run] = []
-        for configuration in self.configurations:
-            engine, own = configuration.engine, histories[configuration.name]
+    def _group(self, group: Sequence[PromptRow]) -> None:
+        histories: list[list[dict[str, str]]] = [[] for _ in group]
+        for turn in range(max(len(p.turns) for p in group) if self.all_turns else 1):
+            asked = [i for i, p in enumerate(group) if turn < len(p.turns)]
+            rows = [group[i] for i in asked]
             for i in asked:
-                own[i].append({"role": "user", "content": group[i].turns[turn]})
+                histories[i].append({"role": "user", "content": group[i].turns[turn]})
+            prompts = [encode_turns(self.configurations[0].engine, group[i], histories[i]) for i in asked]
+            baseline = self._turn(rows, turn, prompts)
             # Later turns continue the first configuration's conversation, so that all answer the same prompt.
-            shared = histories[self.configurations[0].name]
-            prompts = prompts or [encode_turn(engine, shared[i]) for i in asked]
+            for i, first in zip(asked, baseline, strict=True):
+                histories[i].append({"role": "assistant", "content": first.text})
+
+    def _turn(self, rows: Sequence[PromptRow], turn: int, prompts: Sequence[I32]) -> list[Result]:
+        """One turn of some conversations under every configuration; the first one's results."""
+        finished: list[Run] = []
+        baseline: list[Result] = []
+        for configuration in self.configurations:
             begun = time.perf_counter()
-            results = engine.generate_many([p.tolist() for p in prompts], self.params)
-            seconds = (time.perf_counter() - begun) / len(asked)
+            results = configuration.engine.generate_many([p.tolist() for p in prompts], self.params)
+            seconds = (time.perf_counter() - begun) / len(rows)
             baseline = baseline or results
-            for i, prompt, first, result in zip(asked, prompts, baseline, results, strict=True):
-                difference = compare(engine, prompt, self.params, first, result)
-                finished.append(Run(group[i], turn, configuration.name, result, seconds, difference))
-        for i, first in zip(asked, baseline, strict=True):
-            for history in histories.values():
-                history[i].append({"role": "assistant", "content": first.text})
+            for row, prompt, first, result in zip(rows, prompts, baseline, results, strict=True):
+                difference = compare(configuration.engine, prompt, self.params, first, result)
+                finished.append(Run(row, turn, configuration.name, result, seconds, difference))
         self.runs += finished  # all or none, so that an interruption leaves whole comparisons
+        return baseline
 
     def report(self) -> list[dict[str, Any]]:
         """One entry a configuration, with ``by_category`` of the same fields."""
         out = []
         for configuration in self.configurations:
             categories = dict.fromkeys(run.prompt.category for run in self.runs)
+            drafts = configuration.engine.drafter.name != "none"
             entry = {
                 "name": configuration.name,
                 "drafter": configuration.engine.drafter.name,
-                "size": configuration.engine.size if configuration.engine.drafter.name != "none" else 0,
+                "size": configuration.engine.size if drafts else 0,
                 "acceptance": configuration.engine.acceptance,
                 **self._figures(configuration.name, None),
             }
@@ -140,17 +146,13 @@ class Bench:
 
 
 def speedup(before: Sequence[float], after: Sequence[float]) -> dict[str, float | None]:
-    """Median of the paired ratios after / before, and its 95 % interval (bootstrap over prompts, fixed seed)."""
+    """Median of the paired ratios after / before, and its 95 % interval (bootstrap over prompts, fixed seed).
+
+    A pair in which either has no speed (an answer of one delta) says nothing and is left out; None when none is left.
+    """
     ratios = np.array([a / b for a, b in zip(after, before, strict=True) if a > 0 and b > 0])
     if not len(ratios):
         return {"median": None, "low": None, "high": None}
     picks = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
     low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
     return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
-
-
-def encode_turn(engine: Engine, messages: list[dict[str, str]]) -> I32:
-    """A conversation as token ids; without a chat template, its texts one after the other."""
-    if engine.tokenizer is not None and not engine.tokenizer.has_chat_template:
-        return engine.encode("\n\n".join(message["content"] for message in messages), raw=True)
-    return engine.encode(messages)

@@ -6,13 +6,15 @@ closer than ``NEAR_TIE`` is such a rounding; a larger gap is a bug.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from outpace.engine import Engine
+from outpace.errors import ParameterError
 from outpace.models.base import Batch
 from outpace.noise import Noise
 from outpace.rules import rules_for
@@ -25,7 +27,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first output index at which two outputs part, and the gap between the two tokens' scores there."""
+    """The first output index at which two outputs part, and how far apart their tokens' scores are there."""
 
     index: int
     gap: float
@@ -37,10 +39,28 @@ class Difference:
 
     def __str__(self) -> str:
         kind = "near-tie" if self.near_tie else "DIFFERENT"
-        return f"{kind} at token {self.index} ({self.tokens[0]} / {self.tokens[1]}, score gap {self.gap:.2g})"
+        a, b = ("ended" if token is None else str(token) for token in self.tokens)
+        return f"{kind} at token {self.index} ({a} / {b}, score gap {self.gap:.2g})"
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "near_tie": self.near_tie}
+        """Plain values for JSON, which has no infinity: such a gap is None."""
+        gap = self.gap if math.isfinite(self.gap) else None
+        return {"index": self.index, "gap": gap, "tokens": list(self.tokens), "near_tie": self.near_tie}
+
+
+def promises_tokens(acceptance: str, params: SamplingParams) -> bool:
+    """Whether plain decoding's very tokens are promised: under ``coupled`` always, under the others when greedy."""
+    return acceptance == "coupled" or params.greedy
+
+
+def require_tokens(acceptance: str, params: SamplingParams) -> None:
+    """Raise ParameterError where a comparison token by token would call a keeper of its promise a bug."""
+    if not promises_tokens(acceptance, params):
+        promise = "the same distribution" if acceptance == "rejection" else "no distribution (it is lossy)"
+        raise ParameterError(
+            f"acceptance={acceptance} promises {promise}, not the same tokens, so there is nothing to compare: "
+            "use coupled, or temperature 0"
+        )
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -56,15 +76,33 @@ def compare(engine: Engine, prompt: I32, params: SamplingParams, plain: Result, 
 
     ``prompt`` int32 [P]: the ids both answered. The engine must be idle.
     """
-    index = first_difference(plain.token_ids, other.token_ids)
+    noise = Noise(plain.seed, plain.sample)
+    return compare_tokens(engine, prompt, params, noise, plain.token_ids, other.token_ids)
+
+
+def compare_tokens(
+    engine: Engine, prompt: I32, params: SamplingParams, noise: Noise, plain: Sequence[int], other: Sequence[int]
+) -> Difference | None:
+    """``compare`` for outputs of which only the token ids are at hand; ``noise`` is what both were chosen with."""
+    index = first_difference(plain, other)
     if index is None:
         return None
-    ids = [r.token_ids[index] if index < len(r.token_ids) else None for r in (plain, other)]
-    gap = float("inf")  # one has ended: the tokens before are the same, so nothing about a score explains it
-    if ids[0] is not None and ids[1] is not None:
-        scores = scores_after(engine, prompt, plain.token_ids[:index], params, Noise(plain.seed, plain.sample))
-        gap = abs(float(scores[ids[0]] - scores[ids[1]]))
-    return Difference(index, gap, (ids[0], ids[1]))
+    a, b = (int(ids[index]) if index < len(ids) else None for ids in (plain, other))
+    gap = math.inf  # one has ended: the tokens before are the same, so nothing about a score explains it
+    if a is not None and b is not None:
+        gap = score_gap(engine, prompt, plain[:index], a, b, params, noise)
+    return Difference(index, gap, (a, b))
+
+
+def score_gap(
+    engine: Engine, prompt: I32, output: Sequence[int], a: int, b: int, params: SamplingParams, noise: Noise
+) -> float:
+    """How far the worse of tokens ``a`` and ``b`` is below the best score of all, after ``prompt`` + ``output``.
+
+    Two tokens that are close to each other but far below the best are no near-tie: neither should have been chosen.
+    """
+    scores = scores_after(engine, prompt, output, params, noise)
+    return float(scores.max() - min(scores[a], scores[b]))
 
 
 def scores_after(engine: Engine, prompt: I32, output: Sequence[int], params: SamplingParams, noise: Noise) -> F64:

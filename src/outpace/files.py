@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ def check_writable(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON, whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, ensure_ascii=False)
             file.write("\n")
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.errors import ParameterError
+
+if TYPE_CHECKING:
+    from outpace.engine import Engine
+    from outpace.types import I32, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     if limit is not None and limit < 1:
         raise ParameterError(f"--limit {limit} is out of range: give at least 1")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would break at U+2028 inside a string
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} cannot be read ({error}): give a JSON lines file of prompts") from error
     rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -46,3 +52,25 @@ def _row(path: Path, number: int, line: str) -> PromptRow:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ParameterError(f"{where}: needs turns (a list of texts) or prompt (a text), not empty")
     return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), tuple(turns))
+
+
+def encode_turns(engine: Engine, row: PromptRow, history: Sequence[Message] = ()) -> I32:
+    """Token ids int32 [n] of a conversation (by default the row's first turn); without a chat template, its texts.
+
+    Raises ParameterError that names the row, also when no room for an answer is left.
+    """
+    messages = list(history) or [{"role": "user", "content": row.turns[0]}]
+    try:
+        if engine.tokenizer is not None and not engine.tokenizer.has_chat_template:
+            tokens = engine.encode("\n\n".join(message["content"] for message in messages), raw=True)
+        else:
+            tokens = engine.encode(messages)
+    except ParameterError as error:
+        raise ParameterError(f"prompt {row.id}: {error}") from error
+    longest = engine.model.info.max_length
+    if len(tokens) >= longest:
+        raise ParameterError(
+            f"prompt {row.id} has {len(tokens)} tokens, but the context holds {longest}, the answer included: "
+            "shorten it, or leave it out"
+        )
+    return tokens

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def outpace(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int,
         sys.argv = before
     out, err = capsys.readouterr()
     return int(left.value.code or 0), out, err
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
 
 
 def spawn(*args: str | Path) -> subprocess.Popen[str]:
@@ -98,6 +106,7 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert code == 0
     assert "identical" in out
     assert out.count("tokens/s") == 2
+    assert "green: drafted by ngram and accepted" in out
     code, out, _ = outpace(
         capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
     )
@@ -125,6 +134,8 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
         assert set(fields.split()) <= set(figures)
     assert len(value["runs"]) == 6
     assert value["interrupted"] is False
+    assert value["threads"] >= 1
+    assert value["machine"]["cores"] >= 1
 
 
 def test_bench_runs_prompts_together(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
@@ -152,17 +163,55 @@ def test_an_interrupted_bench_keeps_what_it_has(tmp_path: Path) -> None:
     path.write_text(
         "".join(json.dumps({"prompt": f"Tell me a story about the number {i}."}) + "\n" for i in range(400))
     )
-    running = spawn("bench", "--prompts", path, "--max-tokens", "64", "--json", out_file)
-    time.sleep(8)
+    running = spawn("bench", "--prompts", path, "--max-tokens", "32", "--json", out_file)
+    wait_for(out_file.exists)  # written prompt by prompt, so that a killed run keeps what it has, too
+    assert json.loads(out_file.read_text())["interrupted"] is True
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert err.startswith("outpace: interrupted: kept ")
+    assert "Traceback" not in err
+    value = json.loads(out_file.read_text())
+    assert value["interrupted"] is True
+    assert 2 <= len(value["runs"]) < 800
+    assert len(value["runs"]) % 2 == 0
+    assert value["configs"][0]["prompts"] == len(value["runs"]) / 2
+    assert "tokens/step" in out
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_ctrl_c_in_an_answer_is_one_line() -> None:
+    running = spawn("generate", "Tell me a very long story.", "--max-tokens", "4000", "--ignore-eos")
+    assert running.stdout is not None
+    assert running.stdout.read(1)  # it has begun to speak
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 130, err
-    assert "Traceback" not in err
-    if out_file.exists():  # a slow machine may not have finished one prompt
-        value = json.loads(out_file.read_text())
-        assert value["interrupted"] is True
-        assert len(value["runs"]) % 2 == 0
-    assert not list(tmp_path.glob(".*.tmp"))
+    assert running.returncode == 130
+    assert err == "outpace: interrupted\n"
+
+
+def test_a_bench_that_fails_midway_keeps_what_it_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outpace.engine import Engine
+    from outpace.errors import ParameterError
+
+    calls = iter(range(100))
+    real = Engine.generate_many
+
+    def failing(self: Engine, *args: Any, **options: Any) -> Any:
+        if next(calls) == 5:  # two warm up, two answer the first prompt
+            raise ParameterError("no more")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Engine, "generate_many", failing)
+    out_file = tmp_path / "out.json"
+    code, out, err = outpace(capsys, "bench", "--prompts", prompts, "--max-tokens", "4", "--json", out_file)
+    assert (code, err) == (2, "outpace: no more\n")
+    value = json.loads(out_file.read_text())
+    assert value["interrupted"] is True
+    assert [run["id"] for run in value["runs"]] == ["a", "a"]
+    assert "tokens/step" in out
 
 
 def test_verify(capsys: pytest.CaptureFixture[str], prompts: Path) -> None:
@@ -211,6 +260,64 @@ def test_chat_keeps_the_conversation() -> None:
     assert third["prompt_tokens"] < second["prompt_tokens"]
 
 
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
+    running = spawn("chat", "--max-tokens", "4000", "--ignore-eos")
+    assert running.stdin is not None
+    assert running.stdout is not None
+    running.stdin.write("Tell me a very long story.\n")
+    running.stdin.flush()
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    running.stdin.write("/quit\n")
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    running = spawn("chat")
+    assert running.stdin is not None
+    running.stdin.write("/reset\nSay hi.\n")
+    running.stdin.flush()
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+    wait_for(lambda: running.poll() is not None or _sent(running))  # at the prompt Ctrl-C leaves
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert "Traceback" not in err
+
+
+def _sent(running: subprocess.Popen[str]) -> bool:
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    return False
+
+
+def test_only_the_new_turn_is_tokenised_while_the_text_stands() -> None:
+    from outpace.cli.chat import Conversation
+    from outpace.engine import Engine
+    from outpace.types import SamplingParams
+
+    params = SamplingParams(max_tokens=12)
+    with Engine.load("demo", drafter="ngram", prefix_rows=1) as engine:
+        assert engine.tokenizer is not None
+        encoded: list[str] = []
+        real = engine.tokenizer.encode
+
+        def counting(text: str, **options: bool) -> Any:
+            encoded.append(text)
+            return real(text, **options)
+
+        engine.tokenizer.encode = counting  # type: ignore[method-assign, assignment]
+        talk = Conversation(engine)
+        first = talk.say("My name is Bob.", params, show=False)
+        second = talk.say("Tell me my name.", params.with_(stop="name"), show=False)
+        assert "Bob" not in encoded[1]
+        assert encoded[1].endswith("Tell me my name.<|im_end|>\n<|im_start|>assistant\n")
+        assert second.stats.reused_tokens >= first.prompt_tokens + first.completion_tokens - 2
+        third = talk.say("And again.", params, show=False)
+        if isinstance(second.stopped_by, str):  # its ids say more than its text: encoded anew
+            assert "Bob" in encoded[2]
+        assert third.stats.reused_tokens >= first.prompt_tokens
+        engine.check()
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outpace(capsys, "doctor", "--json")
     value = json.loads(out)
@@ -235,6 +342,26 @@ BAD = {
     "memory": (("generate", "hi", "--kv-memory", "lots"), "not an amount of memory"),
     "too little memory": (("generate", "hi", "--kv-memory", "4KiB"), "kv_memory"),
     "long prompt": (("generate", "hi", "--max-length", "20"), "shorten the prompt"),
+    "not Unicode": (("generate", "a\udcffb"), "not valid Unicode"),
+    "stop id": (("generate", "hi", "--stop-id", "999999"), "stop_ids has token id 999999"),
+    "threads": (("generate", "hi", "--threads", "0"), "threads=0"),
+    "dtype": (("generate", "hi", "--dtype", "int3"), "float32"),
+    "samples": (("generate", "hi", "--n", "0"), "n=0"),
+    "no such folder": (("generate", "hi", "--model", "./nope"), "does not exist"),
+    "no model there": (("generate", "hi", "--model", "/"), "no config.json"),
+    "draft model": (("generate", "hi", "--drafter", "model:./nope"), "does not exist"),
+    "several samples": (("generate", "hi", "--compare", "--n", "2"), "leave --n out"),
+    "no promise": (("generate", "hi", "--compare", "--acceptance", "rejection", "-T", "1"), "not the same tokens"),
+    "nothing to verify": (
+        ("verify", "--prompts", "PROMPTS", "--acceptance", "typical", "-T", "1"),
+        "lossy",
+    ),
+    "context": (("verify", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
+    "bench context": (("bench", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
+    "concurrency": (("bench", "--prompts", "PROMPTS", "--concurrency", "0"), "at least 1"),
+    "a folder of prompts": (("bench", "--prompts", "/tmp"), "cannot be read"),
+    "missing option": (("bench",), "--prompts"),
+    "unknown command": (("benhc",), "benhc"),
     "unknown option": (("generate", "hi", "--bogus"), "--bogus"),
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
     "unwritable": (("bench", "--prompts", "PROMPTS", "--json", "/nope/out.json"), "cannot be written"),
@@ -272,6 +399,52 @@ def test_bad_prompts_files_name_the_line(
     code, _, err = outpace(capsys, "verify", "--prompts", path)
     assert code == 2
     assert expected in err
+
+
+def test_prompts_that_are_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    code, _, err = outpace(capsys, "verify", "--prompts", path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot be read" in err
+    path.write_text('{"id": "x", "prompt": "\\ud800"}\n')  # JSON may say half a character
+    code, _, err = outpace(capsys, "verify", "--prompts", path)
+    assert code == 2
+    assert "prompt x: the text is not valid Unicode" in err
+
+
+def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = outpace(capsys)
+    assert code == 2
+    assert "generate" in out
+    assert err == ""
+
+
+def test_a_fault_of_our_own_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace.engine import Engine
+
+    for error, code, expected in (
+        (ZeroDivisionError("oops"), 70, "internal error, ZeroDivisionError: oops: please report what --debug shows"),
+        (MemoryError(), 2, "out of memory"),
+        (OSError(28, "No space left on device"), 2, "No space left"),
+    ):
+
+        def fail(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(Engine, "encode", fail)
+        got, _, err = outpace(capsys, "generate", "hi")
+        assert got == code
+        assert expected in err
+        assert err.count("\n") == 1
+
+
+def test_verbose_shows_what_loading_takes() -> None:
+    running = spawn("generate", "hi", "--max-tokens", "1", "--verbose")
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert "memory: target " in err
+    assert ", KV " in err
 
 
 def test_debug_shows_the_traceback() -> None:

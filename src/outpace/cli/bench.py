@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import ACCEPTANCE, BenchCommon, Load, flatten
-from outpace.errors import ParameterError
+from outpace.cli.command import Interrupted, flatten
+from outpace.cli.options import ACCEPTANCE, BenchCommon, Load
+from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
     from outpace.bench import Bench
@@ -40,12 +41,17 @@ def run(
     all_turns: Annotated[
         bool, typer.Option("--all-turns", help="Run whole conversations, not only first turns.")
     ] = False,
-    json: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write everything to this file, prompt by prompt.")
+    ] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from outpace.bench import Bench, Configuration
+    from outpace.cli.bench_table import show
+    from outpace.compare import promises_tokens
     from outpace.files import check_writable, write_json
     from outpace.prompts import read_prompts
     from outpace.types import SamplingParams
@@ -62,97 +68,56 @@ def run(
     engines = load.engines(names, size=size, acceptance=acceptance, max_rows=concurrency)
     configurations = [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)]
     bench = Bench(configurations, params, all_turns)
-    interrupted = False
+    head = {**_head(bench, acceptance), "concurrency": concurrency, "all_turns": all_turns}
+
+    def value(interrupted: bool) -> dict[str, Any]:
+        runs = [run.to_dict() for run in bench.runs]
+        return {**head, "interrupted": interrupted, "configs": bench.report(), "runs": runs}
+
+    stopped: KeyboardInterrupt | OutpaceError | None = None
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=_stderr(), transient=True, disable=not sys.stderr.isatty()) as progress:
+        with Progress(
+            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        ) as progress:
             task = progress.add_task("", total=len(rows))
-            bench.run(rows, concurrency, lambda n: progress.advance(task, n))
-    except KeyboardInterrupt:
-        interrupted = True
-    value = _value(bench, load, max_tokens, temperature, seed, acceptance, concurrency, interrupted)
-    for configuration in configurations:
-        configuration.engine.close()
-    if json is not None and bench.runs:
-        write_json(json, value)
+
+            def done(n: int) -> None:
+                progress.advance(task, n)
+                if json is not None:
+                    write_json(json, value(interrupted=True))  # also for a run that is killed
+
+            bench.run(rows, concurrency, done)
+    except (KeyboardInterrupt, OutpaceError) as error:
+        stopped = error
+    finally:
+        for engine in engines:
+            engine.close()
     if bench.runs:
-        _print(value)
-    if interrupted:
-        kept = f"kept what {len(bench.runs) // len(configurations)} prompts gave"
-        print(f"outpace: interrupted: {kept}", file=sys.stderr)
-        return 130
+        if json is not None:
+            write_json(json, value(interrupted=stopped is not None))
+        show(value(interrupted=stopped is not None), promised=promises_tokens(acceptance, params))
+    if isinstance(stopped, OutpaceError):
+        raise stopped
+    if stopped is not None:
+        kept = len(bench.runs) // len(configurations)
+        raise Interrupted(f"interrupted: kept {kept} answers of each configuration") from stopped
     return 0
 
 
-def _value(
-    bench: Bench,
-    load: Load,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    acceptance: str,
-    concurrency: int,
-    cut: bool,
-) -> dict[str, Any]:
-    info = bench.configurations[0].engine.model.info
+def _head(bench: Bench, acceptance: str) -> dict[str, Any]:
+    from outpace.cli import machine
+
+    model = bench.configurations[0].engine.model
     return {
-        "model": info.name,
-        "backend": info.backend,
-        "dtype": info.dtype,
-        "threads": load.threads,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
+        "model": model.info.name,
+        "backend": model.info.backend,
+        "dtype": model.info.dtype,
+        "instruction_set": machine.path_of(model),
+        "threads": machine.threads_of(model),
+        "machine": machine.cpu(),
+        "max_tokens": bench.params.max_tokens,
+        "temperature": bench.params.temperature,
+        "seed": bench.params.seed,
         "acceptance": acceptance,
-        "concurrency": concurrency,
-        "interrupted": cut,
-        "configs": bench.report(),
-        "runs": [run.to_dict() for run in bench.runs],
     }
-
-
-def _print(value: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    title = f"{value['model']}, {value['backend']} {value['dtype']}, {value['configs'][0]['prompts']} prompts"
-    for category in (None, *value["configs"][0]["by_category"]):
-        table = Table(title=title if category is None else category, title_justify="left")
-        for column in (
-            "drafter",
-            "decode tok/s",
-            "end-to-end tok/s",
-            "tokens/step",
-            "accepted",
-            "speedup (95 %)",
-            "identical",
-        ):
-            table.add_column(column, justify="left" if column == "drafter" else "right")
-        for entry in value["configs"]:
-            figures = entry if category is None else entry["by_category"][category]
-            ratio = figures["speedup"]
-            ties = f" ({figures['near_ties']} near-ties)" if figures["near_ties"] else ""
-            table.add_row(
-                entry["name"],
-                f"{figures['decode_tokens_per_second']:.1f}",
-                f"{figures['end_to_end_tokens_per_second']:.1f}",
-                f"{figures['tokens_per_step']:.2f}",
-                f"{figures['acceptance_rate']:.0%}",
-                "-" if ratio["median"] is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})",
-                f"{figures['identical']}/{figures['prompts']}{ties}",
-            )
-        console.print(table)
-    for run in value["runs"]:
-        if run["difference"] is not None:
-            d = run["difference"]
-            kind = "near-tie" if d["near_tie"] else "DIFFERENT"
-            console.print(
-                f"{run['config']}, prompt {run['id']}: {kind} at token {d['index']}, score gap {d['gap']:.2g}"
-            )
-
-
-def _stderr() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)

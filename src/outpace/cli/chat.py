@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import typer
 
-from outpace.cli.options import Common, Draft, Load, Sampling, flatten
+from outpace.cli.command import flatten
+from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -24,14 +25,15 @@ def register(app: typer.Typer) -> None:
 def run(load: Load, draft: Draft, sampling: Sampling, common: Common) -> int:
     """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer. --json prints a JSON line a turn."""
     params = sampling.params()
+    alone = not common.json and sys.stdin.isatty()  # a person, not a pipe
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine:
         talk = Conversation(engine)
-        if not common.json and sys.stdin.isatty():
-            print(f"{load.model}: /reset starts over, /quit leaves, Ctrl-C stops an answer")
-        while (text := _read(prompt="" if common.json else "> ")) is not None:
-            if text == "/quit":
+        if alone:
+            print(f"{load.model}: /reset starts over, /quit leaves, Ctrl-C stops an answer, twice leaves")
+        while (text := _read("> " if alone else "")) is not None:
+            if text.strip() == "/quit":
                 break
-            if text == "/reset":
+            if text.strip() == "/reset":
                 talk = Conversation(engine)
                 continue
             if not text.strip():
@@ -39,17 +41,12 @@ def run(load: Load, draft: Draft, sampling: Sampling, common: Common) -> int:
             try:
                 result = talk.say(text, params, show=not common.json)
             except OutpaceError as error:  # the turn was refused; the conversation goes on without it
-                print(f"outpace: {error}", file=sys.stderr)
+                print(f"outpace: {error} (or /reset)", file=sys.stderr)
                 continue
             if common.json:
-                line = {
-                    "text": result.text,
-                    "finish_reason": result.finish_reason,
-                    "prompt_tokens": result.prompt_tokens,
-                    "reused_tokens": result.stats.reused_tokens,
-                    "stats": result.stats.to_dict(),
-                }
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+                print(json.dumps(_report(result), ensure_ascii=False), flush=True)
+            elif result.error:
+                print(f"outpace: {result.error}", file=sys.stderr)
     return 0
 
 
@@ -61,36 +58,56 @@ def _read(prompt: str) -> str | None:
         return None
 
 
+def _report(result: Result) -> dict[str, object]:
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "reused_tokens": result.stats.reused_tokens,
+        "error": result.error,
+        "stats": result.stats.to_dict(),
+    }
+
+
 class Conversation:
-    """Messages, and the token ids that stand for them, so that a new turn is tokenised alone."""
+    """Messages, and the token ids that stand for them, so that a new turn is tokenised alone.
+
+    The engine keeps the finished row (``prefix_rows=1``): known ids that begin a new prompt find their KV there.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._messages: list[dict[str, str]] = []
-        self._text = ""  # rendered text that ``_ids`` stands for
+        self._text = ""  # rendered text that ``_ids`` stands for; empty: encode everything anew
         self._ids: I32 = np.zeros(0, np.int32)
 
     def say(self, text: str, params: SamplingParams, *, show: bool) -> Result:
         """Add a user's turn and return the answer. Raises ParameterError; then the turn is forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        rendered, ids = self._encode(messages)
+        rendered, ids = self.encode(messages)
         result = self._answer(ids, params, show)
         self._messages = [*messages, {"role": "assistant", "content": result.text}]
-        self._text, self._ids = rendered + result.text, np.concatenate([ids, _spoken(result)])
+        if isinstance(result.stopped_by, str):  # the ids say more than the text, which was cut before the stop string
+            self._text, self._ids = "", np.zeros(0, np.int32)
+        else:
+            self._text, self._ids = rendered + result.text, np.concatenate([ids, _spoken(result)])
         return result
 
-    def _encode(self, messages: list[dict[str, str]]) -> tuple[str, I32]:
+    def encode(self, messages: list[dict[str, str]]) -> tuple[str, I32]:
+        """A conversation as rendered text and its token ids: those known already, and the rest encoded."""
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None
-        if not tokenizer.has_chat_template:
-            rendered = "\n\n".join(message["content"] for message in messages) + "\n\n"
-        else:
+        templated = tokenizer.has_chat_template
+        if templated:
             rendered = tokenizer.render_chat(messages)
+        else:
+            rendered = "\n\n".join(message["content"] for message in messages) + "\n\n"
         if self._text and rendered.startswith(self._text):
-            rest = tokenizer.encode(rendered[len(self._text) :], add_special=False, parse_special=True)
+            rest = tokenizer.encode(rendered[len(self._text) :], add_special=False, parse_special=templated)
             return rendered, np.concatenate([self._ids, rest]).astype(np.int32)
-        special = tokenizer.has_chat_template  # the template writes its own
-        return rendered, tokenizer.encode(rendered, add_special=not special, parse_special=special)
+        # A template writes the start token itself.
+        return rendered, tokenizer.encode(rendered, add_special=not templated, parse_special=templated)
 
     def _answer(self, ids: I32, params: SamplingParams, show: bool) -> Result:
         request = self._engine.add(ids.tolist(), params)
@@ -99,7 +116,7 @@ class Conversation:
             while result is None:
                 for delta in self._engine.step():
                     result = self._shown(delta.text, show, delta.result) or result
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # what was said so far stays said
             for delta in self._engine.cancel(request):
                 result = self._shown(delta.text, show, delta.result) or result
             if result is None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import time
 from typing import Any
 
 import typer
 
-from outpace.cli.options import Common, flatten
-from outpace.errors import OutpaceError
+from outpace.cli import machine
+from outpace.cli.command import flatten
+from outpace.cli.options import Common
 
 _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
-_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,8 +26,8 @@ def run(common: Common) -> int:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cpu": _cpu(),
-        "memory": _memory(),
+        "cpu": machine.cpu(),
+        "memory": machine.memory(),
         "backends": _backends(),
         "demo": _demo(),
     }
@@ -44,34 +43,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> dict[str, Any]:
-    model, flags = platform.processor() or platform.machine(), ""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() == "model name":
-                    model = value.strip()
-                elif key.strip() in ("flags", "Features"):
-                    flags = value
-                    break
-    except OSError:
-        flags = ""  # not Linux: the features are unknown
-    present = set(flags.split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"model": model, "cores": cores, "features": [name for name in _FEATURES if name in present]}
-
-
-def _memory() -> dict[str, int | None]:
-    from outpace.loading import available_memory
-
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return {"total": None, "available": None}
-    return {"total": total, "available": available_memory()}
 
 
 def _backends() -> dict[str, str]:
@@ -93,12 +64,15 @@ def _demo() -> dict[str, Any]:
             loaded = time.perf_counter() - begun
             result = engine.generate("Say hello.", SamplingParams(max_tokens=16))
             info = engine.model.info
-    except OutpaceError as error:
-        return {"ok": False, "error": str(error)}
+            threads, path = machine.threads_of(engine.model), machine.path_of(engine.model)
+    except Exception as error:  # whatever is broken here is what this command is for
+        return {"ok": False, "error": str(error) or type(error).__name__}
     return {
         "ok": True,
         "backend": info.backend,
         "dtype": info.dtype,
+        "threads": threads,
+        "instruction_set": path,
         "load_seconds": loaded,
         "text": result.text,
         "decode_tokens_per_second": result.stats.decode_tokens_per_second,
@@ -124,9 +98,11 @@ def _print(found: dict[str, Any]) -> None:
     for name, state in found["backends"].items():
         console.print(f"{name:<13} {state}", soft_wrap=True)
     if demo["ok"]:
+        path = f", {demo['instruction_set']}" if demo["instruction_set"] else ""
         console.print(
-            f"demo model    loads in {demo['load_seconds']:.1f} s ({demo['backend']} {demo['dtype']}), "
-            f"decodes at {demo['decode_tokens_per_second']:.0f} tokens/s"
+            f"demo model    loads in {demo['load_seconds']:.1f} s ({demo['backend']} {demo['dtype']}{path}), "
+            f"decodes at {demo['decode_tokens_per_second']:.0f} tokens/s with {demo['threads']} threads",
+            soft_wrap=True,
         )
     else:
-        console.print(f"demo model    {demo['error']}", soft_wrap=True)
+        console.print(f"demo model    FAILED: {demo['error']}", soft_wrap=True)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from outpace.cli.options import Common, Draft, Load, Sampling, flatten
+from outpace.cli.command import flatten
+from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def run(
     sampling: Sampling,
     common: Common,
     prompt: Annotated[str | None, typer.Argument(help="Default: read from standard input.")] = None,
-    n: Annotated[int, typer.Option("--samples", help="How many samples to draw.")] = 1,
+    n: Annotated[int, typer.Option("--n", "--samples", help="How many samples to draw.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Log-probabilities, with so many alternatives.")
     ] = None,
@@ -46,13 +47,17 @@ def run(
     ] = False,
 ) -> int:
     """Answer a prompt."""
+    from outpace.compare import require_tokens
+
     if prompt is None:
-        prompt = sys.stdin.read()
+        prompt = _standard_input()
     if not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
     params = sampling.params(n=n, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
     if compare and n != 1:
-        raise ParameterError(f"--compare compares one sample, not {n}: leave --samples out")
+        raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
+    if compare:
+        require_tokens(draft.acceptance, params)
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
         tokens = engine.encode(prompt, raw=raw)
         if compare:
@@ -65,6 +70,13 @@ def run(
     if failed:
         raise ParameterError(str(failed[0]))
     return 0
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"standard input is not UTF-8 ({error.reason}): convert it") from error
 
 
 def report(engine: Engine, result: Result) -> dict[str, Any]:
@@ -161,7 +173,8 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         gained = f"{drafted.stats.tokens_per_step:.2f} tokens a step, {drafted.stats.acceptance_rate:.0%} accepted"
         console.print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}", soft_wrap=True)
         same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
-        console.print(same, style="bold green" if difference is None else "bold red")
+        style = "bold green" if difference is None else "bold yellow" if difference.near_tie else "bold red"
+        console.print(same, style=style)
     return 0 if difference is None or difference.near_tie else 1
 
 

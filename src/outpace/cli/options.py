@@ -1,13 +1,10 @@
-"""Options that commands share, as dataclasses whose fields typer sees as options of the command itself."""
+"""Options that commands share, as dataclasses whose fields are options of the command itself (``flatten``)."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,38 +13,6 @@ from outpace.errors import ParameterError
 if TYPE_CHECKING:
     from outpace.engine import Engine
     from outpace.types import SamplingParams
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def flatten(function: F) -> F:
-    """Let every parameter whose type is a dataclass appear as that dataclass's fields."""
-    hints = get_type_hints(function, include_extras=True)
-    parameters, groups = [], {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints[name]
-        if not (isinstance(hint, type) and is_dataclass(hint)):
-            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        own = get_type_hints(hint, include_extras=True)
-        groups[name] = hint, [f.name for f in fields(hint)]
-        for f in fields(hint):
-            default = f.default if f.default is not MISSING else None
-            parameters.append(
-                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=own[f.name])
-            )
-
-    @wraps(function)
-    def command(**given: Any) -> Any:
-        for name, (kind, members) in groups.items():
-            given[name] = kind(**{member: given.pop(member) for member in members})
-        if given.get("common") is not None and given["common"].verbose:
-            logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-        return function(**given)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command  # type: ignore[return-value]
 
 
 def _option(*names: str, help: str, metavar: str | None = None, **more: Any) -> Any:

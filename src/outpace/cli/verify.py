@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.options import Common, Draft, Load, Sampling, flatten
+from outpace.cli.command import flatten
+from outpace.cli.options import Common, Draft, Load, Sampling
 
 
 def register(app: typer.Typer) -> None:
@@ -26,17 +27,18 @@ def run(
     limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
 ) -> int:
     """Check that drafting changes no token. Exit code 1 when a difference is more than a near-tie."""
-    from outpace.compare import compare
+    from outpace.compare import compare, require_tokens
     from outpace.noise import fresh_seed
-    from outpace.prompts import read_prompts
+    from outpace.prompts import encode_turns, read_prompts
 
     params = sampling.params()
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
+    require_tokens(draft.acceptance, params)
     rows = read_prompts(prompts, limit)
     checked = []
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
-        for row in rows:
-            tokens = engine.encode(row.turns[0])
+        encoded = [encode_turns(engine, row) for row in rows]  # what cannot be answered is refused before the run
+        for row, tokens in zip(rows, encoded, strict=True):
             plain = engine.generate(tokens.tolist(), params, drafter=False)
             drafted = engine.generate(tokens.tolist(), params)
             difference = compare(engine, tokens, params, plain, drafted)

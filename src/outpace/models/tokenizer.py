@@ -115,8 +115,15 @@ class Tokenizer:
         """Token ids int32 [n].
 
         ``add_special``: put the start (and end) tokens around the text that the model expects. ``parse_special``: let
-        text such as ``<|im_end|>`` become special tokens; off, it stays plain text.
+        text such as ``<|im_end|>`` become special tokens; off, it stays plain text. Raises ParameterError for text
+        with half a surrogate pair, which stands for bytes that were not UTF-8.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"the text is not valid Unicode at character {error.start}: write it in UTF-8"
+            ) from error
         with self._lock:
             if self._fast.encode_special_tokens == parse_special:
                 self._fast.encode_special_tokens = not parse_special

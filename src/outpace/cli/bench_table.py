@@ -1,0 +1,64 @@
+"""The table that ``outpace bench`` prints from what it writes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_COLUMNS = ("decode tok/s", "end-to-end tok/s", "tokens/step", "accepted", "speedup (95 %)", "identical")
+
+
+def show(value: dict[str, Any], *, promised: bool) -> None:
+    """Print the table of ``value`` (what ``--json`` writes), then every difference.
+
+    ``promised``: whether identical tokens were (not under rejection and typical acceptance, unless greedy).
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    configs = value["configs"]
+    title = (
+        f"{value['model']}, {value['backend']} {value['dtype']}, {value['threads']} threads, "
+        f"{configs[0]['prompts']} answers of at most {value['max_tokens']} tokens, "
+        f"temperature {value['temperature']:g}, {value['acceptance']}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("category")
+    table.add_column("drafter")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    categories = list(configs[0]["by_category"])
+    for category in [None, *(categories if len(categories) > 1 else [])]:
+        for i, entry in enumerate(configs):
+            figures = entry if category is None else entry["by_category"][category]
+            table.add_row(
+                "" if i else category or "all", entry["name"], *_cells(figures, promised, drafts=entry["size"] > 0)
+            )
+        table.add_section()
+    console.print(table)
+    if not promised:
+        console.print(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
+        return
+    for run in value["runs"]:
+        difference = run["difference"]
+        if difference is not None:
+            kind = "near-tie" if difference["near_tie"] else "DIFFERENT"
+            gap = "infinite" if difference["gap"] is None else f"{difference['gap']:.2g}"
+            console.print(
+                f"{run['config']}, prompt {run['id']}, turn {run['turn'] + 1}: {kind} at token {difference['index']}, "
+                f"score gap {gap}"
+            )
+
+
+def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str]:
+    ratio = figures["speedup"]
+    ties = f" ({figures['near_ties']} near-ties)" if promised and figures["near_ties"] else ""
+    return [
+        f"{figures['decode_tokens_per_second']:.1f}",
+        f"{figures['end_to_end_tokens_per_second']:.1f}",
+        f"{figures['tokens_per_step']:.2f}",
+        f"{figures['acceptance_rate']:.0%}" if drafts else "-",
+        "-" if ratio["median"] is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})",
+        f"{figures['identical']}/{figures['prompts']}{ties}",
+    ]

@@ -1,0 +1,196 @@
+"""The comparison itself, on a toy: order, identity, pooling, intervals, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outpace.bench import Bench, Configuration, speedup
+from outpace.drafters.model import ModelDrafter
+from outpace.drafters.ngram import NgramDrafter
+from outpace.engine import Engine
+from outpace.errors import ParameterError
+from outpace.files import check_writable, write_json
+from outpace.prompts import PromptRow, encode_turns, read_prompts
+from outpace.types import SamplingParams
+from tests.toy import ToyModel, ToyTokenizer
+
+
+class Tokenizer(ToyTokenizer):
+    """The toy's, for texts of more than its letters: each character is taken modulo the vocabulary."""
+
+    def encode(self, text: str, **_: object) -> np.ndarray:
+        return np.array([ord(c) % 11 for c in text], np.int32)
+
+
+ROWS = [
+    PromptRow("1", "odd", ("abcab", "more")),
+    PromptRow("2", "even", ("bcde",)),
+    PromptRow("3", "odd", ("hello", "again", "stop")),
+]
+
+
+def bench_of(*, all_turns: bool = False, wrong: bool = False) -> Bench:
+    """none, ngram and a draft model over one toy. ``wrong``: the last has another target, so its tokens differ."""
+    target = ToyModel(max_length=512)
+    drafters = [None, NgramDrafter(), ModelDrafter(ToyModel(blur=0.3, max_length=512), "model:toy", 11)]
+    engines = [Engine(target, Tokenizer(), drafter=drafter, size=3) for drafter in drafters]
+    if wrong:
+        engines[-1] = Engine(ToyModel(seed=5, max_length=512), Tokenizer())
+    named = [Configuration(name, engine) for name, engine in zip(("none", "ngram", "model"), engines, strict=True)]
+    return Bench(named, SamplingParams(max_tokens=12, seed=4, temperature=0.9), all_turns)
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5])
+def test_every_prompt_runs_under_every_configuration_in_turn(concurrency: int) -> None:
+    bench = bench_of()
+    through: list[int] = []
+    bench.run(ROWS, concurrency, through.append)
+    assert sum(through) == 3
+    assert len(bench.runs) == 9
+    if concurrency == 1:
+        assert [(r.prompt.id, r.configuration) for r in bench.runs] == [
+            (row.id, name) for row in ROWS for name in ("none", "ngram", "model")
+        ]
+    assert all(run.difference is None for run in bench.runs)
+    for configuration in bench.configurations:
+        assert configuration.engine.idle
+
+
+def test_the_report_has_the_promised_fields_and_pools_them() -> None:
+    bench = bench_of()
+    bench.run(ROWS, 1, lambda n: None)
+    plain, ngram, model = bench.report()
+    assert [e["drafter"] for e in (plain, ngram, model)] == ["none", "ngram", "model:toy"]
+    assert [e["size"] for e in (plain, ngram, model)] == [0, 3, 3]
+    assert plain["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert model["acceptance_rate"] > 0.1
+    assert model["tokens_per_step"] > plain["tokens_per_step"] == 1.0
+    for entry in (plain, ngram, model):
+        assert entry["prompts"] == entry["identical"] == 3
+        assert entry["tokens"] == 36
+        assert set(entry["by_category"]) == {"odd", "even"}
+        assert [entry["by_category"][c]["prompts"] for c in ("odd", "even")] == [2, 1]
+        assert sum(c["tokens"] for c in entry["by_category"].values()) == entry["tokens"]
+        missing = set(entry["by_category"]["odd"]) ^ (set(entry) - {"name", "drafter", "size", "acceptance"})
+        assert missing == {"by_category"}
+    steps = sum(r.result.stats.steps for r in bench.runs if r.configuration == "model")
+    assert model["tokens_per_step"] == 36 / steps
+    json.dumps([run.to_dict() for run in bench.runs], allow_nan=False)
+
+
+def test_later_turns_continue_the_first_configurations_conversation() -> None:
+    bench = bench_of(all_turns=True)
+    bench.run(ROWS, 2, lambda n: None)
+    assert len(bench.runs) == 3 * (2 + 1 + 3)
+    by_turn = [
+        (r.prompt.id, r.turn, r.result.prompt_tokens, r.result.token_ids)
+        for r in bench.runs
+        if r.configuration == "none"
+    ]
+    assert sorted((i, turn) for i, turn, _, _ in by_turn) == [(i.id, t) for i in ROWS for t in range(len(i.turns))]
+    lengths = {(i, turn): n for i, turn, n, _ in by_turn}
+    assert lengths["3", 0] < lengths["3", 1] < lengths["3", 2]
+    assert all(run.difference is None for run in bench.runs)  # all configurations answered the same prompts
+
+
+def test_a_configuration_that_says_something_else_is_found_out() -> None:
+    bench = bench_of(wrong=True)
+    bench.run(ROWS, 1, lambda n: None)
+    entry = bench.report()[-1]
+    assert entry["identical"] == entry["near_ties"] == 0
+    assert all(r.difference is not None for r in bench.runs if r.configuration == "model")
+
+
+def test_an_interruption_leaves_whole_comparisons() -> None:
+    bench = bench_of()
+
+    def stop(_: int) -> None:
+        if len(bench.runs) == 6:
+            bench.configurations[-1].engine.model.fail = "forward"  # type: ignore[attr-defined]
+
+    with pytest.raises(Exception, match="told to fail"):
+        bench.run(ROWS, 1, stop)
+    assert [run.prompt.id for run in bench.runs] == ["1"] * 3 + ["2"] * 3
+    assert [entry["prompts"] for entry in bench.report()] == [2, 2, 2]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_run() -> None:
+    bench = bench_of()
+    with pytest.raises(ParameterError, match="prompt long has 600 tokens"):
+        bench.run([*ROWS, PromptRow("long", "odd", ("a" * 600,))], 1, lambda n: None)
+    assert bench.runs == []
+    assert bench.configurations[0].engine.model.forwards == []  # type: ignore[attr-defined]
+
+
+def test_an_empty_report_is_possible() -> None:
+    entry = bench_of().report()[0]
+    assert entry["prompts"] == 0
+    assert entry["speedup"]["median"] is None
+
+
+def test_speedup_is_the_median_of_pairs_with_its_interval() -> None:
+    before, after = [10.0, 10.0, 20.0, 10.0, 10.0], [20.0, 30.0, 20.0, 10.0, 25.0]
+    figures = speedup(before, after)
+    assert figures["median"] == 2.0
+    low, high = figures["low"], figures["high"]
+    assert low is not None
+    assert high is not None
+    assert 1.0 <= low < 2.0 < high <= 3.0
+    assert speedup(before, after) == figures  # the same bootstrap every time
+    assert speedup([10.0], [15.0]) == {"median": 1.5, "low": 1.5, "high": 1.5}
+    assert speedup([10.0, 0.0], [15.0, 9.0])["median"] == 1.5  # an answer of one delta has no speed
+    assert speedup([], [])["median"] is None
+
+
+def test_the_interval_covers_the_true_median() -> None:
+    """95 % of intervals should; of 200, fewer than 180 would be a broken one."""
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(200):
+        ratios = np.exp(rng.normal(0.5, 0.4, 24))
+        figures = speedup([1.0] * 24, ratios.tolist())
+        assert figures["low"] is not None
+        assert figures["high"] is not None
+        covered += figures["low"] <= np.exp(0.5) <= figures["high"]
+    assert covered >= 180
+
+
+def test_rows_are_spread_evenly_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "prompt": "x"}) + "\n" for i in range(240)))
+    assert [row.id for row in read_prompts(path, 4)] == ["0", "60", "120", "180"]
+    assert len({row.id for row in read_prompts(path, 239)}) == 239
+    assert len(read_prompts(path, 999)) == len(read_prompts(path)) == 240
+
+
+def test_prompts_of_every_shape_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\r\n\n{"id": 7, "category": "c", "turns": ["x", "y"]}\n', encoding="utf-8")
+    assert read_prompts(path) == [PromptRow("1", "all", ("a\u2028b",)), PromptRow("7", "c", ("x", "y"))]
+
+
+def test_a_row_that_cannot_be_encoded_is_named() -> None:
+    class Refusing(ToyTokenizer):
+        def encode(self, text: str, **_: object) -> np.ndarray:
+            raise ParameterError("the text is not valid Unicode")
+
+    with pytest.raises(ParameterError, match="prompt 9: the text"):
+        encode_turns(Engine(ToyModel(), Refusing()), PromptRow("9", "all", ("x",)))
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+    assert path.stat().st_mode & 0o044  # as readable as any other new file
+    check_writable(path)
+    for bad in (tmp_path, tmp_path / "no" / "out.json", path / "out.json"):
+        with pytest.raises(ParameterError, match="cannot be written"):
+            check_writable(bad)
