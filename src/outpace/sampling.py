@@ -148,8 +148,8 @@ def _argmax(logits: F32) -> int:
     value = logits[best]
     if value == -np.inf:
         raise NoTokenAllowedError("every token is forbidden: loosen allowed_tokens, logit_bias or the grammar")
-    if np.isnan(value):
-        raise FloatingPointError("the model produced NaN logits: try --dtype float32, or check the weights")
+    if not np.isfinite(value):
+        raise FloatingPointError("the model produced NaN or infinite logits: try --dtype float32, or check the weights")
     return best
 
 

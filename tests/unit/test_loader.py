@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_tokenizer import folder
 
 from outpace.errors import ModelError, ParameterError
-from outpace.models import demo, loader
+from outpace.models import demo
 from outpace.models.base import Batch
 from outpace.models.loader import LoadOptions, estimate, load, resolve
-from tests.unit.test_tokenizer import folder
 
 OFFLINE = LoadOptions(offline=True)
 
@@ -42,7 +43,7 @@ def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 
 def test_loads_a_folder(saved: Path) -> None:
-    model, tokenizer = load(str(saved), LoadOptions(max_length=40, kv_memory=1 << 16))
+    model, tokenizer = load(str(saved), LoadOptions(backend="transformers", max_length=40, kv_memory=1 << 16))
     assert (model.info.dtype, model.info.max_length, model.info.eos_ids) == ("float32", 40, (261,))
     assert model.info.device == "cpu" or not torch.cuda.is_available()
     assert model.kv.limit == 1 << 16
@@ -57,7 +58,7 @@ def test_loads_a_folder(saved: Path) -> None:
 
 
 def test_dtype(saved: Path) -> None:
-    model, _ = load(str(saved), LoadOptions(dtype="bfloat16"))
+    model, _ = load(str(saved), LoadOptions(backend="transformers", dtype="bfloat16"))
     assert model.info.dtype == "bfloat16"
     assert estimate(str(saved), LoadOptions(dtype="bfloat16")).weights == model.info.weight_bytes
 
@@ -65,7 +66,7 @@ def test_dtype(saved: Path) -> None:
 def test_threads(saved: Path) -> None:
     before = torch.get_num_threads()
     try:
-        load(str(saved), LoadOptions(threads=1))
+        load(str(saved), LoadOptions(backend="transformers", threads=1))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -258,6 +259,35 @@ def test_gguf_that_cannot_be_served_names_its_architecture(tmp_path: Path) -> No
         estimate(str(tmp_path / "rwkv.gguf"))
 
 
-def test_native_backend_is_refused_until_it_is_there() -> None:
+def test_native_backend_is_the_default_where_it_was_built(saved: Path) -> None:
+    from outpace.models import native
+
+    if not native.available():
+        with pytest.raises(ModelError, match=r"not built.*--backend transformers"):
+            load(str(saved), LoadOptions(backend="native"))
+        assert load(str(saved))[0].info.backend == "transformers"
+        return
+    model, _ = load(str(saved), LoadOptions(backend="native", max_length=40, kv_memory=1 << 16, threads=1))
+    assert (model.info.backend, model.info.dtype, model.info.max_length) == ("native", "bfloat16", 40)
+    assert (model.info.eos_ids, model.kv.limit) == ((261,), 1 << 16)
+    if not torch.cuda.is_available():
+        assert load(str(saved))[0].info.backend == "native"
+
+
+@pytest.mark.parametrize("change", [{"architectures": ["BloomForCausalLM"]}, {"mlp_bias": True}, {"auto_map": {}}])
+def test_what_the_native_backend_cannot_do_goes_to_transformers(
+    saved: Path, tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((saved / "config.json").read_text()) | change
+    path = damage(saved, tmp_path / "changed", "config.json", json.dumps(config).encode())
     with pytest.raises(ModelError, match="--backend transformers"):
-        loader.load("demo", LoadOptions(backend="native"))
+        load(str(path), LoadOptions(backend="native"))
+    caplog.set_level("INFO")
+    with contextlib.suppress(ModelError):
+        load(str(path))
+    assert "using transformers" in caplog.text
+
+
+def test_quantize_needs_the_native_backend(saved: Path) -> None:
+    with pytest.raises(ParameterError, match="native backend"):
+        load(str(saved), LoadOptions(backend="transformers", quantize="int8"))

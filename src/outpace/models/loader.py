@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZE = ("int8", "int4")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
@@ -35,10 +37,12 @@ def _offline() -> bool:
 class LoadOptions:
     """How to load a model. Raises ParameterError that names the option.
 
-    ``backend``: auto, native or transformers. ``dtype``: auto is float32 on a CPU, where identical tokens are promised,
-    and the checkpoint's own type on a GPU. ``device``: auto is the GPU if there is one. ``threads``: of the CPU (None:
-    all). ``max_length``: most positions of a row. ``kv_memory``: hard bound in bytes. ``allow_pickle``: read weights
-    that are not safetensors, which can run code.
+    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
+    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
+    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
+    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16 or float32
+    keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are not
+    safetensors, which can run code.
     """
 
     backend: str = "auto"
@@ -47,13 +51,20 @@ class LoadOptions:
     threads: int | None = None
     max_length: int | None = None
     kv_memory: int | None = None
+    kv_dtype: str = "auto"
+    quantize: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
     offline: bool = field(default_factory=_offline)
 
     def __post_init__(self) -> None:
-        for name, value, known in (("backend", self.backend, BACKENDS), ("dtype", self.dtype, DTYPES)):
+        for name, value, known in (
+            ("backend", self.backend, BACKENDS),
+            ("dtype", self.dtype, DTYPES),
+            ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("quantize", self.quantize or "int8", QUANTIZE),
+        ):
             if value not in known:
                 raise ParameterError(f"{name}={value!r} is not known: use one of {', '.join(known)}")
         for name in ("threads", "max_length", "kv_memory"):
@@ -112,10 +123,13 @@ def load(spec: str, options: LoadOptions | None = None) -> tuple[Model, Tokenize
     """
     options = options or LoadOptions()
     source = resolve(spec, options)
-    backend = _backend_for(source, options)
-    if source.kind == "gguf":
-        gguf = GGUFFile.open(source.path)
-        return _load_gguf(source, gguf, backend, options)
+    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    if _backend_for(source, gguf, options) == "native":
+        return _load_native(source, gguf, options)
+    if options.quantize is not None:
+        raise ParameterError(f"quantize={options.quantize!r} needs the native backend, which does not serve {spec}")
+    if gguf is not None:
+        return _load_gguf(source, gguf, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
     with _readable(source):
         return _serve(_folder_module(source, options), source, tokenizer, options), tokenizer
@@ -137,14 +151,70 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
         return _estimate_folder(source, options)
 
 
-def _backend_for(source: Source, options: LoadOptions) -> str:
-    """Which backend serves ``source``. The native one joins here. Raises ModelError."""
-    if options.backend == "native":
-        raise ModelError("the native backend is not part of this installation: use --backend transformers")
-    return "transformers"
+def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> str:
+    """Which backend serves ``source``; under auto, a reason for not taking the native one is logged.
+
+    Raises ModelError when the native one is asked for and cannot serve it.
+    """
+    if options.backend == "transformers":
+        return "transformers"
+    from outpace.models import decoder, native
+
+    try:
+        if not native.available():
+            raise ModelError("the native backend was not built (no C++ compiler at installation)")
+        if options.device not in ("auto", "cpu"):
+            raise ModelError(f"the native backend does not run on device={options.device!r}")
+        if options.dtype == "float16" or (gguf is not None and options.dtype != "auto"):
+            raise ModelError(f"the native backend does not compute in dtype={options.dtype!r}")
+        if gguf is not None:
+            decoder.from_gguf(gguf)
+        else:
+            decoder.from_folder(source.path)
+            if not list(source.path.glob("*.safetensors")):
+                raise ModelError(f"{source.name} has no safetensors weights")
+    except ModelError as error:
+        if options.backend == "native":
+            raise ModelError(f"{error}: use --backend transformers") from error
+        (log.info if native.available() else log.warning)("%s; using transformers", error)
+        return "transformers"
+    if options.backend == "auto" and options.device == "auto" and _gpu():
+        log.info("this machine has a GPU; using transformers (--backend native runs on the CPU)")
+        return "transformers"
+    return "native"
 
 
-def _load_gguf(source: Source, gguf: GGUFFile, backend: str, options: LoadOptions) -> tuple[Model, Tokenizer]:
+def _gpu() -> bool:
+    """Whether torch could use a GPU; torch is asked only where a driver is loaded."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _load_native(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[Model, Tokenizer]:
+    from outpace.models.native import load_native
+
+    if gguf is not None:
+        tokenizer = Tokenizer.from_gguf(gguf)
+    else:
+        tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
+    model = load_native(
+        source.path if gguf is None else gguf,
+        name=source.name,
+        eos_ids=tokenizer.eos_ids,
+        threads=options.threads,
+        kv_memory=options.kv_memory,
+        kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
+        max_length=options.max_length,
+        quantize=options.quantize,
+        dtype=options.dtype,
+    )
+    return model, tokenizer
+
+
+def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:
     from outpace.models import gguf_transformers
 
     gguf_transformers.shape_of(gguf)  # what cannot be served is refused before torch is loaded

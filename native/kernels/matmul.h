@@ -1,0 +1,222 @@
+// Matrix products: 16 output rows by up to kTile tokens in registers. A row block's weights are unpacked once for all
+// tokens of a tile, and its float sums are formed group after group along the inputs, for every token alike: neither
+// the width, the tile nor the thread can show in a result.
+#pragma once
+
+#include "pack.h"
+#include "simd.h"
+#include "table.h"
+
+namespace outpace {
+namespace OUTPACE_NS {
+
+constexpr int kAhead = 4096;  // bytes to prefetch ahead; a row block is read strictly forward
+
+INLINE void prefetch(const uint8_t* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + kAhead + i, 0, 3);
+}
+
+INLINE float float_at(const uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+INLINE const uint16_t* halves_at(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
+
+// What differs between the integer formats: where a superblock keeps its numbers and how they unpack.
+//   offset: bytes are 128 too high; split: a scale for each 16 inputs; small: no byte exceeds 63; minimum: d q + m
+template <Format format>
+struct Layout;
+
+template <bool times_16>
+INLINE void unpack_nibbles(const uint8_t* q, W* w) {
+    for (int i = 0; i < 4; ++i) {
+        const W v = load_w(q + 64 * i);
+        w[i] = times_16 ? low_nibbles_16(v) : low_nibbles(v);
+        w[i + 4] = times_16 ? high_nibbles_16(v) : high_nibbles(v);
+    }
+}
+INLINE void unpack_bytes(const uint8_t* q, W* w) {
+    for (int i = 0; i < 8; ++i) w[i] = load_w(q + 64 * i);
+}
+
+struct Scales {
+    F scale, second;  // second: the upper 16 inputs' scale (split) or the minimum
+};
+
+template <>
+struct Layout<Format::I4S> {
+    static constexpr bool offset = true, split = false, minimum = false, small = false;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<true>(s + 256 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        return {mul(load_f16(halves_at(s + 512 + 32 * g)), set1(0.0625f)), zero()};
+    }
+};
+template <>
+struct Layout<Format::I4M> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<false>(s + 256 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        return {load_f16(halves_at(s + 512 + 64 * g)), load_f16(halves_at(s + 544 + 64 * g))};
+    }
+};
+template <>
+struct Layout<Format::I8S> {
+    static constexpr bool offset = true, split = false, minimum = false, small = false;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return {load_f16(halves_at(s + 1024 + 32 * g)), zero()}; }
+};
+template <>
+struct Layout<Format::I8M> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        return {load_f16(halves_at(s + 1024 + 64 * g)), load_f16(halves_at(s + 1056 + 64 * g))};
+    }
+};
+// K-quants: the scale of a group is a small integer times the superblock's float16, the product exact in float32.
+INLINE Scales k_scales(const uint8_t* tail, int g) {
+    const F d = load_f16(halves_at(tail + 256)), dmin = load_f16(halves_at(tail + 288));
+    return {mul(d, load_u8(tail + 32 * g)), sub(zero(), mul(dmin, load_u8(tail + 32 * g + 16)))};
+}
+template <>
+struct Layout<Format::K4> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<false>(s + 256 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return k_scales(s + 2048, g); }
+};
+template <>
+struct Layout<Format::K5> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return k_scales(s + 4096, g); }
+};
+template <>
+struct Layout<Format::K6> {
+    static constexpr bool offset = true, split = true, minimum = false, small = false;
+    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        const F d = load_f16(halves_at(s + 4352));
+        return {mul(d, load_i8(s + 4096 + 32 * g)), mul(d, load_i8(s + 4112 + 32 * g))};
+    }
+};
+
+// One token's share of a group: 2 x 16 integer dot products of 16 inputs, then a few float operations.
+template <class L>
+INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
+    I x = L::offset ? set1_pair(r + 44) : zero_i();
+    I z = L::offset ? set1_pair(r + 48) : zero_i();
+    x = dot4<L::small>(x, q[0], r);
+    z = dot4<L::small>(z, q[4], r + 16);
+    x = dot4<L::small>(x, q[1], r + 4);
+    z = dot4<L::small>(z, q[5], r + 20);
+    x = dot4<L::small>(x, q[2], r + 8);
+    z = dot4<L::small>(z, q[6], r + 24);
+    x = dot4<L::small>(x, q[3], r + 12);
+    z = dot4<L::small>(z, q[7], r + 28);
+    const F low = mul(to_float(x), set1(float_at(r + 32))), high = set1(float_at(r + 36));
+    if constexpr (L::split)
+        acc = fma(k.second, mul(to_float(z), high), fma(k.scale, low, acc));
+    else
+        acc = fma(k.scale, fma(to_float(z), high, low), acc);
+    if constexpr (L::minimum) acc = fma(k.second, set1(float_at(r + 40)), acc);
+    return acc;
+}
+
+// `t` are the tokens of the tile: spelled out as a pack, so that the accumulators are registers and never an array.
+template <Format format, int... t>
+static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
+    using L = Layout<format>;
+    constexpr Geometry geo = geometry(format);
+    F acc[] = {(static_cast<void>(t), zero())...};
+    for (int s = 0; s < superblocks; ++s, w += geo.bytes) {
+        prefetch(w, geo.bytes);
+        for (int g = 0; g < geo.groups; ++g, a += stride) {
+            W q[8];
+            L::unpack(w, g, q);
+            const Scales k = L::scales(w, g);
+            ((acc[t] = step<L>(acc[t], q, k, a + act_bytes(Acts::I8) * t)), ...);
+        }
+    }
+    (store(y + t * ldy, acc[t]), ...);
+}
+
+// bf16 pairs, f16 and f32 share a shape: one product a step, inputs in order.
+template <Format format, int... t>
+static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y,
+                       int64_t ldy) {
+    constexpr Geometry geo = geometry(format);
+    constexpr int steps = format == Format::B16 ? 16 : 32;  // a group
+    constexpr int step_bytes = format == Format::H16 ? 32 : 64;
+    constexpr int record = act_bytes(geo.acts);
+    F acc[] = {(static_cast<void>(t), zero())...};
+    for (int s = 0; s < superblocks; ++s) {
+        for (int g = 0; g < geo.groups; ++g, a += stride) {
+            for (int i = 0; i < steps; ++i, w += step_bytes) {
+                if (i % (64 / step_bytes) == 0) __builtin_prefetch(w + kAhead, 0, 3);
+                if constexpr (format == Format::B16) {
+                    const I pairs = load_pairs(w);
+                    ((acc[t] = dot_pairs(pairs, set1_pair(a + t * record + 4 * i), acc[t])), ...);
+                } else {
+                    const F v = format == Format::H16 ? load_f16(halves_at(w)) : load(reinterpret_cast<const float*>(w));
+                    ((acc[t] = fma(v, set1(float_at(a + t * record + 4 * i)), acc[t])), ...);
+                }
+            }
+        }
+    }
+    (store(y + t * ldy, acc[t]), ...);
+}
+
+template <Format format, class P>
+INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
+    if constexpr (geometry(format).acts == Acts::I8)
+        tile<format>(pack, w, superblocks, a, stride, y, ldy);
+    else
+        float_tile<format>(pack, w, superblocks, a, stride, y, ldy);
+}
+
+template <Format format>
+static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
+    constexpr Geometry geo = geometry(format);
+    const int superblocks = m.groups / geo.groups;
+    const int record = act_bytes(geo.acts);
+    const int64_t stride = static_cast<int64_t>(n) * record;
+    for (int b = begin; b < end; ++b) {
+        const uint8_t* w = m.data + static_cast<size_t>(b) * m.block_bytes;
+        float* out = y + b * kRows;
+        int t = 0;
+#define OUTPACE_TILES(T)                                                                          \
+    if constexpr (kTile >= T)                                                                     \
+        for (; n - t >= T; t += T)                                                                \
+            any_tile<format>(Range<T>{}, w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
+        OUTPACE_TILES(16)
+        OUTPACE_TILES(12)
+        OUTPACE_TILES(8)
+        OUTPACE_TILES(7)
+        OUTPACE_TILES(6)
+        OUTPACE_TILES(5)
+        OUTPACE_TILES(4)
+        OUTPACE_TILES(3)
+        OUTPACE_TILES(2)
+        OUTPACE_TILES(1)
+#undef OUTPACE_TILES
+    }
+}
+
+static void matmul(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
+    switch (m.format) {
+        case Format::I4S: return product<Format::I4S>(m, acts, n, begin, end, y, ldy);
+        case Format::I4M: return product<Format::I4M>(m, acts, n, begin, end, y, ldy);
+        case Format::I8S: return product<Format::I8S>(m, acts, n, begin, end, y, ldy);
+        case Format::I8M: return product<Format::I8M>(m, acts, n, begin, end, y, ldy);
+        case Format::K4: return product<Format::K4>(m, acts, n, begin, end, y, ldy);
+        case Format::K5: return product<Format::K5>(m, acts, n, begin, end, y, ldy);
+        case Format::K6: return product<Format::K6>(m, acts, n, begin, end, y, ldy);
+        case Format::B16: return product<Format::B16>(m, acts, n, begin, end, y, ldy);
+        case Format::H16: return product<Format::H16>(m, acts, n, begin, end, y, ldy);
+        case Format::F32: return product<Format::F32>(m, acts, n, begin, end, y, ldy);
+    }
+}
+
+}  // namespace OUTPACE_NS
+}  // namespace outpace

@@ -1,0 +1,118 @@
+// The parts of a choice that look at the whole vocabulary. Only these are vectorised: they narrow it down to candidates,
+// and choose.cpp then does exactly what sampling.py does.
+#pragma once
+
+#include <cmath>
+
+#include "math.h"
+#include "table.h"
+
+namespace outpace {
+namespace OUTPACE_NS {
+
+// Ids in [first, n) with x >= threshold, ascending; returns how many.
+static int at_least(const float* x, int first, int n, float threshold, int32_t* ids) {
+    int count = 0, i = first;
+    const F limit = set1(threshold);
+    for (; i + 16 <= n; i += 16) {
+        const F hit = select(less(load(x + i), limit), zero(), set1(1.0f));
+        if (!(peak(hit) > 0.0f)) continue;
+        for (int k = i; k < i + 16; ++k)
+            if (x[k] >= threshold) ids[count++] = k;
+    }
+    for (; i < n; ++i)
+        if (x[i] >= threshold) ids[count++] = i;
+    return count;
+}
+
+// weights[i] = e^(x[i] / temperature - top) in float64 to within a few units in the last place; 0 below e^-700.
+static void weigh(const float* x, int n, double temperature, double top, double* weights) {
+    constexpr double log2e = 1.4426950408889634, high = 6.93147180369123816490e-01, low = 1.90821492927058770002e-10;
+    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding and taking it away rounds to an integer
+    for (int i = 0; i < n; ++i) {
+        const double raw = static_cast<double>(x[i]) / temperature - top;
+        const double v = raw > -700.0 ? raw : -700.0;
+        const double k = (v * log2e + magic) - magic;
+        const double r = (v - k * high) - k * low;
+        double p = 1.0 / 6227020800.0;  // Taylor to the 13th term: |r| <= 0.35
+        p = p * r + 1.0 / 479001600.0;
+        p = p * r + 1.0 / 39916800.0;
+        p = p * r + 1.0 / 3628800.0;
+        p = p * r + 1.0 / 362880.0;
+        p = p * r + 1.0 / 40320.0;
+        p = p * r + 1.0 / 5040.0;
+        p = p * r + 1.0 / 720.0;
+        p = p * r + 1.0 / 120.0;
+        p = p * r + 1.0 / 24.0;
+        p = p * r + 1.0 / 6.0;
+        p = p * r + 0.5;
+        p = p * r + 1.0;
+        p = p * r + 1.0;
+        const int64_t bits = (static_cast<int64_t>(k) + 1023) << 52;
+        double scale;
+        std::memcpy(&scale, &bits, 8);
+        weights[i] = raw > -700.0 ? p * scale : 0.0;
+    }
+}
+
+// Ten rounds of Philox4x32 for 16 counters (block + lane, c1, c2, c3): words[4 * lane + word].
+INLINE void philox16(uint32_t block, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key, uint32_t* words) {
+    uint32_t x0[16], x1[16], x2[16], x3[16];
+    for (int i = 0; i < 16; ++i) {
+        x0[i] = block + static_cast<uint32_t>(i);
+        x1[i] = c1;
+        x2[i] = c2;
+        x3[i] = c3;
+    }
+    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+    for (int round = 0; round < 10; ++round) {
+        for (int i = 0; i < 16; ++i) {
+            const uint64_t a = static_cast<uint64_t>(x0[i]) * 0xD2511F53u, b = static_cast<uint64_t>(x2[i]) * 0xCD9E8D57u;
+            const uint32_t y0 = static_cast<uint32_t>(b >> 32) ^ x1[i] ^ k0, y2 = static_cast<uint32_t>(a >> 32) ^ x3[i] ^ k1;
+            x1[i] = static_cast<uint32_t>(b);
+            x3[i] = static_cast<uint32_t>(a);
+            x0[i] = y0;
+            x2[i] = y2;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    for (int i = 0; i < 16; ++i) {
+        words[4 * i] = x0[i];
+        words[4 * i + 1] = x1[i];
+        words[4 * i + 2] = x2[i];
+        words[4 * i + 3] = x3[i];
+    }
+}
+
+// Ids in [first, n) that may score at least `best` once Gumbel noise is added to x / temperature; first a multiple of 64.
+// g = -log(-log u) < -log(1 - u), so a token is out when 1 - u > e^(x / temperature - best); float32 with a margin.
+static int gumbel_survivors(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
+                            uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids) {
+    const float magnitude = best < 0.0f ? -best : best;
+    const F shift = set1(best - 0.01f - 1e-6f * magnitude), scale = set1(inverse_temperature);
+    const F never = set1(2.3e-10f);  // below every 1 - u
+    int count = 0;
+    for (int start = first; start < n; start += 64) {
+        const int end = start + 64 < n ? start + 64 : n;
+        float chance[64];
+        bool possible = false;
+        for (int i = 0; i < 64; i += 16) {
+            const F v = start + i + 16 <= n ? load(x + start + i) : load_some(x + start + i, n - start - i, -INFINITY);
+            const F e = exp(sub(mul(v, scale), shift));
+            store(chance + i, e);
+            possible = possible || peak(sub(e, never)) >= 0.0f;
+        }
+        if (!possible) continue;
+        uint32_t words[64];
+        philox16(static_cast<uint32_t>(start) / 4, index, sample, stream, key, words);
+        for (int i = start; i < end; ++i) {
+            const float beyond = static_cast<float>(static_cast<int32_t>(~words[i - start] >> 1)) * 0x1p-31f;  // about 1 - u
+            if (beyond <= chance[i - start]) ids[count++] = i;
+        }
+    }
+    return count;
+}
+
+}  // namespace OUTPACE_NS
+}  // namespace outpace

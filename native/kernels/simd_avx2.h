@@ -1,0 +1,158 @@
+// 16 lanes in two AVX2 registers; see simd_avx512.h for what each name means.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace outpace {
+namespace OUTPACE_NS {
+
+struct F {
+    __m256 a, b;
+};
+struct I {
+    __m256i a, b;
+};
+using W = I;
+struct M {
+    __m256 a, b;
+};
+
+constexpr int kTile = 4;
+constexpr int kQueries = 1;
+
+INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE F abs(F x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+INLINE M less(F x, F y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
+INLINE M is_nan(F x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
+INLINE bool any(M m) { return _mm256_movemask_ps(_mm256_or_ps(m.a, m.b)) != 0; }
+INLINE F select(M m, F yes, F no) {
+    return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
+}
+
+INLINE I zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE I add_i(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE F pow2(I n) {
+    n = add_i(n, set1_i(127));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(n.a, 23)), _mm256_castsi256_ps(_mm256_slli_epi32(n.b, 23))};
+}
+
+INLINE __m128i half_load(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+INLINE F load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(half_load(p)), _mm256_cvtph_ps(half_load(p + 8))}; }
+INLINE F load_bf16(const uint16_t* p) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half_load(p)), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half_load(p + 8)), 16))};
+}
+INLINE F load_u8(const uint8_t* p) {
+    const __m128i x = half_load(p);
+    return to_float({_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))});
+}
+INLINE F load_i8(const uint8_t* p) {
+    const __m128i x = half_load(p);
+    return to_float({_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
+}
+INLINE I load_pairs(const void* p) {
+    const __m256i* q = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+INLINE I set1_pair(const void* p) {
+    int32_t x;
+    std::memcpy(&x, p, 4);
+    return set1_i(x);
+}
+INLINE F pair_low(I x) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16))};
+}
+INLINE F pair_high(I x) {
+    const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(x.a, m)), _mm256_castsi256_ps(_mm256_and_si256(x.b, m))};
+}
+constexpr bool kDotPairs = false;
+INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
+
+INLINE W load_w(const uint8_t* p) { return load_pairs(p); }
+INLINE W and_w(W w, int mask) {
+    const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
+    return {_mm256_and_si256(w.a, m), _mm256_and_si256(w.b, m)};
+}
+INLINE W low_nibbles(W w) { return and_w(w, 0x0F); }
+INLINE W high_nibbles(W w) { return and_w({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}, 0x0F); }
+INLINE W low_nibbles_16(W w) { return and_w({_mm256_slli_epi16(w.a, 4), _mm256_slli_epi16(w.b, 4)}, 0xF0); }
+INLINE W high_nibbles_16(W w) { return and_w(w, 0xF0); }
+
+#ifdef __AVXVNNI__
+template <bool small>
+INLINE I dot4(I acc, W w, const uint8_t* a) {
+    const I x = set1_pair(a);
+    return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x.a), _mm256_dpbusd_avx_epi32(acc.b, w.b, x.b)};
+}
+#else
+// Exact for any byte: even and odd bytes are multiplied as 16-bit numbers. maddubs alone saturates beyond 15 bits.
+INLINE __m256i wide_dot(__m256i acc, __m256i w, __m256i even, __m256i odd) {
+    const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0x00FF));
+    const __m256i w_odd = _mm256_srli_epi16(w, 8);
+    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
+    return _mm256_add_epi32(acc, products);
+}
+template <bool small>
+INLINE I dot4(I acc, W w, const uint8_t* a) {
+    const I x = set1_pair(a);
+    if (small) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.a), ones)),
+                _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.b), ones))};
+    }
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.a, 8), 8), odd = _mm256_srai_epi16(x.a, 8);
+    return {wide_dot(acc.a, w.a, even, odd), wide_dot(acc.b, w.b, even, odd)};
+}
+#endif
+
+INLINE float sum(F x) {
+    const __m256 a = _mm256_add_ps(x.a, x.b);
+    const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+INLINE float peak(F x) {
+    const __m256 a = _mm256_max_ps(x.a, x.b);
+    const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+INLINE int32_t sum_i(I x) {
+    const __m256i a = _mm256_add_epi32(x.a, x.b);
+    const __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    const __m128i c = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xB1)));
+}
+INLINE void store_i8(uint8_t* p, I x) {
+    const __m128i lo = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));
+    const __m128i hi = _mm_packs_epi32(_mm256_castsi256_si128(x.b), _mm256_extracti128_si256(x.b, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(lo, hi));
+}
+
+}  // namespace OUTPACE_NS
+}  // namespace outpace

@@ -1,0 +1,89 @@
+// The kernels of one instruction-set path. Everything that computes a number of the model goes through this table.
+#pragma once
+
+#include <cstdint>
+
+#include "../matrix.h"
+
+namespace outpace {
+
+enum class Activation { Silu, GeluTanh };
+
+constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
+constexpr int kMaxQueries = 32;  // query vectors of one attention job
+constexpr int kMaxHead = 256;    // largest head, padded to 16
+
+// Query vectors that share one KV head of one row.
+struct AttentionJob {
+    int queries;
+    const float* q[kMaxQueries];      // [dim], scaled and rotated
+    float* out[kMaxQueries];          // [dim_padded]
+    int position[kMaxQueries];        // of the query
+    int first[kMaxQueries];           // first visible position (sliding window), else 0
+    const int32_t* path[kMaxQueries]; // slots of positions cached, cached + 1, ... (a tree's ancestors and the query
+                                      // itself), or null: the slot is the position
+    int cached;                       // positions below this stand in their own slots
+    const uint8_t* const* blocks;     // KV blocks of the row
+    size_t keys, values;              // offsets of this layer's and head's keys and values in a block
+    int dim, dim_padded;              // padded to 16
+    bool kv_f32;
+    int block_begin, block_end;       // the job's share of the blocks
+    const uint8_t* upcoming;          // keys that this thread will need next: worth fetching, never read here
+    // Null: the job has all blocks and writes `out`. Else the block's peak, total and, from [16], its weighted values go
+    // to parts[query] + block * part_stride, for `merge_parts`.
+    float* parts[kMaxQueries];
+    int part_stride;
+};
+
+// Argmax over [n]; the first index on ties; `nan` when any value is NaN.
+struct Best {
+    float value;
+    int index;
+    bool nan;
+};
+
+struct Kernels {
+    const char* name;
+
+    // y[t * ldy + row] for the rows of row blocks [begin, end) and tokens [0, n). `acts` is [groups][n] records.
+    void (*matmul)(const Matrix& w, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy);
+
+    // Encodes groups [begin, end) of token t of n; x points at group `begin`'s first value.
+    void (*encode)(Acts acts, const float* x, int begin, int end, uint8_t* dst, int n, int t);
+
+    // out = x / sqrt(mean(x^2) + eps) * w over [n]; out may be x.
+    void (*rmsnorm)(const float* x, const float* w, float eps, int n, float* out);
+
+    void (*add)(float* x, const float* y, int n);  // x += y
+
+    // Rotates pairs (i, i + half) of x [2 * half] by the angles whose cosines and sines [half] are given, times scale.
+    void (*rotate)(float* x, const float* cosines, const float* sines, int half, float scale);
+
+    // out = activation(gate) * up over [n], n a multiple of 16.
+    void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
+
+    void (*attention)(const AttentionJob& job);
+    void (*merge_parts)(const AttentionJob& job);
+
+    // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
+    void (*put_key)(const float* k, int dim, int dim_padded, bool f32, uint8_t* keys, int slot);
+    void (*put_value)(const float* v, int dim, int dim_padded, bool f32, uint8_t* values, int slot);
+
+    Best (*argmax)(const float* x, int n);
+
+    // What a choice needs of the whole vocabulary; see sampling.h.
+    int (*at_least)(const float* x, int first, int n, float threshold, int32_t* ids);
+    void (*weigh)(const float* x, int n, double temperature, double top, double* weights);
+    int (*gumbel_survivors)(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
+                            uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids);
+};
+
+const Kernels& kernels_portable();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx2vnni();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512bf16();
+#endif
+
+}  // namespace outpace

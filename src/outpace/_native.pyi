@@ -1,0 +1,134 @@
+"""The C++ runtime (native/bindings.cpp). Only models/native.py, tests and benchmarks use it."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_I32 = npt.NDArray[np.int32]
+_F32 = npt.NDArray[np.float32]
+_U8 = npt.NDArray[np.uint8]
+
+class MemoryLimit(RuntimeError): ...
+
+class Arena:
+    """Memory for packed weights, in large mappings."""
+
+    def __init__(self) -> None: ...
+
+class Matrix:
+    """A packed weight matrix [rows, cols]; see native/matrix.h."""
+
+    rows: int
+    cols: int
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def format(self) -> str: ...
+    def unpack(self) -> _F32:
+        """float32 [rows, cols], the exact values."""
+
+    def product(self, x: _F32, isa: str = "") -> _F32:
+        """float32 [n, cols] -> [n, rows] by one path's kernels, on one thread."""
+
+class Result:
+    """One forward's logits, best tokens and taps. Indices are packed ones. Raises IndexError for others."""
+
+    def best(self, at: _I32) -> _I32:
+        """Argmax int32 [n]; -1: all are -inf; -2: NaN."""
+
+    def choose(
+        self,
+        at: int,
+        rules: list[tuple[Any, ...]],
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        log_min_p: float,
+        seed: int,
+        sample: int,
+        index: int,
+        stream: int,
+    ) -> int:
+        """A token; -1: none is allowed; -2: NaN; -3: too close to top-p's edge to decide here."""
+
+    def logits(self, at: _I32) -> _F32: ...
+    def taps(self, at: _I32) -> _F32: ...
+
+class Model:
+    @staticmethod
+    def build(
+        config: dict[str, Any],
+        layers: list[dict[str, Any]],
+        embedding: Matrix,
+        head: Matrix,
+        final_norm: _F32,
+        ropes: list[_F32],
+        isa: str,
+        threads: int,
+        kv_f32: bool,
+        kv_limit: int,
+    ) -> Model: ...
+    def forward(
+        self,
+        token: _I32,
+        row: _I32,
+        position: _I32,
+        parent: _I32,
+        starts: _I32,
+        wanted: _I32,
+        taps: tuple[int, ...],
+        layers: int,
+    ) -> Result: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def time_phases(self, on: bool) -> None: ...
+    def take_timings(self) -> dict[str, float]: ...
+    def kv_alloc(self, capacity: int, /) -> int: ...
+    def kv_free(self, row: int, /) -> None: ...
+    def kv_length(self, row: int, /) -> int: ...
+    def kv_capacity(self, row: int, /) -> int: ...
+    def kv_truncate(self, row: int, n: int, /) -> None: ...
+    def kv_compact(self, row: int, start: int, keep: _I32, /) -> None: ...
+    def kv_fork(self, src: int, dst: int, n: int, /) -> None: ...
+    def kv_bytes_for(self, capacity: int, /) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def kv_held(self) -> int: ...
+    @property
+    def kv_rows(self) -> list[int]: ...
+    def kv_check(self) -> None: ...
+    def kv_poison(self) -> None: ...
+
+def usable_isas() -> list[str]: ...
+def kernels(isa: str = "") -> str: ...
+def row_bytes(source: int, cols: int) -> int: ...
+def pack(
+    arena: Arena,
+    data: _U8,
+    source: int,
+    rows: int,
+    cols: int,
+    heads: int = 0,
+    target: str = "keep",
+    threads: int = 1,
+) -> Matrix: ...
+def choose(
+    logits: _F32,
+    rules: list[tuple[Any, ...]],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    log_min_p: float,
+    seed: int,
+    sample: int,
+    index: int,
+    stream: int,
+    isa: str = "",
+) -> int: ...
+def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

@@ -1,0 +1,159 @@
+"""Small GGUF files with random weights, and batches to run on them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from outpace.models.base import Batch
+from outpace.models.native import NativeModel, load_native
+
+BLOCKS = {  # type -> (values, bytes) of a block
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+# Where a block keeps its float16 scales: random bits there could be NaN or huge.
+_HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
+
+
+def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scale: float = 0.05) -> Any:
+    """Raw bytes uint8 [rows, n] of a random matrix of type ``kind``: every bit pattern but for sane scales."""
+    values, size = BLOCKS[kind]
+    if kind in ("F32", "F16", "BF16"):
+        w = rng.normal(0, scale, (rows, cols)).astype(np.float32)
+        if kind == "F16":
+            return w.astype(np.float16).view(np.uint8)
+        if kind == "BF16":
+            return (w.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return w.view(np.uint8)
+    raw = rng.integers(0, 256, (rows * (cols // values), size), dtype=np.uint8)
+    spread = {"Q8_0": 74, "Q6_K": 32 * 74, "Q5_K": 31 * 18, "Q4_K": 31 * 9, "Q5_0": 9, "Q5_1": 18}.get(kind, 5)
+    for at in _HALVES[kind]:
+        half = rng.normal(0, scale / spread, len(raw)).astype(np.float16)
+        raw[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
+    return raw.reshape(rows, -1)
+
+
+def dequantized(raw: Any, kind: str) -> Any:
+    """float32 [rows, cols] by the gguf package."""
+    return gguf.quants.dequantize(raw, Type[kind])
+
+
+class Tiny:
+    """Writes models on demand and keeps the files until the end."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Tiny:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def path(self, kind: str = "Q4_1", architecture: str = "llama", **sizes: int) -> Path:
+        """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window."""
+        name = "-".join([architecture, kind, *(f"{k}{v}" for k, v in sorted(sizes.items()))])
+        path = Path(self._folder.name) / f"{name}.gguf"
+        if not path.exists():
+            write(path, kind, architecture, sizes)
+        return path
+
+    def load(
+        self, kind: str = "Q4_1", architecture: str = "llama", sizes: dict[str, int] | None = None, **options: Any
+    ) -> NativeModel:
+        return load_native(self.path(kind, architecture, **(sizes or {})), **options)
+
+
+def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> None:
+    s = {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "inner": 96,
+        "vocab": 100,
+        "context": 4096,
+    } | sizes
+    rng = np.random.default_rng(3)
+    out = gguf.GGUFWriter(path, architecture)
+    out.add_block_count(s["layers"])
+    out.add_context_length(s["context"])
+    out.add_embedding_length(s["hidden"])
+    out.add_feed_forward_length(s["inner"])
+    out.add_head_count(s["heads"])
+    out.add_head_count_kv(s["kv_heads"])
+    out.add_key_length(s["head_dim"])
+    out.add_value_length(s["head_dim"])
+    out.add_layer_norm_rms_eps(1e-5)
+    out.add_rope_freq_base(10000.0)
+    if architecture == "gemma3":
+        out.add_sliding_window(s.get("window", 512))
+
+    def matrix(name: str, rows: int, cols: int) -> None:
+        raw = random_bytes(rng, kind, rows, cols, 1 / np.sqrt(cols))
+        if kind == "F32":
+            out.add_tensor(name, raw.view(np.float32))
+        elif kind == "F16":
+            out.add_tensor(name, raw.view(np.float16))
+        else:
+            out.add_tensor(name, raw, raw_dtype=Type[kind])
+
+    def vector(name: str, n: int, around: float = 1.0) -> None:
+        out.add_tensor(name, rng.normal(around, 0.1, n).astype(np.float32))
+
+    q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
+    matrix("token_embd.weight", s["vocab"], hidden)
+    vector("output_norm.weight", hidden)
+    for i in range(s["layers"]):
+        for name, rows, cols in (
+            ("attn_q", q, hidden), ("attn_k", kv, hidden), ("attn_v", kv, hidden), ("attn_output", hidden, q),
+            ("ffn_gate", s["inner"], hidden), ("ffn_up", s["inner"], hidden), ("ffn_down", hidden, s["inner"]),
+        ):  # fmt: skip
+            matrix(f"blk.{i}.{name}.weight", rows, cols)
+        vector(f"blk.{i}.attn_norm.weight", hidden)
+        vector(f"blk.{i}.ffn_norm.weight", hidden)
+        if architecture in ("qwen3", "gemma3"):
+            vector(f"blk.{i}.attn_q_norm.weight", s["head_dim"])
+            vector(f"blk.{i}.attn_k_norm.weight", s["head_dim"])
+        if architecture == "gemma3":
+            vector(f"blk.{i}.post_attention_norm.weight", hidden)
+            vector(f"blk.{i}.post_ffw_norm.weight", hidden)
+        if architecture == "qwen2":
+            vector(f"blk.{i}.attn_q.bias", q, 0.0)
+            vector(f"blk.{i}.attn_k.bias", kv, 0.0)
+            vector(f"blk.{i}.attn_v.bias", kv, 0.0)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def feed(
+    model: NativeModel, row: int, tokens: Any, chunk: int | None = None, parents: Sequence[int] | None = None
+) -> Any:
+    """Logits float32 [n, V] of ``tokens`` [n] run on ``row`` in chunks."""
+    tokens = np.asarray(tokens, np.int32)
+    pieces = []
+    for at in range(0, len(tokens), chunk or len(tokens)):
+        part = tokens[at : at + (chunk or len(tokens))]
+        tree = None if parents is None else [np.asarray(parents, np.int32)]
+        batch = Batch.pack([row], [part], [model.kv.length(row)], [True], tree)
+        pieces.append(model.forward(batch).logits(np.arange(len(part), dtype=np.int32)))
+    return np.concatenate(pieces)

@@ -1,0 +1,165 @@
+"""Tiny random models of every architecture against transformers in float32, from folders and from GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from native_helpers import Tiny, feed
+
+from outpace.errors import ModelError, ParameterError
+from outpace.models.gguf import GGUFFile
+from outpace.models.native import load_native
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 20}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma3": ("Gemma3", {
+        "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+}  # fmt: skip
+
+
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    family, extra = FAMILIES[name]
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra)))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():  # nothing at its resting value
+            spread = 0.3 if parameter.dim() == 1 else 0.15
+            parameter.add_(torch.randn_like(parameter) * spread)
+            if "norm" in parameter_name and family != "Gemma3":
+                parameter.abs_()
+    model.to(dtype).save_pretrained(folder)
+    return model.to(torch.float32).eval()
+
+
+def reference(model: Any, tokens: Any) -> Any:
+    with torch.inference_mode():
+        return model(torch.from_numpy(np.asarray(tokens, np.int64))[None]).logits[0].numpy()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folder_in_float32(name: str, isa: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    theirs = saved(name, tmp_path)
+    ours = load_native(tmp_path, dtype="float32", kv_dtype="float32", isa=isa, threads=2)
+    tokens = rng.integers(0, 120, 150)
+    expected = reference(theirs, tokens)
+    assert ours.info.dtype == "float32"
+    row = ours.kv.alloc(200)
+    assert np.abs(feed(ours, row, tokens) - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folder_in_sixteen_bits(
+    name: str, dtype: torch.dtype, isa: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    theirs = saved(name, tmp_path, dtype)
+    ours = load_native(tmp_path, isa=isa)
+    tokens = rng.integers(0, 120, 100)
+    row = ours.kv.alloc(100)
+    got, expected = feed(ours, row, tokens), reference(theirs, tokens)
+    assert ours.info.dtype == "bfloat16"
+    assert (got.argmax(-1) == expected.argmax(-1)).mean() > 0.9
+    assert np.abs(got - expected).mean() < 0.02 * np.abs(expected).mean() + 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_on_loading(quantize: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    theirs = saved("llama", tmp_path)
+    ours = load_native(tmp_path, quantize=quantize)
+    assert ours.info.dtype == quantize
+    tokens = rng.integers(0, 120, 100)
+    row = ours.kv.alloc(100)
+    got, expected = feed(ours, row, tokens), reference(theirs, tokens)
+    correlation = np.corrcoef(got.ravel(), expected.ravel())[0, 1]
+    assert correlation > {"int8": 0.99, "int4": 0.8}[quantize]  # random weights forgive little
+
+
+GGUF_CASES = [
+    ("llama", "F32"), ("llama", "Q4_1"), ("llama", "F16"), ("llama", "Q5_0"), ("qwen2", "Q8_0"), ("qwen3", "Q4_0"),
+    ("gemma3", "F32"), ("gemma3", "Q8_0"), ("llama", "BF16"), ("qwen3", "Q5_1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "kind"), GGUF_CASES)
+def test_gguf_against_transformers_on_the_same_values(
+    architecture: str, kind: str, tiny: Tiny, rng: np.random.Generator
+) -> None:
+    from outpace.models import gguf_transformers
+
+    sizes = {"layers": 7, "window": 12} if architecture == "gemma3" else {}
+    path = tiny.path(kind, architecture, **sizes)
+    theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
+    ours = load_native(path, kv_dtype="float32")
+    tokens = rng.integers(0, 100, 120)
+    expected = reference(theirs, tokens)
+    row = ours.kv.alloc(120)
+    got = feed(ours, row, tokens)
+    if kind in ("F32", "F16"):
+        assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
+    else:  # activations in 8 bits, or bfloat16
+        assert np.corrcoef(got.ravel(), expected.ravel())[0, 1] > 0.995
+
+
+def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
+    from outpace.models import gguf_transformers
+
+    for kind in ("Q4_K", "Q5_K", "Q6_K"):
+        path = tiny.path(kind, "llama", hidden=256, inner=512, head_dim=64)
+        theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
+        ours = load_native(path)
+        tokens = rng.integers(0, 100, 60)
+        row = ours.kv.alloc(60)
+        expected = reference(theirs, tokens)
+        assert np.corrcoef(feed(ours, row, tokens).ravel(), expected.ravel())[0, 1] > 0.995
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
+    import json
+
+    saved("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "yarn"),
+        ({"mlp_bias": True}, "biases"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"num_attention_heads": 3}, "must be|do not fit"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 4}, "has no tensor"),
+        ({"quantization_config": {}}, "quantised"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=message):
+            load_native(tmp_path)
+    path = tiny.path()
+    for options in ({"kv_dtype": "int8"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "float16"}):
+        with pytest.raises(ParameterError):
+            load_native(path, **options)  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""A token's logits are the same bits at any width, batch, chunking, thread count, through a tree or a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from native_helpers import Tiny, feed
+
+from outpace.models.base import Batch
+
+KINDS = ["Q4_1", "Q8_0", "BF16"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    model = tiny.load(kind, isa=isa, threads=2, kv_dtype=kv_dtype)
+    tokens = rng.integers(0, 100, 150)
+    row = model.kv.alloc(200)
+    alone = feed(model, row, tokens, 1)
+    for chunk in (2, 3, 5, 7, 8, 13, 16, 33, 64, 150):
+        model.kv.truncate(row, 0)
+        assert np.array_equal(feed(model, row, tokens, chunk), alone), chunk
+
+
+def test_every_width_after_a_context(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    model = tiny.load("Q4_1", isa=isa, threads=2)
+    context, more = rng.integers(0, 100, 100), rng.integers(0, 100, 64)
+    row = model.kv.alloc(200)
+    feed(model, row, context)
+    alone = feed(model, row, more, 1)
+    for width in range(1, 65):
+        model.kv.truncate(row, 100)
+        assert np.array_equal(feed(model, row, more[:width]), alone[:width]), width
+
+
+def test_threads(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    tokens = rng.integers(0, 100, 140)
+    results = []
+    for threads in (1, 2, 3):
+        model = tiny.load("Q4_1", isa=isa, threads=threads)
+        row = model.kv.alloc(200)
+        results.append(np.concatenate([feed(model, row, tokens[:129]), feed(model, row, tokens[129:], 1)]))
+        model.close()
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+def test_batches(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    model = tiny.load("Q8_0", isa=isa, threads=2)
+    sequences = [rng.integers(0, 100, n).astype(np.int32) for n in (1, 5, 70, 131)]
+    alone = []
+    for tokens in sequences:
+        row = model.kv.alloc(200)
+        alone.append(feed(model, row, tokens))
+        model.kv.free(row)
+    rows = [model.kv.alloc(200) for _ in sequences]
+    output = model.forward(Batch.pack(rows, sequences, [0] * 4, [True] * 4))
+    n = sum(map(len, sequences))
+    assert np.array_equal(output.logits(np.arange(n, dtype=np.int32)), np.concatenate(alone))
+
+
+def tree_paths(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    return paths
+
+
+@pytest.mark.parametrize("context", [0, 5, 60, 62, 63, 64, 127, 130])
+@pytest.mark.parametrize(("architecture", "window"), [("llama", 0), ("gemma3", 7)])
+def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    """Each node of a tree has the logits that it has at the end of its own chain."""
+    sizes: dict[str, int] = {"layers": 6, "window": window} if window else {}
+    model = tiny.load("Q4_1", architecture, sizes, isa=isa, threads=2)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14]
+    nodes = rng.integers(0, 100, len(parents))
+    row = model.kv.alloc(200)
+    if context:
+        feed(model, row, rng.integers(0, 100, context))
+    tree = feed(model, row, nodes, parents=parents)
+    for i, path in enumerate(tree_paths(parents)):
+        model.kv.truncate(row, context)
+        assert np.array_equal(feed(model, row, nodes[path])[-1], tree[i]), (i, path)
+
+
+@pytest.mark.parametrize("keep", [[], [0], [0, 1, 3], [0, 2, 5], [1], [0, 9, 10, 11]])
+def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    for kv_dtype in ("bfloat16", "float32"):
+        model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
+        parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14] if keep != [1] else [-1, -1]
+        nodes, context = rng.integers(0, 100, len(parents)), rng.integers(0, 100, 59)
+        tree, chain = model.kv.alloc(200), model.kv.alloc(200)
+        feed(model, tree, context)
+        feed(model, tree, nodes, parents=parents)
+        model.kv.compact(tree, 59, np.array(keep, np.int32))
+        feed(model, chain, np.concatenate([context, nodes[keep]]))
+        assert model.kv.length(tree) == model.kv.length(chain) == 59 + len(keep)
+        following = rng.integers(0, 100, 20)
+        assert np.array_equal(feed(model, tree, following), feed(model, chain, following))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
+    tokens = rng.integers(0, 100, 100)
+    row = model.kv.alloc(200)
+    expected = feed(model, row, tokens, 9)
+    parents = [-1, 0, 0, 1, 2]
+    tree = feed(model, row, [1, 2, 3, 4, 5], parents=parents)
+    model.kv.free(row)
+    model._handle.kv_poison()
+    row = model.kv.alloc(200)
+    pieces = []
+    for at in range(0, 100, 9):
+        pieces.append(feed(model, row, tokens[at : at + 9]))
+        feed(model, row, [7, 8, 9])  # a draft that is taken back
+        model.kv.truncate(row, min(at + 9, 100))
+        model._handle.kv_poison()
+    assert np.array_equal(np.concatenate(pieces), expected)
+    assert np.array_equal(feed(model, row, [1, 2, 3, 4, 5], parents=parents), tree)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 4, "kv_heads": 1, "head_dim": 32},
+        {"heads": 3, "kv_heads": 3, "head_dim": 8},
+        {"heads": 14, "kv_heads": 2, "head_dim": 10},
+        {"heads": 2, "kv_heads": 1, "head_dim": 128, "hidden": 160, "inner": 32},
+    ],
+)
+def test_odd_shapes(sizes: dict[str, int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    model = tiny.load("F32", sizes=sizes, isa=isa, threads=2)
+    tokens = rng.integers(0, 100, 90)
+    row = model.kv.alloc(100)
+    alone = feed(model, row, tokens, 1)
+    model.kv.truncate(row, 0)
+    assert np.array_equal(feed(model, row, tokens), alone)
+    assert np.isfinite(alone).all()
+
+
+def test_argmax_of_the_head_is_that_of_its_logits(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    from outpace.noise import Noise
+    from outpace.sampling import Chooser
+    from outpace.types import SamplingParams
+
+    model = tiny.load("Q4_1", isa=isa, threads=2, sizes={"vocab": 1500})
+    row = model.kv.alloc(200)
+    tokens: Any = rng.integers(0, 1500, 130).astype(np.int32)
+    output = model.forward(Batch.pack([row], [tokens], [0], [True]))
+    at = np.arange(130, dtype=np.int32)
+    greedy = Chooser(SamplingParams(), Noise(0), 0)
+    assert np.array_equal(output.choose(at, [greedy] * 130), output.logits(at).argmax(-1))

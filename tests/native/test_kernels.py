@@ -1,0 +1,132 @@
+"""Each matrix product against numpy float64 on the same quantised inputs; packing against the gguf package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_helpers import BLOCKS, dequantized, random_bytes
+
+from outpace import _native
+from outpace.models.gguf import TYPES
+
+IDS = {name: number for number, (name, _, _) in TYPES.items()}
+FORMATS = list(BLOCKS)
+
+
+def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", heads: int = 0) -> Any:
+    return _native.pack(_native.Arena(), raw.reshape(-1), IDS[kind], rows, cols, heads, target, 2)
+
+
+def as_encoded(x: Any, matrix: Any) -> Any:
+    """The activations [n, cols] as kernels see them, float64: int8 with a scale for each 16, bfloat16, or as is."""
+    if matrix.format == "B16":
+        bits = x.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return rounded.view(np.float32).astype(np.float64)
+    if matrix.format in ("H16", "F32"):
+        return x.astype(np.float64)
+    n, cols = x.shape
+    halves = np.zeros((n, -(-cols // 16) * 16), np.float32)
+    halves[:, :cols] = x
+    halves = halves.reshape(n, -1, 16)
+    most = np.abs(halves).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    q = np.rint(halves * inverse).astype(np.float64)
+    scaled = q * (most / np.float32(127)).astype(np.float64)
+    return scaled.reshape(n, -1)[:, :cols]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_packing_changes_no_value(kind: str, rng: np.random.Generator) -> None:
+    cols = 3 * max(BLOCKS[kind][0], 32)
+    raw = random_bytes(rng, kind, 37, cols)
+    assert np.array_equal(packed(raw, kind, 37, cols).unpack(), dequantized(raw, kind).astype(np.float32))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_match_float64(kind: str, isa: str, data: st.DataObject) -> None:
+    block = BLOCKS[kind][0]
+    rows, tokens = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    cols = block * data.draw(st.integers(1, 3 if block == 256 else 9 if block == 32 else 150))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    raw = random_bytes(rng, kind, rows, cols)
+    matrix = packed(raw, kind, rows, cols)
+    x = (rng.normal(0, 1, (tokens, cols)) * rng.choice([1e-3, 1, 30], (tokens, 1))).astype(np.float32)
+    w, a = dequantized(raw, kind).astype(np.float64), as_encoded(x, matrix)
+    bound = 3e-6 * (np.abs(a) @ np.abs(w).T) + 1e-30
+    assert (np.abs(matrix.product(x, isa) - a @ w.T) <= bound).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_product_does_not_depend_on_the_width(kind: str, isa: str, rng: np.random.Generator) -> None:
+    cols = 512
+    matrix = packed(random_bytes(rng, kind, 80, cols), kind, 80, cols)
+    x = rng.normal(0, 1, (64, cols)).astype(np.float32)
+    alone = np.concatenate([matrix.product(x[i : i + 1], isa) for i in range(64)])
+    for width in (*range(2, 20), 31, 64):
+        assert np.array_equal(matrix.product(x[:width], isa), alone[:width]), width
+
+
+@pytest.mark.parametrize("target", ["int8", "int4", "bf16", "f32"])
+def test_own_quantisation_is_as_fine_as_it_says(target: str, isa: str, rng: np.random.Generator) -> None:
+    w = rng.normal(0, 0.1, (48, 160)).astype(np.float32)
+    got = packed(w.view(np.uint8), "F32", 48, 160, target).unpack()
+    groups = w.reshape(48, -1, 32)
+    spread = groups.max(-1) - groups.min(-1)
+    step = {
+        "int8": np.abs(groups).max(-1) / 127,
+        "int4": spread / 15,
+        "bf16": np.abs(groups).max(-1) / 128,
+        "f32": 0 * spread,
+    }
+    error = np.abs(got - w).reshape(48, -1, 32).max(-1)
+    assert (
+        error <= 0.51 * step[target] + 2e-3 * np.abs(groups).max(-1) * (target == "int4") + 1e-3 * step[target] * 127
+    ).all()
+    matrix = packed(w.view(np.uint8), "F32", 48, 160, target)
+    x = rng.normal(0, 1, (3, 160)).astype(np.float32)
+    a = as_encoded(x, matrix)
+    assert np.allclose(matrix.product(x, isa), a @ got.astype(np.float64).T, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_heads_are_put_in_order(rng: np.random.Generator) -> None:
+    w = rng.normal(0, 1, (32, 64)).astype(np.float32)
+    stored = w.reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)  # as GGUF keeps Llama's queries: 2 heads of 16
+    assert np.array_equal(packed(np.ascontiguousarray(stored).view(np.uint8), "F32", 32, 64, heads=2).unpack(), w)
+
+
+def test_isas_give_nearly_the_same(rng: np.random.Generator) -> None:
+    for kind in ("Q4_1", "Q6_K", "BF16"):
+        matrix = packed(random_bytes(rng, kind, 64, 512), kind, 64, 512)
+        x = rng.normal(0, 1, (5, 512)).astype(np.float32)
+        results = [matrix.product(x, isa) for isa in _native.usable_isas()]
+        for other in results[1:]:
+            assert np.allclose(results[0], other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "kind", "size", "message"),
+    [
+        (4, 30, "Q4_1", 80, "do not fit"),
+        (4, 32, "Q4_1", 79, "needs 80 bytes"),
+        (0, 32, "Q4_1", 0, "not possible"),
+        (1 << 40, 32, "Q4_1", 80, "not possible"),
+    ],
+)
+def test_wrong_sizes_are_refused(rows: int, cols: int, kind: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packed(np.zeros(size, np.uint8), kind, rows, cols)
+
+
+def test_nan_activations_stay_nan(isa: str, rng: np.random.Generator) -> None:
+    for kind in FORMATS:
+        matrix = packed(random_bytes(rng, kind, 16, 256), kind, 16, 256)
+        x = rng.normal(0, 1, (1, 256)).astype(np.float32)
+        x[0, 70] = np.nan
+        assert np.isnan(matrix.product(x, isa)).all(), kind

@@ -1,0 +1,86 @@
+"""Drafter specs: what they mean, and errors that name the option and what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from outpace.drafters.base import DraftContext
+from outpace.drafters.ngram import NgramDrafter
+from outpace.drafters.none import NoDrafter
+from outpace.drafters.registry import build, parse
+from outpace.errors import DrafterError
+from outpace.models.loader import LoadOptions
+from tests.toy import ToyModel, ToyTokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "argument", "size", "options"),
+    [
+        ("none", "none", None, None, {}),
+        (" ngram ", "ngram", None, None, {}),
+        ("ngram:", "ngram", None, None, {}),
+        ("ngram:size=5", "ngram", None, 5, {"size": "5"}),
+        ("ngram:min=2,max=5,size=3", "ngram", None, 3, {"min": "2", "max": "5", "size": "3"}),
+        ("model:org/name", "model", "org/name", None, {}),
+        ("model:/a/b c.gguf,size=4", "model", "/a/b c.gguf", 4, {"size": "4"}),
+        ("model:./x=y", "model", "./x=y", None, {}),
+    ],
+)
+def test_specs(text: str, name: str, argument: str | None, size: int | None, options: dict[str, str]) -> None:
+    spec = parse(text)
+    assert (spec.name, spec.argument, spec.size, dict(spec.options)) == (name, argument, size, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ngrm", "did you mean ngram?"),
+        ("modle:x", "did you mean model?"),
+        ("zzz", "use one of none, ngram, model"),
+        ("", "use one of"),
+        ("ngram:5", "'5' is no option of ngram: it takes min=, max=, size="),
+        ("ngram:mim=2", "'mim=2' is no option of ngram: it takes min="),
+        ("ngram:min=2,", "'' is no option"),
+        ("model", "model needs a model"),
+        ("model:", "model needs a model"),
+        ("model:size=3", "model needs a model"),
+        ("model:a,b", "'b' is no option of model"),
+        ("none:min=1", "'min=1' is no option of none"),
+    ],
+)
+def test_bad_specs_are_refused_with_what_there_is(text: str, says: str) -> None:
+    with pytest.raises(DrafterError) as caught:
+        parse(text)
+    assert says in str(caught.value)
+
+
+def context() -> DraftContext:
+    return DraftContext(ToyModel(), ToyTokenizer(), LoadOptions(), 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ngram:min=x", "min=x is not a whole number"),
+        ("ngram:max=", "max= is not a whole number"),
+        ("ngram:min=0", "min=0"),
+        ("ngram:min=5,max=4", "min=5,max=4 is out of range"),
+        ("ngram:max=65", "max=65"),
+    ],
+)
+def test_bad_values_are_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(DrafterError) as caught:
+        build(parse(text), context())
+    assert says in str(caught.value)
+
+
+def test_a_size_that_is_no_number_is_refused() -> None:
+    with pytest.raises(DrafterError, match="size=big is not a whole number"):
+        _ = parse("ngram:size=big").size
+
+
+def test_built_drafters() -> None:
+    assert isinstance(build(parse("none"), context()), NoDrafter)
+    drafter = build(parse("ngram:min=2,max=3"), context())
+    assert isinstance(drafter, NgramDrafter)
+    assert (drafter._least, drafter._most) == (2, 3)

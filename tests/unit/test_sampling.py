@@ -1,0 +1,196 @@
+"""The choice on its own: its distribution, ties, filters, errors, log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from outpace.errors import NoTokenAllowedError
+from outpace.noise import GUMBEL_MAX, Noise, Stream
+from outpace.rules import rules_for
+from outpace.sampling import Chooser, choose, filtered, probabilities, scores, token_logprob
+from outpace.types import F32, F64, SamplingParams
+
+FILTERS = {
+    "none": {},
+    "cold": {"temperature": 0.3},
+    "hot": {"temperature": 2.5},
+    "top-k": {"top_k": 4},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.2},
+    "all": {"temperature": 0.8, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
+}
+
+# Few distinct values, so that ties are common; some tokens forbidden.
+tied = st.lists(st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 0.5, 2.0]), min_size=1, max_size=12)
+real = st.lists(st.floats(-40, 40, width=32), min_size=1, max_size=40)
+some_logits = st.one_of(tied, real).filter(lambda x: max(x) > -np.inf).map(lambda x: np.array(x, np.float32))
+some_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.001, 0.3, 0.7, 1.0, 1.7, 100.0]),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
+)
+
+
+def slow_filter(logits: F32, params: SamplingParams) -> list[int]:
+    """The definition, word for word: top-k by (logit, lowest id), then top-p among those, then min-p."""
+    ids = [i for i in range(len(logits)) if logits[i] > -np.inf]
+    order = sorted(ids, key=lambda i: (-logits[i], i))
+    peak = float(logits[order[0]])
+    if params.top_k:
+        order = order[: params.top_k]
+    weight = {i: np.exp((float(logits[i]) - peak) / params.temperature) for i in order}
+    if params.top_p < 1:
+        total, reached, kept = sum(weight.values()), 0.0, []
+        for i in order:
+            kept.append(i)
+            reached += weight[i] / total
+            if reached >= params.top_p:
+                break
+        order = kept
+    if params.min_p:
+        order = [i for i in order if (float(logits[i]) - peak) / params.temperature >= np.log(params.min_p)]
+    return sorted(order)
+
+
+def near_a_boundary(logits: F32, params: SamplingParams) -> bool:
+    """Whether rounding may decide what top-p or min-p keeps."""
+    p = np.sort(probabilities(logits, params.with_(top_p=1.0, min_p=0.0)))[::-1]
+    gaps = (np.float64(logits) - float(logits.max())) / params.temperature - np.log(max(params.min_p, 1e-300))
+    on_top_p = params.top_p < 1 and np.abs(np.cumsum(p) - params.top_p).min() < 1e-12
+    return bool(on_top_p or (0 < params.min_p < 1 and np.abs(gaps[np.isfinite(gaps)]).min(initial=1) < 1e-9))
+
+
+@settings(deadline=None, max_examples=400)
+@given(some_logits, some_params)
+def test_filters_keep_what_their_definition_keeps(logits: F32, params: SamplingParams) -> None:
+    kept = filtered(logits, params)
+    if not near_a_boundary(logits, params):
+        assert kept.tolist() == slow_filter(logits, params)
+    assert len(kept)
+    assert (np.diff(kept) > 0).all()
+    assert int(np.argmax(logits)) in kept.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.7, np.float32(0.7), np.float16(0.3)])
+def test_min_p_of_one_keeps_the_likeliest_whatever_type_the_temperature_has(temperature: float) -> None:
+    for seed in range(50):
+        logits = np.random.default_rng(seed).normal(0, 5, 30).astype(np.float32)
+        assert filtered(logits, SamplingParams(temperature=temperature, min_p=1.0)).tolist() == [np.argmax(logits)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(some_logits, some_params, st.integers(0, 2**64 - 1), st.integers(0, 1000), st.sampled_from(list(Stream)))
+def test_pruning_never_changes_the_choice(
+    logits: F32, params: SamplingParams, seed: int, index: int, stream: Stream
+) -> None:
+    noise = Noise(seed)
+    assert choose(logits, params, noise, index, stream) == np.argmax(scores(logits, params, noise, index, stream))
+    greedy = params.with_(temperature=0.0)
+    assert choose(logits, greedy, noise, index, stream) == np.argmax(logits)
+
+
+class Fixed(Noise):
+    """Noise whose every value is given."""
+
+    values: F64
+
+    def gumbel(self, index: int, tokens: np.ndarray, stream: Stream) -> F64:
+        return self.values[tokens]
+
+
+def test_pruning_at_its_very_edge() -> None:
+    """The likeliest token has the least noise and another the most there is: it must still win."""
+    noise = object.__new__(Fixed)
+    Fixed.values = np.array([-3.13, GUMBEL_MAX, 0.0])
+    for gap, winner in ((26.0, 1), (26.005, 1), (26.02, 0)):
+        logits = np.array([0.0, -gap, -40.0], np.float32)
+        assert choose(logits, SamplingParams(temperature=1.0), noise, 0) == winner
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    logits = np.array([0, 5, 5, 1, 5], np.float32)
+    assert choose(logits, SamplingParams(), Noise(0), 0) == 1
+    assert filtered(logits, SamplingParams(temperature=1.0, top_k=2)).tolist() == [1, 2]
+    assert filtered(logits, SamplingParams(temperature=1.0, top_p=0.3)).tolist() == [1]
+    noise = object.__new__(Fixed)
+    Fixed.values = np.zeros(5)
+    assert choose(logits, SamplingParams(temperature=1.0), noise, 0) == 1
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
+def test_choices_are_distributed_as_the_probabilities_say(options: dict[str, float]) -> None:
+    params = SamplingParams(**{"temperature": 1.0, **options})
+    logits = np.random.default_rng(1).normal(0, 1.5, 24).astype(np.float32)
+    p = probabilities(logits, params)
+    drawn = [choose(logits, params, Noise(seed), index) for seed in range(60) for index in range(50)]
+    counts = np.bincount(drawn, minlength=len(p))
+    assert (counts[p == 0] == 0).all()
+    common = p * len(drawn) >= 5
+    seen = np.append(counts[common], counts[~common].sum())
+    expected = np.append(p[common], p[~common].sum()) * len(drawn)
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    if len(seen) > 1:
+        assert stats.chisquare(seen, expected).pvalue > 1e-4
+    # The same number must not decide twice: neighbouring choices are independent.
+    table = np.histogram2d(drawn[:-1], drawn[1:], bins=len(p), range=[[0, len(p)]] * 2)[0]
+    top = np.argsort(-p)[:3]
+    if (p[top] > 0.05).all():
+        assert stats.chi2_contingency(table[np.ix_(top, top)]).pvalue > 1e-4
+
+
+@settings(deadline=None, max_examples=100)
+@given(some_logits, some_params)
+def test_probabilities_are_a_softmax_over_what_is_kept(logits: F32, params: SamplingParams) -> None:
+    p = probabilities(logits, params)
+    kept = filtered(logits, params)
+    expected = torch.softmax(torch.from_numpy(logits[kept]).double() / params.temperature, 0).numpy()
+    np.testing.assert_allclose(p[kept], expected, rtol=1e-12, atol=1e-300)
+    assert np.isclose(p.sum(), 1)
+    assert (np.delete(p, kept) == 0).all()
+    assert probabilities(logits, params.with_(temperature=0.0)).tolist() == np.eye(len(p))[np.argmax(logits)].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("function", ["choose", "probabilities"])
+def test_logits_that_allow_no_choice_are_refused(temperature: float, function: str) -> None:
+    chooser = Chooser(SamplingParams(temperature=temperature, top_p=0.9, top_k=2), Noise(0), 0)
+    decide = getattr(chooser, function)
+    with pytest.raises(NoTokenAllowedError, match="every token is forbidden"):
+        decide(np.full(5, -np.inf, np.float32))
+    for bad in (np.nan, np.inf):
+        with pytest.raises(FloatingPointError, match="--dtype float32"):
+            decide(np.array([1, 2, bad, -np.inf], np.float32))
+
+
+def test_the_chooser_is_immutable_and_counts_outputs() -> None:
+    params = SamplingParams(temperature=1.0, frequency_penalty=1.0)
+    start = Chooser.start(params, Noise(4), rules_for(params, 6), np.array([1], np.int32))
+    logits = np.zeros(6, np.float32)
+    before = start.scores(logits)
+    left, right = start.advance(2), start.advance(3)
+    assert (left.index, right.index, left.advance(2).index) == (1, 1, 2)
+    assert left.probabilities(logits)[2] < left.probabilities(logits)[3]
+    assert right.probabilities(logits)[2] > right.probabilities(logits)[3]
+    assert (start.scores(logits) == before).all()
+    assert (logits == 0).all(), "the model's own logits were changed"
+    assert start.choose(logits) == np.argmax(before)
+
+
+@settings(deadline=None, max_examples=200)
+@given(some_logits, st.integers(0, 50), st.data())
+def test_logprobs_are_torchs_log_softmax(logits: F32, top: int, data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(logits) - 1))
+    found = token_logprob(logits, token, top)
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), 0).numpy()
+    assert found.token == token
+    np.testing.assert_allclose(found.logprob, expected[token], rtol=1e-12, atol=1e-12)
+    best = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top]
+    assert [i for i, _ in found.top] == best
+    np.testing.assert_allclose([value for _, value in found.top], expected[best], rtol=1e-12, atol=1e-12)

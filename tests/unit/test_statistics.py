@@ -1,0 +1,68 @@
+"""Counts are what their definitions say, and pooling adds counts, never ratios."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from outpace.statistics import PHASES, Stats, pooled
+from outpace.types import Draft, Verdict
+
+
+def verdict(tokens: list[int], path: list[int]) -> Verdict:
+    return Verdict(np.array(tokens, np.int32), np.array(path, np.int32))
+
+
+def test_a_chain_by_position() -> None:
+    stats, chain = Stats(), Draft(np.array([1, 2, 3], np.int32))
+    stats.count(chain, ["a"] * 3, verdict([1, 2, 9], [0, 1]), 3)
+    stats.count(chain, ["b"] * 3, verdict([9], []), 1)
+    stats.count(Draft(np.zeros(0, np.int32)), [], verdict([4], []), 1)
+    assert (stats.steps, stats.tokens, stats.drafted, stats.accepted) == (3, 5, 6, 2)
+    assert (stats.drafted_at, stats.accepted_at) == ([2, 2, 2], [1, 1, 0])
+    assert stats.acceptance_by_position == [0.5, 0.5, 0.0]
+    assert (stats.drafted_by, stats.accepted_by) == ({"a": 3, "b": 3}, {"a": 2})
+    assert stats.tokens_per_step == 5 / 3
+    assert stats.acceptance_rate == 2 / 6
+
+
+def test_a_tree_by_depth() -> None:
+    """Two siblings at each depth are one draft that had that position."""
+    stats = Stats()
+    tree = Draft(np.array([1, 2, 3, 4], np.int32), np.array([-1, -1, 1, 1], np.int32))
+    stats.count(tree, ["a", "b", "c", "d"], verdict([2, 4, 9], [1, 3]), 3)
+    assert (stats.drafted, stats.accepted, stats.drafted_at, stats.accepted_at) == (4, 2, [1, 1], [1, 1])
+    assert stats.accepted_by == {"b": 1, "d": 1}
+
+
+@pytest.mark.parametrize(("kept", "accepted"), [(1, 1), (2, 2), (3, 3), (4, 3)])
+def test_what_a_stop_cuts_off_was_not_accepted(kept: int, accepted: int) -> None:
+    stats = Stats()
+    stats.count(Draft(np.array([1, 2, 3], np.int32)), ["a"] * 3, verdict([1, 2, 3, 9], [0, 1, 2]), kept)
+    assert (stats.tokens, stats.accepted, sum(stats.accepted_at)) == (kept, accepted, accepted)
+
+
+def test_pooling_adds_counts() -> None:
+    a, b = Stats(), Stats()
+    a.count(Draft(np.array([1, 2], np.int32)), ["a"] * 2, verdict([1, 2, 9], [0, 1]), 3)
+    b.count(Draft(np.array([1], np.int32)), ["a"], verdict([9], []), 1)
+    a.decode_seconds, b.decode_seconds, a.time_to_first_token, b.time_to_first_token = 1.0, 3.0, 0.2, 0.4
+    a.first_delta_tokens, a.kv_bytes, b.kv_bytes, a.seconds["target"] = 1, 10, 30, 2.0
+    total = pooled([a, pooled([b, Stats()])])
+    assert (total.steps, total.tokens, total.requests, total.kv_bytes) == (2, 4, 3, 30)
+    assert (total.drafted_at, total.accepted_at, total.accepted_by) == ([2, 1], [1, 1], {"a": 2})
+    assert total.tokens_per_step == 2.0
+    assert total.decode_tokens_per_second == (4 - 1) / 4.0
+    assert total.time_to_first_token == pytest.approx(0.6 / 3)
+    assert total.seconds == {**dict.fromkeys(PHASES, 0.0), "target": 2.0}
+    assert (a.tokens, a.accepted_by, b.drafted_at) == (3, {"a": 2}, [1]), "pooling changed its parts"
+
+
+def test_nothing_never_divides() -> None:
+    empty = pooled([])
+    assert empty.requests == 0
+    assert [empty.tokens_per_step, empty.acceptance_rate, empty.decode_tokens_per_second] == [0.0, 0.0, 0.0]
+    assert empty.end_to_end_tokens_per_second == 0.0
+    assert json.loads(json.dumps(empty.to_dict()))["acceptance_by_position"] == []
