@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +39,24 @@ def load_engine(kind: type[Engine], model: str, drafter: str, options: dict[str,
     if spec.size is not None:
         engine_options["size"] = spec.size
     size = kind.check_options(**engine_options)
-    weights = _announce(model, spec.argument if spec.name == "model" else None, load_options)
+    weights = _announce(model, spec.arguments_of("model"), load_options)
     limit = load_options.kv_memory if load_options.kv_memory is not None else _spare_memory(weights)
     target, tokenizer = load(model, load_options)
     try:
-        built = build(spec, DraftContext(target, tokenizer, load_options, size))
+        acceptance = engine_options.get("acceptance", "coupled")
+        built = build(spec, DraftContext(target, tokenizer, load_options, size, acceptance))
         return kind(target, tokenizer, drafter=built, kv_memory=limit, **engine_options)
     except BaseException:
         target.close()
         raise
 
 
-def _announce(model: str, draft_model: str | None, options: LoadOptions) -> int:
+def _announce(model: str, draft_models: Sequence[str], options: LoadOptions) -> int:
     """Log what loading will take, and return the weights' bytes."""
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]
     per_position, weights = target.kv_bytes_per_position, target.weights
-    if draft_model is not None:
+    for draft_model in draft_models:
         drafter = estimate(draft_model, options)
         parts.append(f"drafter {format_bytes(drafter.weights)}")
         per_position, weights = per_position + drafter.kv_bytes_per_position, weights + drafter.weights

@@ -147,7 +147,9 @@ class SuffixDrafter(Drafter):
         except OSError as error:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
-            raise DrafterError(f"suffix: {path} cannot be written ({error.strerror}): give a folder that can") from error
+            raise DrafterError(
+                f"suffix: {path} cannot be written ({error.strerror}): give a folder that can"
+            ) from error
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the history by what ``save`` wrote. Raises DrafterError; then the history is as it was."""

@@ -18,10 +18,9 @@ NEAREST = 32  # newest places looked at for the last pair of tokens
 FEW = 8  # with fewer than that, also so many newest places of the last token alone
 PLACE_BYTES = 400  # what a token takes at most, with its share of the tables
 
-# Each place where the context appeared votes with BASE ** (length of the match, at most CAP); DOUBT is the weight of
-# "something else". Fitted on outputs of the demo model (docs/notebook.md); 3 % either way for any sensible values.
-BASE = 2.0
-CAP = 8
+# Each place where the context appeared votes with the odds that one place with a match of that length (0 to 12 and
+# more tokens) is right, measured on outputs of the demo model (docs/notebook.md); DOUBT is "something else".
+WEIGHTS = (0.0, 0.25, 1.0, 1.4, 2.2, 2.4, 2.8, 3.5, 4.0, 5.0, 5.0, 6.0, 19.0)
 DOUBT = 1.0
 
 
@@ -89,7 +88,9 @@ class SuffixIndex:
             )
         return found
 
-    def propose(self, context: Sequence[int], budget: int, others: Sequence[SuffixIndex] = (), wide: bool = True) -> Tree:
+    def propose(
+        self, context: Sequence[int], budget: int, others: Sequence[SuffixIndex] = (), wide: bool = True
+    ) -> Tree:
         """At most ``budget`` nodes that may follow ``context`` (which this index ends with), best first.
 
         ``others``: indexes of other sequences that vote too. ``wide=False``: only the likeliest path.
@@ -109,7 +110,7 @@ def _push(table: dict[int, list[int]], key: int, at: int, most: int) -> None:
 
 def _grow(indexes: list[SuffixIndex], context: Sequence[int], budget: int, wide: bool) -> Tree:
     """Best-first search: the node of highest path probability is drafted, then its children are counted."""
-    weights = [BASE**length for length in range(CAP + 1)]
+    weights, longest = WEIGHTS, len(WEIGHTS) - 1
     own, own_end = indexes[0].tokens, len(indexes[0])
     tree = Tree()
     # (-probability, order, parent, token, path to it, its places: (tokens, index of what follows, match length))
@@ -131,7 +132,7 @@ def _grow(indexes: list[SuffixIndex], context: Sequence[int], budget: int, wide:
                 token = path[at - own_end]  # a loop: its next turn is what was drafted
             else:
                 continue
-            weight = weights[length] if length < CAP else weights[CAP]
+            weight = weights[length] if length < longest else weights[longest]
             total += weight
             place = (held, at + 1, length + 1)
             if token in votes:
