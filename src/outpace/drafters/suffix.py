@@ -1,4 +1,4 @@
-"""``suffix``: SuffixDecoding (arXiv 2411.04975): what followed each earlier appearance of the sequence's end, as a tree.
+"""``suffix``: SuffixDecoding (arXiv 2411.04975): what followed earlier appearances of the sequence's end, as a tree.
 
 Every row has an index of its own tokens, gone when the row is. With ``history`` finished outputs are kept for later
 requests; that is off unless asked for, since what one user was told then shows in how fast another is answered.
@@ -165,7 +165,8 @@ class SuffixDrafter(Drafter):
         tokens = np.frombuffer(body, "<i4")
         if vocab != self._vocab or ((tokens < END) | (tokens >= vocab)).any():
             raise DrafterError(
-                f"suffix: {path} is of a model with {vocab} tokens, this one has {self._vocab}: use a file for each model"
+                f"suffix: {path} is of a model with {vocab} tokens, this one has {self._vocab}: "
+                "use a file for each model"
             )
         history.shrink(0)
         history.append(tokens.tolist())
