@@ -15,6 +15,10 @@ from outpace.types import F32, I32
 BYTES = 8  # what a position takes
 
 
+class ToyError(Exception):
+    """The toy failed because a test told it to."""
+
+
 class ToyKV:
     """Stores token ids and positions where a real cache has keys and values."""
 
@@ -81,6 +85,25 @@ class ToyKV:
         return self._slots[row][:n, 0].tolist()
 
 
+class ToyOutput(HostOutput):
+    """Taps are what a hidden state must know: the token and its position, [n, T, 2]."""
+
+    def __init__(self, batch: Batch, logits: F32) -> None:
+        super().__init__(batch.wanted, logits)
+        self._batch = batch
+
+    def taps(self, at: I32) -> F32:
+        one = np.stack([self._batch.token[at], self._batch.position[at]], axis=-1).astype(np.float32)
+        return np.repeat(one[:, None], len(self._batch.taps), axis=1)
+
+
+class BrokenOutput(ToyOutput):
+    """A forward that went wrong without saying so until it is read."""
+
+    def logits(self, at: I32) -> F32:
+        raise ToyError("the toy was told to fail")
+
+
 class ToyModel:
     """Logits float32 [V], a pure function of the prefix. ``blur`` mixes in other logits: an imperfect draft model."""
 
@@ -99,18 +122,26 @@ class ToyModel:
         self._vocab, self._seed, self._blur, self._memory = vocab, seed, blur, memory
         self.info = ModelInfo("toy", "toy", vocab, 1, 1, max_length, eos, "float32", "cpu", 0, BYTES)
         self.forwards: list[Batch] = []
+        self.fail: str | None = None  # "forward": the next forward raises; "output": what it returns does
+        self._known: dict[tuple[int, ...], F32] = {}
 
     def logits_after(self, prefix: list[int]) -> F32:
         """What the model says after ``prefix``, by its last ``memory`` tokens and their number."""
-        context = [len(prefix) % 2, *prefix[-self._memory :]]
-        logits = np.random.default_rng([self._seed, *context]).normal(0, 2, self._vocab)
-        if self._blur:
-            other = np.random.default_rng([self._seed + 1, *context]).normal(0, 2, self._vocab)
-            logits = (1 - self._blur) * logits + self._blur * other
-        return logits.astype(np.float32)
+        context = (len(prefix) % 2, *prefix[-self._memory :])
+        known = self._known.get(context)
+        if known is None:
+            logits = np.random.default_rng([self._seed, *context]).normal(0, 2, self._vocab)
+            if self._blur:
+                other = np.random.default_rng([self._seed + 1, *context]).normal(0, 2, self._vocab)
+                logits = (1 - self._blur) * logits + self._blur * other
+            known = self._known[context] = logits.astype(np.float32)
+        return known
 
     def forward(self, batch: Batch) -> HostOutput:
         self.forwards.append(batch)
+        failing, self.fail = self.fail, None
+        if failing == "forward":
+            raise ToyError("the toy was told to fail")
         wanted = set(batch.wanted.tolist())
         logits = []
         for b in range(len(batch.starts) - 1):
@@ -128,7 +159,8 @@ class ToyModel:
                     logits.append(self.logits_after(path))
             at = slice(batch.starts[b], batch.starts[b + 1])
             self.kv.write(row, batch.token[at], batch.position[at])
-        return HostOutput(batch.wanted, np.array(logits, np.float32).reshape(-1, self._vocab))
+        kind = BrokenOutput if failing == "output" else ToyOutput
+        return kind(batch, np.array(logits, np.float32).reshape(-1, self._vocab))
 
     def close(self) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +31,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._receivers: dict[int, _Receive] = {}  # touched by the engine's thread alone
         self._closed = False
+        self._lock = threading.Lock()  # no job may slip in behind the last one, where nobody would ever run it
         self._thread = threading.Thread(target=self._run, name="outpace-engine", daemon=True)
         self._thread.start()
 
@@ -51,7 +53,7 @@ class AsyncEngine:
         deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
         def receive(item: Delta | BaseException) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(deltas.put_nowait, item)
 
         def add() -> int:
@@ -87,10 +89,11 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End what runs (its streams raise OutpaceError), stop the thread and close the engine."""
-        if not self._closed:
-            self._closed = True
-            self._inbox.put(None)
-            self._thread.join()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        self._thread.join()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -102,17 +105,20 @@ class AsyncEngine:
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run ``function`` in the engine's thread, between steps."""
-        if self._closed:
-            raise OutpaceError("this engine is closed: make a new one")
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        with self._lock:
+            if self._closed:
+                raise OutpaceError("this engine is closed: make a new one")
+            self._inbox.put(run)
         return future
 
     def _cancel_added(self, adding: asyncio.Future[int]) -> None:

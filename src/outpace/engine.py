@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from outpace.sequence import Sequence
 from outpace.statistics import Stats, pooled
 from outpace.types import (
     ACCEPTANCES,
+    F64,
     I32,
     TARGET,
     Acceptance,
@@ -182,7 +183,9 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
         """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
+        if not isinstance(prompt, SequenceOf) and not hasattr(prompt, "__array__"):
+            raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
             if self.tokenizer is None:
                 raise ParameterError("this engine has no tokenizer: give token ids")
             if isinstance(prompt, str) and not prompt:
@@ -193,8 +196,8 @@ class Engine:
                 messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 tokens = self.tokenizer.encode_chat(messages)  # type: ignore[arg-type]
         else:
-            tokens = np.asarray(prompt, np.int32)
-        if tokens.ndim != 1 or not len(tokens):
+            tokens = _token_ids(prompt, self.model.info.vocab_size)
+        if not len(tokens):
             raise ParameterError("the prompt is empty: give at least one token")
         return tokens.astype(np.int32)
 
@@ -214,11 +217,21 @@ class Engine:
     # -- the algorithm -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """One step for every row that can run: draft, one target forward, verify, commit."""
+        """One step for every row that can run: draft, one target forward, verify, commit.
+
+        When it raises, nothing was committed or what was is whole: the engine may go on.
+        """
         clock = _Clock()
         plan = self._scheduler.plan()
         if not plan.decoding and not plan.chunks:
             return []
+        try:
+            return self._run(plan, clock)
+        except BaseException:
+            self._scheduler.roll_back()
+            raise
+
+    def _run(self, plan: Plan, clock: _Clock) -> list[Delta]:
         views = [_view(s) for s in plan.decoding]
         sizes = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
         clock.start("draft")
@@ -279,7 +292,7 @@ class Engine:
             if i in failures:  # what was accepted before the dead end stays
                 verdict = Verdict(verdict.tokens[:-1], verdict.path)
             kept = sequence.append(verdict.tokens, [*(sources[n] for n in verdict.path), TARGET])
-            if i in failures:
+            if i in failures and sequence.finish_reason is None:  # a stop before the dead end comes first
                 sequence.finish_reason, sequence.error = "error", failures[i]
             sequence.stats.count(draft, sources, verdict, kept)
             at = batch.starts[i] + np.concatenate([[0], verdict.path[: max(kept - 1, 0)] + 1])
@@ -384,7 +397,7 @@ class Engine:
         """Cancel what runs and give back memory. Calling twice is allowed."""
         if not self._closed:
             self._closed = True
-            for request in {s.request for s in self._scheduler.running}:
+            for request in self._scheduler.requests:
                 self.cancel(request)
             self._scheduler.close()
             self.drafter.close()
@@ -423,11 +436,19 @@ class _Verifier:
             return walk(lambda rows, nodes: self._choose(rows + i, nodes), alone).row(0)
         rule = reject if sequence.acceptance == "rejection" else typical
         chance = NoiseChance(sequence.chooser.noise, sequence.chooser.index)
+        asked = -1
+
+        def p(node: int) -> F64:
+            nonlocal asked
+            asked = node
+            return self._p(i, node)
+
         try:
-            return rule(lambda node: self._p(i, node), draft, chance)
+            return rule(p, draft, chance)
         except (NoTokenAllowedError, FloatingPointError) as error:
             self._failures[i] = str(error)
-            return Verdict(np.array([_FORBIDDEN], np.int32), np.zeros(0, np.int32))
+            path = draft.path(asked)  # its tokens were accepted before the dead end was met
+            return Verdict(np.append(draft.tokens[path], np.int32(_FORBIDDEN)), path)
 
     def _choose(self, rows: I32, nodes: I32) -> I32:
         """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""
@@ -447,7 +468,7 @@ class _Verifier:
             self._failures[i] = str(error)
             return _FORBIDDEN
 
-    def _p(self, i: int, node: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _p(self, i: int, node: int) -> F64:
         at = np.array([self._starts[i] + node + 1], np.int32)
         return self._chooser(i, node).probabilities(self._output.logits(at)[0])
 
@@ -506,7 +527,7 @@ def _spread(drafts: Drafts, where: I32, rows: int) -> Drafts:
 
 
 def _checked_size(size: int) -> int:
-    if not 0 <= size <= 63:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 0 <= size <= 63:
         raise ParameterError(f"size={size} is out of range: draft 0 (plain decoding) to 63 tokens a step")
     return size
 
@@ -517,7 +538,19 @@ def _checked_acceptance(acceptance: Acceptance) -> Acceptance:
     return acceptance
 
 
-def _check_ids(name: str, ids: I32, vocab_size: int) -> None:
+def _token_ids(prompt: Any, vocab_size: int) -> I32:
+    """The prompt as token ids int32 [n], before a float is cut or an id too large wraps. Raises ParameterError."""
+    try:
+        ids = np.asarray(prompt) if len(prompt) else np.zeros(0, np.int32)
+    except (ValueError, OverflowError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ParameterError("the prompt is neither text nor a list of token ids nor chat messages: give one of them")
+    _check_ids("the prompt", ids, vocab_size)
+    return ids.astype(np.int32)
+
+
+def _check_ids(name: str, ids: np.ndarray[Any, Any], vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
         raise ParameterError(f"{name} has token id {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}")

@@ -71,6 +71,11 @@ class Scheduler:
         return not self.running and not self._waiting
 
     @property
+    def requests(self) -> list[int]:
+        """Those that run or wait."""
+        return list(dict.fromkeys(s.request for s in [*self.running, *self._waiting]))
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -126,6 +131,12 @@ class Scheduler:
         else:
             self._free(row)
 
+    def roll_back(self) -> None:
+        """A step failed halfway: cut what it wrote behind the committed tokens."""
+        for sequence in self.running:
+            n = sequence.length - 1 if sequence.decoding else sequence.prefilled
+            self._kv.truncate(sequence.row, min(n, self._kv.length(sequence.row)))
+
     def close(self) -> None:
         while self._kept:
             self._evict()
@@ -156,7 +167,12 @@ class Scheduler:
         sequence.row = self._kv.alloc(self._capacity(sequence))
         sequence.stats.kv_bytes = sequence.reserved
         if sequence.size:
-            self._drafter.admit(sequence.row, self._capacity(sequence))
+            try:
+                self._drafter.admit(sequence.row, self._capacity(sequence))
+            except BaseException:
+                self._kv.free(sequence.row)
+                sequence.row = -1
+                raise
         if shared:
             self._kv.fork(donor, sequence.row, shared)
             if sequence.size:

@@ -200,10 +200,11 @@ class TextSoFar:
     def _extend(self, text: str) -> None:
         searched = len(self.whole)
         self.whole += text
-        for stop in self._stops:
-            at = self.whole.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0:
-                self.whole, self.stopped_by = self.whole[:at], stop
+        found = [(self.whole.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if found:  # the one that begins first, and of those the one given first
+            at, self.stopped_by = min(found, key=lambda hit: hit[0])
+            self.whole = self.whole[:at]
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

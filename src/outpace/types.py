@@ -175,6 +175,14 @@ class Draft:
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else int(self.parents[node])
 
+    def path(self, node: int) -> I32:
+        """The nodes int32 [depth] from the first after the pending token down to ``node`` (-1: none)."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parent(node)
+        return np.array(nodes[::-1], np.int32)
+
     def children(self, node: int) -> list[int]:
         """Children of draft node ``node`` (-1: of the pending token), in the order in which they were proposed."""
         if self.parents is None:

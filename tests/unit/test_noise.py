@@ -1,4 +1,4 @@
-"""The noise: the published generator bit for bit, a logarithm that is right, numbers that do not depend on each other."""
+"""The noise: the published generator bit for bit, a logarithm that is right, numbers independent of each other."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outpace.drafters.base import DraftContext, Drafter, DrafterNeeds, RowView
-from outpace.errors import DrafterError
+from outpace.errors import DrafterError, NoTokenAllowedError
 from outpace.models.base import Batch, Model, Output
 from outpace.noise import Stream
 from outpace.sampling import Chooser
@@ -75,11 +75,13 @@ class ModelDrafter(Drafter):
         feed = [self._behind(view) for view in rows]
         active = [i for i in range(b) if len(rows[i].tokens) < self._model.info.max_length]
         for depth in range(w):
-            active = [i for i in active if sizes[i] > depth and self._fits(rows[i].row, len(feed[i]))]
+            active = [i for i in active if sizes[i] > depth == widths[i] and self._fits(rows[i].row, len(feed[i]))]
             if not active:
                 break
             output, last = self._feed([rows[i].row for i in active], [feed[i] for i in active])
             for i, token in zip(active, self._choose(output, last, active, rows, choosers, q, depth), strict=True):
+                if token is None:
+                    continue
                 tokens[i, depth] = token
                 widths[i] += 1
                 choosers[i] = choosers[i].advance(token)
@@ -95,16 +97,27 @@ class ModelDrafter(Drafter):
         choosers: list[Chooser],
         q: F64 | None,
         depth: int,
-    ) -> list[int]:
-        """One drafted token for each active row, from the logits after packed indices ``last`` [n]."""
+    ) -> list[int | None]:
+        """One drafted token for each active row, from the logits after packed indices ``last`` [n].
+
+        None where the row's rules forbid every token: its draft ends there, and the target will see for itself.
+        """
         if q is None and self._model.info.vocab_size == self._vocab:
-            return [int(t) for t in output.choose(last, [choosers[i] for i in active])]
-        drawn = []
+            try:
+                return [int(t) for t in output.choose(last, [choosers[i] for i in active])]
+            except (NoTokenAllowedError, FloatingPointError):
+                pass  # one row's dead end spares the others: go through them one by one
+        drawn: list[int | None] = []
         for i, row in zip(active, self._target_logits(output.logits(last)), strict=True):
             rejection = rows[i].acceptance == "rejection"
-            drawn.append(choosers[i].choose(row, Stream.DRAFT if rejection else Stream.CHOICE))
+            try:
+                token = choosers[i].choose(row, Stream.DRAFT if rejection else Stream.CHOICE)
+            except (NoTokenAllowedError, FloatingPointError):
+                drawn.append(None)
+                continue
+            drawn.append(token)
             if q is not None:
-                q[i, depth] = choosers[i].probabilities(row) if rejection else np.eye(1, self._vocab, drawn[-1])[0]
+                q[i, depth] = choosers[i].probabilities(row) if rejection else np.eye(1, self._vocab, token)[0]
         return drawn
 
     def _target_logits(self, logits: F32) -> F32:

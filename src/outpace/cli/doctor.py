@@ -1,0 +1,132 @@
+"""``outpace doctor``: what this machine has, and whether the demo model runs on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from typing import Any
+
+import typer
+
+from outpace.cli.options import Common, flatten
+from outpace.errors import OutpaceError
+
+_PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor", epilog="Example: outpace doctor --json")(flatten(run))
+
+
+def run(common: Common) -> int:
+    """Show versions, CPU features, backends and memory, and decode a few tokens with the demo model."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "backends": _backends(),
+        "demo": _demo(),
+    }
+    if common.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return 0 if found["demo"]["ok"] else 1
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    model, flags = platform.processor() or platform.machine(), ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    model = value.strip()
+                elif key.strip() in ("flags", "Features"):
+                    flags = value
+                    break
+    except OSError:
+        flags = ""  # not Linux: the features are unknown
+    present = set(flags.split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"model": model, "cores": cores, "features": [name for name in _FEATURES if name in present]}
+
+
+def _memory() -> dict[str, int | None]:
+    from outpace.loading import available_memory
+
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return {"total": None, "available": None}
+    return {"total": total, "available": available_memory()}
+
+
+def _backends() -> dict[str, str]:
+    from outpace.models import native
+
+    out = {"native": "available" if native.available() else "not built: install a C++17 compiler and reinstall outpace"}
+    torch = _version("torch")
+    out["transformers"] = "available" if torch and _version("transformers") else "pip install torch transformers"
+    return out
+
+
+def _demo() -> dict[str, Any]:
+    from outpace.engine import Engine
+    from outpace.types import SamplingParams
+
+    begun = time.perf_counter()
+    try:
+        with Engine.load("demo", drafter="ngram") as engine:
+            loaded = time.perf_counter() - begun
+            result = engine.generate("Say hello.", SamplingParams(max_tokens=16))
+            info = engine.model.info
+    except OutpaceError as error:
+        return {"ok": False, "error": str(error)}
+    return {
+        "ok": True,
+        "backend": info.backend,
+        "dtype": info.dtype,
+        "load_seconds": loaded,
+        "text": result.text,
+        "decode_tokens_per_second": result.stats.decode_tokens_per_second,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from outpace.units import format_bytes
+
+    console = Console(highlight=False)
+    console.print(f"python        {found['python']}")
+    for name, version in found["packages"].items():
+        console.print(f"{name:<13} {version or 'not installed'}")
+    cpu, memory, demo = found["cpu"], found["memory"], found["demo"]
+    console.print(
+        f"cpu           {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['features']) or 'features unknown'}"
+    )
+    if memory["total"] is not None:
+        free = "unknown" if memory["available"] is None else format_bytes(memory["available"])
+        console.print(f"memory        {format_bytes(memory['total'])}, {free} available")
+    for name, state in found["backends"].items():
+        console.print(f"{name:<13} {state}", soft_wrap=True)
+    if demo["ok"]:
+        console.print(
+            f"demo model    loads in {demo['load_seconds']:.1f} s ({demo['backend']} {demo['dtype']}), "
+            f"decodes at {demo['decode_tokens_per_second']:.0f} tokens/s"
+        )
+    else:
+        console.print(f"demo model    {demo['error']}", soft_wrap=True)

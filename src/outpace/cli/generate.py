@@ -1,0 +1,186 @@
+"""``outpace generate``: stream an answer; ``--compare`` proves that it is plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from outpace.cli.options import Common, Draft, Load, Sampling, flatten
+from outpace.errors import ParameterError
+
+if TYPE_CHECKING:
+    from outpace.engine import Engine
+    from outpace.types import I32, Result, SamplingParams
+
+_PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "generate",
+        epilog="Example: outpace generate 'Write a haiku about rivers.' --drafter ngram --compare",
+    )(flatten(run))
+
+
+def run(
+    load: Load,
+    draft: Draft,
+    sampling: Sampling,
+    common: Common,
+    prompt: Annotated[str | None, typer.Argument(help="Default: read from standard input.")] = None,
+    n: Annotated[int, typer.Option("--samples", help="How many samples to draw.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="Log-probabilities, with so many alternatives.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the model the text itself, without a chat template.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also decode plainly, and assert identical tokens.")
+    ] = False,
+) -> int:
+    """Answer a prompt."""
+    if prompt is None:
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
+    params = sampling.params(n=n, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
+    if compare and n != 1:
+        raise ParameterError(f"--compare compares one sample, not {n}: leave --samples out")
+    with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
+        tokens = engine.encode(prompt, raw=raw)
+        if compare:
+            return _compare(engine, tokens, params, common.json)
+        results = _stream(engine, tokens, params, quiet=common.json)
+        if common.json:
+            reports = [report(engine, result) for result in results]
+            print(json.dumps(reports[0] if n == 1 else {"samples": reports}, ensure_ascii=False))
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise ParameterError(str(failed[0]))
+    return 0
+
+
+def report(engine: Engine, result: Result) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    out: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "drafter": result.drafter,
+        "acceptance": result.acceptance,
+        "backend": engine.model.info.backend,
+        "dtype": engine.model.info.dtype,
+        "seed": result.seed,
+        "stats": result.stats.to_dict(),
+    }
+    if result.logprobs:
+        out["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top} for e in result.logprobs]
+    if result.notes or result.error:
+        out |= {"notes": list(result.notes), "error": result.error}
+    return out
+
+
+def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool) -> list[Result]:
+    results = []
+    alone = params.n == 1
+    for delta in engine.stream(tokens.tolist(), params):
+        if not quiet and alone:
+            print(delta.text, end="", flush=True)
+        if delta.result is not None:
+            results.append(delta.result)
+    results.sort(key=lambda result: result.sample)
+    if not quiet:
+        for result in results:
+            print("" if alone else f"[{result.sample}] {result.text}")
+        summary = results[0]
+        print(_summary(engine, summary), file=sys.stderr)
+    return results
+
+
+def _summary(engine: Engine, result: Result) -> str:
+    stats = result.stats
+    parts = [
+        f"{stats.tokens} tokens at {stats.decode_tokens_per_second:.0f} tokens/s",
+        f"{stats.tokens_per_step:.2f} tokens a step",
+        f"{result.drafter}, {stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens accepted",
+        f"{engine.model.info.backend} {engine.model.info.dtype}",
+        f"seed {result.seed}",
+        *result.notes,
+    ]
+    return "[" + "; ".join(parts) + "]"
+
+
+def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    from outpace.compare import compare
+    from outpace.noise import fresh_seed
+
+    params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
+    engine.generate(tokens.tolist(), params.with_(max_tokens=8), drafter=False)  # warm up: first touches are not speed
+    drafted, plain = _pair(engine, tokens, params)
+    runs = [(drafted, plain)]
+    if drafted.stats.total_seconds + plain.stats.total_seconds < _PATIENCE:
+        runs += [_pair(engine, tokens, params) for _ in range(2)]
+    difference = compare(engine, np.asarray(tokens, np.int32), params, plain, drafted)
+    speeds = [statistics.median(pair[i].stats.decode_tokens_per_second for pair in runs) for i in (0, 1)]
+    if as_json:
+        compared = {
+            "identical": difference is None,
+            "difference": None if difference is None else difference.to_dict(),
+            "plain_decode_tokens_per_second": speeds[1],
+            "decode_tokens_per_second": speeds[0],
+            "speedup": speeds[0] / speeds[1] if speeds[1] else None,
+        }
+        print(json.dumps({**report(engine, drafted), "compare": compared}, ensure_ascii=False))
+    else:
+        console = Console(highlight=False)
+        text = Text()
+        for piece, source in pieces(engine, drafted):
+            text.append(piece, style="green" if source != "target" else "")
+        console.print(text)
+        console.print()
+        console.print(
+            Text.assemble(
+                ("green", "green"), f": drafted by {drafted.drafter} and accepted; the rest: the target's own"
+            ),
+        )
+        info = engine.model.info
+        console.print(f"plain        {speeds[1]:7.1f} tokens/s   ({info.name}, {info.backend} {info.dtype})")
+        ratio = f"   {speeds[0] / speeds[1]:.2f}x" if speeds[1] else ""
+        gained = f"{drafted.stats.tokens_per_step:.2f} tokens a step, {drafted.stats.acceptance_rate:.0%} accepted"
+        console.print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}", soft_wrap=True)
+        same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
+        console.print(same, style="bold green" if difference is None else "bold red")
+    return 0 if difference is None or difference.near_tie else 1
+
+
+def _pair(engine: Engine, tokens: I32, params: SamplingParams) -> tuple[Result, Result]:
+    drafted = engine.generate(tokens.tolist(), params)
+    return drafted, engine.generate(tokens.tolist(), params, drafter=False)
+
+
+def pieces(engine: Engine, result: Result) -> Iterator[tuple[str, str]]:
+    """``(text, source)`` of the result's tokens, in order: whole characters, credited to the token that ended them."""
+    from outpace.sequence import TextSoFar
+
+    text = TextSoFar(engine.tokenizer, ())
+    stop = result.stopped_by if isinstance(result.stopped_by, int) else None
+    left = result.text
+    for token, source in zip(result.token_ids, result.sources, strict=True):
+        if token != stop:
+            text.add(np.array([token], np.int32))
+        piece = text.take(final=False)[: len(left)]
+        left = left[len(piece) :]
+        yield piece, source
+    yield left, "target"

@@ -1,0 +1,214 @@
+"""Sequences and their text: when they stop, and what may be shown, however many tokens a step commits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.models.gguf import GGUFFile
+from outpace.models.loader import resolve
+from outpace.models.tokenizer import Tokenizer
+from outpace.noise import Noise
+from outpace.sampling import Chooser
+from outpace.sequence import Decoder, Sequence
+from outpace.types import Delta, SamplingParams
+from tests.toy import ToyTokenizer
+
+PROMPT = [1, 2]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer.from_gguf(GGUFFile.open(resolve("demo").path))
+
+
+class Bytes:
+    """A byte a token: as hard as tokens can be on characters. 256 and above are special and stand for no text."""
+
+    def decode(self, ids: Any, *, skip_special: bool = True) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def sequence(
+    params: SamplingParams, decoder: Decoder | None, *, limit: int = 999, eos: tuple[int, ...] = ()
+) -> Sequence:
+    prompt = np.array(PROMPT, np.int32)
+    return Sequence(
+        0,
+        0,
+        prompt,
+        params,
+        Chooser.start(params, Noise(0), (), prompt),
+        limit=limit,
+        eos_ids=eos,
+        decoder=decoder,
+        acceptance="coupled",
+        size=0,
+        drafter="none",
+    )
+
+
+def feed(seq: Sequence, tokens: list[int], steps: list[int]) -> list[Delta]:
+    """Commit ``tokens`` in steps of those sizes (the rest one by one) until the sequence ends."""
+    deltas, sizes = [], iter(steps)
+    while tokens and seq.finish_reason is None:
+        n = next(sizes, 1)
+        seq.append(np.array(tokens[:n], np.int32), ["x"] * len(tokens[:n]))
+        tokens = tokens[n:]
+        deltas.append(seq.delta())
+    if seq.finish_reason is None:
+        seq.finish_reason = "cancelled"
+        deltas.append(seq.delta())
+    return deltas
+
+
+def outcome(deltas: list[Delta]) -> tuple[Any, ...]:
+    """What must not depend on the steps; checks the deltas against the result on the way."""
+    result = deltas[-1].result
+    assert result is not None
+    assert all(d.result is None and d.finish_reason is None for d in deltas[:-1])
+    assert "".join(d.text for d in deltas) == result.text
+    assert [t for d in deltas for t in d.token_ids] == list(result.token_ids)
+    assert [s for d in deltas for s in d.sources] == list(result.sources)
+    return result.token_ids, result.text, result.finish_reason, result.stopped_by
+
+
+partitions = st.lists(st.integers(1, 8), max_size=40)
+texts = st.text(st.sampled_from("ab\nc é日👩‍👧�<|>"), max_size=40)
+stops = st.lists(st.text(st.sampled_from("ab\né日👩"), min_size=1, max_size=4), max_size=3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(texts, stops, partitions, st.integers(1, 60))
+def test_text_does_not_depend_on_the_steps(text: str, stop: list[str], steps: list[int], limit: int) -> None:
+    tokens = list(text.encode())
+    params = SamplingParams(stop=stop)
+    found = [outcome(feed(sequence(params, Bytes(), limit=2 + limit), tokens, each)) for each in ([], steps, [999])]
+    assert found[0] == found[1] == found[2]
+    ids, shown, reason, by = found[0]
+    said = bytes(ids).decode(errors="replace")
+    hits = [(said.find(s), s) for s in stop if s in said]
+    if reason == "stop":
+        assert by in stop
+        assert shown == said[: min(hits)[0]]
+    elif "�" not in text:
+        assert shown == said
+        assert not hits
+        assert reason == ("length" if len(ids) == limit else "cancelled")
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts, stops.filter(len), partitions)
+def test_nothing_is_shown_that_may_become_a_stop_string(text: str, stop: list[str], steps: list[int]) -> None:
+    """At every moment, what was shown is a prefix of the final text whatever comes next."""
+    tokens = list(text.encode())
+    deltas = feed(sequence(SamplingParams(stop=stop), Bytes()), tokens, steps)
+    shown, committed = "", list[int]()
+    for delta in deltas[:-1]:
+        shown += delta.text
+        committed += delta.token_ids
+        said = bytes(committed).decode(errors="ignore")
+        open_ends = [n for s in stop for n in range(1, len(s)) if said.endswith(s[:n])]
+        assert len(shown) <= len(said) - max(open_ends, default=0)
+        assert said.startswith(shown)
+    result = deltas[-1].result
+    assert result is not None
+    assert result.text.startswith(shown)
+
+
+def test_the_stop_string_that_begins_first_wins_in_any_order() -> None:
+    for order in (["b", "ab"], ["ab", "b"]):
+        (_, text, reason, by) = outcome(feed(sequence(SamplingParams(stop=order), ToyTokenizer()), [25, 0, 1, 2], [4]))
+        assert (text, reason, by) == ("z", "stop", "ab")
+
+
+def test_a_stop_string_in_the_middle_of_a_token(demo: Tokenizer) -> None:
+    tokens = demo.encode("Hello wonderful world.", add_special=False).tolist()
+    ids, text, reason, by = outcome(feed(sequence(SamplingParams(stop=["onder"]), demo), tokens, []))
+    assert (text, reason, by) == ("Hello w", "stop", "onder")
+    assert len(ids) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    "text", ["naïve 日本語 👩‍👩‍👧‍👦 🇫🇷!", "  two  spaces\n\n\ttabs", "don't I'm ▁x", "𝔘𝔫𝔦 ok", " x"]
+)
+def test_characters_split_over_real_tokens_arrive_whole(demo: Tokenizer, text: str) -> None:
+    tokens = demo.encode(text, add_special=False).tolist()
+    for steps in ([], [2] * 50, [3] * 50, [999]):
+        deltas = feed(sequence(SamplingParams(), demo), tokens, steps)
+        assert outcome(deltas)[1] == text
+        assert not any("\ufffd" in d.text for d in deltas)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), steps=partitions)
+def test_any_real_tokens_give_one_text(demo: Tokenizer, data: st.DataObject, steps: list[int]) -> None:
+    tokens = data.draw(st.lists(st.integers(0, demo.vocab_size - 1), max_size=30))
+    params = SamplingParams(stop=["e", "\n\n"] if data.draw(st.booleans()) else [])
+    one, other = (outcome(feed(sequence(params, demo), tokens, each)) for each in ([], steps))
+    assert one == other
+    if not params.stop_strings:
+        assert one[1] == demo.decode(tokens)
+
+
+def test_an_unfinished_character_is_released_at_the_end() -> None:
+    tokens = list("é".encode())[:1]
+    deltas = feed(sequence(SamplingParams(), Bytes()), [97, *tokens], [])
+    assert [d.text for d in deltas] == ["a", "", "\ufffd"]
+
+
+def test_special_tokens_are_no_text_but_do_not_hold_back_what_follows() -> None:
+    assert [d.text for d in feed(sequence(SamplingParams(), Bytes()), [97, 300, 301, 98], [])] == ["a", "", "", "b", ""]
+
+
+EOS = 7
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "tokens", "kept", "reason", "by"),
+    [
+        ({}, 99, [3, EOS, 4], 2, "stop", EOS),
+        ({"ignore_eos": True}, 99, [3, EOS, 4], 3, "cancelled", None),
+        ({"stop_ids": [4]}, 99, [3, 4, EOS], 2, "stop", 4),
+        ({"stop_ids": [4], "ignore_eos": True}, 99, [EOS, 4, 4], 2, "stop", 4),
+        ({"stop_ids": [EOS], "ignore_eos": True}, 99, [3, EOS], 2, "stop", EOS),
+        ({}, 5, [3, 4, 5, 6], 3, "length", None),
+        ({}, 4, [3, EOS, 6], 2, "stop", EOS),  # an end at the limit is an end
+        ({"stop": "d"}, 4, [4, 3, 6], 2, "stop", "d"),
+        ({"stop": "ed"}, 4, [4, 3, 6], 2, "stop", "ed"),
+    ],
+)
+@pytest.mark.parametrize("steps", [[], [2], [9]])
+def test_what_ends_a_sequence(
+    options: dict[str, Any], limit: int, tokens: list[int], kept: int, reason: str, by: Any, steps: list[int]
+) -> None:
+    seq = sequence(SamplingParams(**options), ToyTokenizer(), limit=limit, eos=(EOS,))
+    ids, text, found, found_by = outcome(feed(seq, tokens, steps))
+    assert (list(ids), found, found_by) == (tokens[:kept], reason, by)
+    assert chr(97 + EOS) not in text or "ignore_eos" in options, "a stop token was shown"
+    assert seq.chooser.index == kept == seq.length - len(PROMPT)
+
+
+def test_append_cuts_and_says_how_many_it_kept() -> None:
+    seq = sequence(SamplingParams(), None, limit=5)
+    assert seq.append(np.array([1, 2], np.int32), ["a", "b"]) == 2
+    assert (seq.room, seq.tokens.tolist(), seq.output.tolist()) == (1, [*PROMPT, 1, 2], [1, 2])
+    assert seq.append(np.array([3, 4, 5], np.int32), ["c", "d", "e"]) == 1
+    assert (seq.finish_reason, seq.sources) == ("length", ["a", "b", "c"])
+    assert seq.append(np.zeros(0, np.int32), []) == 0
+
+
+def test_time_to_first_token_starts_the_clock_of_decoding() -> None:
+    seq = sequence(SamplingParams(), None)
+    seq.append(np.array([1, 2], np.int32), ["a", "b"])
+    seq.delta()
+    seq.append(np.array([3], np.int32), ["c"])
+    seq.delta()
+    s = seq.stats
+    assert s.first_delta_tokens == 2
+    assert 0 < s.time_to_first_token < s.total_seconds
+    assert s.decode_seconds == pytest.approx(s.total_seconds - s.time_to_first_token)
