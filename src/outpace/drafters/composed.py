@@ -68,13 +68,13 @@ class ComposedDrafter(Drafter):
             j: part.propose(rows, left) for j, part in enumerate(self.parts) if part.needs.draws
         }
         proposals |= drawn
-        trees = []
-        for i, is_exact in enumerate(exact):
+        trees = still
+        for i, is_exact in enumerate(exact) if drawn else ():
+            late = [_tree(drawn[j], i, j) for j in drawn]
             if is_exact:
-                trees.append(_side_by_side([*(_tree(drawn[j], i, j) for j in drawn), still[i]]))
+                trees[i] = _side_by_side([*late, still[i]])
             else:
-                each = [_tree(proposals[j], i, j) for j in range(len(self.parts))]
-                trees.append(merge(each, int(sizes[i])))
+                trees[i] = merge([still[i], *late], int(sizes[i]))
         for i, view in enumerate(rows):
             self._last[view.row] = [proposals[j].row(i) for j in range(len(self.parts))]
         drafts = pack(trees, self._names)
