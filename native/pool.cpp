@@ -10,7 +10,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(200);
 // A barrier's wait is short unless a thread was descheduled. Then sleeping beats spinning: a sleeper is let back in
 // ahead of whoever else is using the core, a spinner has used its turn up.
-constexpr int kSpinsBeforeSleep = 8192;
+constexpr int kSpinsBeforeSleep = 1024;
 
 inline void relax() {
 #if defined(__x86_64__)

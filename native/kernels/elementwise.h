@@ -48,8 +48,10 @@ static void gate(Activation activation, const float* g, const float* up, int n, 
 INLINE int32_t encode_half(const float* x, uint8_t* q, float* scale) {
     const F a = load(x);
     const float most = peak(abs(a));
-    *scale = any(is_nan(a)) ? NAN : most / 127.0f;  // NaN must not turn into a number here
-    const I rounded = to_int(mul(a, set1(most > 0.0f ? 127.0f / most : 0.0f)));
+    *scale = any(is_nan(a)) ? NAN : most / 127.0f;  // NaN and infinity must not turn into numbers here
+    // Values too small to divide by, and what is not finite, become 0; with the scale above the latter comes out as NaN.
+    const F finite = select(less(abs(a), set1(INFINITY)), a, zero());
+    const I rounded = to_int(mul(finite, set1(most > 1e-30f ? 127.0f / most : 0.0f)));
     store_i8(q, rounded);
     return sum_i(rounded);
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.noise import Noise, Stream
+from outpace.sampling import gumbel_max
 from outpace.types import F64
 
 
@@ -29,5 +30,4 @@ class NoiseChance:
 
     def _gumbel_max(self, weights: F64, depth: int, stream: Stream) -> int:
         kept = np.flatnonzero(weights > 0).astype(np.int32)
-        noise = self.noise.gumbel(self.index + depth, kept, stream)
-        return int(kept[np.argmax(np.log(weights[kept]) + noise)])
+        return gumbel_max(kept, np.log(weights[kept]), self.noise, self.index + depth, stream)

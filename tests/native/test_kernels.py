@@ -124,9 +124,17 @@ def test_wrong_sizes_are_refused(rows: int, cols: int, kind: str, size: int, mes
         packed(np.zeros(size, np.uint8), kind, rows, cols)
 
 
-def test_nan_activations_stay_nan(isa: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(bad: float, isa: str, rng: np.random.Generator) -> None:
     for kind in FORMATS:
         matrix = packed(random_bytes(rng, kind, 16, 256), kind, 16, 256)
         x = rng.normal(0, 1, (1, 256)).astype(np.float32)
-        x[0, 70] = np.nan
-        assert np.isnan(matrix.product(x, isa)).all(), kind
+        x[0, 70] = bad
+        assert not np.isfinite(matrix.product(x, isa)).any(), kind
+
+
+def test_tiny_activations(isa: str, rng: np.random.Generator) -> None:
+    matrix = packed(random_bytes(rng, "Q4_1", 16, 256), "Q4_1", 16, 256)
+    for magnitude in (1e-25, 1e-35, 1e-42, 0.0):
+        x = (rng.normal(0, 1, (2, 256)) * magnitude).astype(np.float32)
+        assert (np.abs(matrix.product(x, isa)) <= 100 * magnitude).all()

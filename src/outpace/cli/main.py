@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from outpace.cli import bench, chat, doctor, generate, verify
 from outpace.errors import OutpaceError
+
+# The base of typer's usage errors, wherever this version of typer keeps its click.
+_ClickException = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="outpace",
@@ -46,14 +48,14 @@ def main() -> None:
     """Entry point. Exit code 2 for what the user can mend, 130 for Ctrl-C, 1 for a difference that was found."""
     try:
         code = app(standalone_mode=False)
-    except (OutpaceError, click.ClickException) as error:
+    except (OutpaceError, _ClickException) as error:
         if "--debug" in sys.argv:
             raise
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        message = str(error) if isinstance(error, OutpaceError) else error.format_message()
         hint = "" if isinstance(error, OutpaceError) else " (see --help)"
         print(f"outpace: {' '.join(message.split())}{hint}", file=sys.stderr)
         code = 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("outpace: interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output has left

@@ -1,0 +1,169 @@
+"""The full matrix: speculative decoding against plain decoding, and against transformers' own ``generate``.
+
+Example: ./scripts/prove --prompts ../shared/data/spec_bench_dev.jsonl --out results/prove.json
+Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks.truncate import truncated
+from outpace.compare import NEAR_TIE, compare
+from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.registry import build, parse
+from outpace.engine import Engine
+from outpace.files import write_json
+from outpace.models import demo
+from outpace.models.loader import LoadOptions, load
+from outpace.models.tokenizer import cache_dir
+from outpace.prompts import read_prompts
+from outpace.types import SamplingParams
+
+TEMPERATURES = (0.0, 0.7, 1.2)
+SIZES = (1, 4, 8)
+BATCHES = (1, 7)
+DRAFT_LAYERS = 10  # the first third of the demo model's
+
+
+@dataclass(frozen=True)
+class Case:
+    drafter: str
+    temperature: float
+    size: int
+    batch: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.drafter} T={self.temperature} size={self.size} batch={self.batch}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, default=Path("../shared/data/spec_bench_dev.jsonl"))
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--backend", default="transformers")
+    parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
+    parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
+    given = parser.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    options = LoadOptions(backend=given.backend)
+    target, tokenizer = load("demo", options)
+    base = Engine(target, tokenizer)
+    prompts = [base.encode(row.turns[0])[: given.longest] for row in read_prompts(given.prompts, given.limit)]
+    known: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    settings = {"backend": given.backend, "prompts": len(prompts), "max_tokens": given.max_tokens}
+    if known.get("settings", settings) != settings:
+        print(f"{given.out} was made with {known['settings']}, not {settings}: give another --out", file=sys.stderr)
+        return 2
+    known = {"settings": settings, "plain": {}, "cases": {}, **known}
+    draft = f"model:{truncated(demo.smollm2(), DRAFT_LAYERS, cache_dir())}"
+    cases = [Case(*values) for values in product(("ngram", draft), TEMPERATURES, SIZES, BATCHES)]
+    with Progress() as progress:
+        task = progress.add_task("plain", total=len(cases) + len(TEMPERATURES) + 1)
+        for temperature in TEMPERATURES:
+            if str(temperature) not in known["plain"]:
+                results = [base.generate(p.tolist(), _params(temperature, i, given)) for i, p in enumerate(prompts)]
+                known["plain"][str(temperature)] = [list(r.token_ids) for r in results]
+                write_json(given.out, known)
+            progress.advance(task)
+        drafters: dict[str, Drafter] = {}
+        for case in cases:
+            progress.update(task, description=case.key.replace(draft, "model"))
+            if case.key not in known["cases"]:
+                if case.drafter not in drafters:
+                    context = DraftContext(target, tokenizer, options, max(SIZES))
+                    drafters[case.drafter] = build(parse(case.drafter), context)
+                engine = Engine(target, tokenizer, drafter=drafters[case.drafter], size=case.size)
+                known["cases"][case.key] = list(_run(engine, case, prompts, known["plain"], given))
+                write_json(given.out, known)
+            progress.advance(task)
+        if given.backend == "transformers" and "generate" not in known:
+            progress.update(task, description="transformers generate")
+            known["generate"] = list(_against_generate(base, prompts, known["plain"]["0.0"], given))
+            write_json(given.out, known)
+        progress.advance(task)
+    return _report(known, draft)
+
+
+def _params(temperature: float, i: int, given: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=1000 + i)
+
+
+def _run(
+    engine: Engine, case: Case, prompts: list[Any], plain: dict[str, Any], given: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(prompts), case.batch):
+        group = range(start, min(start + case.batch, len(prompts)))
+        params = [_params(case.temperature, i, given) for i in group]
+        results = engine.generate_many([prompts[i].tolist() for i in group], params)
+        engine.check()
+        for i, its, result in zip(group, params, results, strict=True):
+            first = plain[str(case.temperature)][i]
+            yield {**_gap(engine, prompts[i], its, first, list(result.token_ids)), "steps": result.stats.steps}
+
+
+def _gap(engine: Engine, prompt: Any, params: SamplingParams, first: list[int], other: list[int]) -> dict[str, Any]:
+    """Whether two outputs agree; where not, the gap of the scores there."""
+    if first == other:
+        return {"tokens": len(other), "identical": True}
+    from types import SimpleNamespace
+
+    a, b = (SimpleNamespace(token_ids=tuple(ids), seed=params.seed, sample=0) for ids in (first, other))
+    difference = compare(engine, prompt, params, a, b)
+    assert difference is not None
+    return {"tokens": len(other), "identical": False, "index": difference.index, "gap": difference.gap}
+
+
+def _against_generate(
+    engine: Engine, prompts: list[Any], plain: list[list[int]], given: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Greedy ``generate`` of a fresh transformers model, from the same file, with its own attention and cache."""
+    import torch
+
+    from outpace.models import gguf_transformers
+    from outpace.models.gguf import GGUFFile
+
+    module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
+    for i, prompt in enumerate(prompts):
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        with torch.inference_mode():
+            out = module.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=given.max_tokens,
+                do_sample=False,
+                eos_token_id=list(engine.model.info.eos_ids),
+                pad_token_id=engine.model.info.eos_ids[0],
+            )
+        yield _gap(engine, prompt, _params(0.0, i, given), plain[i], out[0, len(prompt) :].tolist())
+
+
+def _report(known: dict[str, Any], draft: str) -> int:
+    bad = 0
+    everything = {**known["cases"], **({"transformers generate": known["generate"]} if "generate" in known else {})}
+    totals = [0, 0, 0]
+    for key, rows in everything.items():
+        same = sum(row["identical"] for row in rows)
+        ties = sum(not row["identical"] and row["gap"] < NEAR_TIE for row in rows)
+        other = len(rows) - same - ties
+        totals = [t + x for t, x in zip(totals, (same, ties, other), strict=True)]
+        bad += other
+        print(f"{key.replace(draft, 'model'):<40} identical {same}, near-ties {ties}, different {other}")
+    print(f"{'all':<40} identical {totals[0]}, near-ties {totals[1]}, different {totals[2]}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

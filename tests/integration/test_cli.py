@@ -1,0 +1,281 @@
+"""The commands as a person runs them: answers, JSON, comparisons, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.cli import main as cli
+
+PROMPTS = [
+    {"id": "a", "category": "copy", "turns": ["Repeat after me: one two three one two three.", "Again, please."]},
+    {"id": "b", "category": "prose", "prompt": "Name three colours."},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return path
+
+
+def outpace(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
+    """Run the entry point in this process: exit code, standard output, standard error."""
+    before = sys.argv
+    sys.argv = ["outpace", *map(str, args)]
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+def spawn(*args: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "outpace", *map(str, args)], stdout=-1, stderr=-1, stdin=-1, text=True, env=os.environ
+    )
+
+
+def test_help_and_import_load_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['outpace', '--help']\nimport outpace\nfrom outpace.cli.main import main\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'gguf'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "chat", "verify", "doctor"])
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = outpace(capsys, command, "--help")
+    assert code == 0
+    assert f"Example: outpace {command}" in " ".join(out.split())
+
+
+def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("generate", "Say hello.", "--json", "--max-tokens", "12", "--temperature", "0.7", "--seed", "5")
+    code, out, _ = outpace(capsys, *args, "--logprobs", "2")
+    assert code == 0
+    value = json.loads(out)
+    expected = (
+        "text token_ids finish_reason prompt_tokens completion_tokens drafter acceptance backend dtype seed stats"
+    )
+    assert set(expected.split()) <= set(value)
+    assert value["completion_tokens"] == len(value["token_ids"]) <= 12
+    assert value["seed"] == 5
+    assert all(len(entry["top"]) == 2 for entry in value["logprobs"])
+    assert value["stats"]["tokens"] == value["completion_tokens"]
+
+
+def test_generate_streams_and_reads_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The capital of France is"))
+    code, out, err = outpace(capsys, "generate", "--raw", "--max-tokens", "6")
+    assert code == 0
+    assert "Paris" in out
+    assert "tokens/s" in err
+
+
+def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "Repeat this line three times: the quick brown fox jumps over the lazy dog."
+    code, out, _ = outpace(capsys, "generate", prompt, "--compare", "--max-tokens", "40")
+    assert code == 0
+    assert "identical" in out
+    assert out.count("tokens/s") == 2
+    code, out, _ = outpace(
+        capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
+    )
+    assert code == 0
+    assert json.loads(out)["compare"]["identical"] is True
+
+
+def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
+    out_file = tmp_path / "out.json"
+    args = ("bench", "--prompts", prompts, "--drafter", "none", "--drafter", "ngram:size=3", "--max-tokens", "12")
+    code, out, _ = outpace(capsys, *args, "--all-turns", "--json", out_file)
+    assert code == 0
+    assert "tokens/step" in out
+    value = json.loads(out_file.read_text())
+    assert {"model", "backend", "dtype", "threads", "max_tokens", "temperature", "configs", "runs"} <= set(value)
+    plain, ngram = value["configs"]
+    assert (plain["name"], ngram["name"], ngram["size"]) == ("none", "ngram:size=3", 3)
+    assert ngram["prompts"] == ngram["identical"] + ngram["near_ties"] == 3  # two turns and one
+    assert set(ngram["by_category"]) == {"copy", "prose"}
+    fields = (
+        "prompts identical tokens decode_tokens_per_second end_to_end_tokens_per_second tokens_per_step "
+        "acceptance_rate speedup"
+    )
+    for figures in (ngram, ngram["by_category"]["copy"]):
+        assert set(fields.split()) <= set(figures)
+    assert len(value["runs"]) == 6
+    assert value["interrupted"] is False
+
+
+def test_bench_runs_prompts_together(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
+    out_file = tmp_path / "out.json"
+    code, _, _ = outpace(
+        capsys,
+        "bench",
+        "--prompts",
+        prompts,
+        "--max-tokens",
+        "8",
+        "--concurrency",
+        "2",
+        "--json",
+        out_file,
+        "-T",
+        "0.8",
+    )
+    assert code == 0
+    assert all(run["identical"] or run["difference"]["near_tie"] for run in json.loads(out_file.read_text())["runs"])
+
+
+def test_an_interrupted_bench_keeps_what_it_has(tmp_path: Path) -> None:
+    path, out_file = tmp_path / "many.jsonl", tmp_path / "out.json"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Tell me a story about the number {i}."}) + "\n" for i in range(400))
+    )
+    running = spawn("bench", "--prompts", path, "--max-tokens", "64", "--json", out_file)
+    time.sleep(8)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert "Traceback" not in err
+    if out_file.exists():  # a slow machine may not have finished one prompt
+        value = json.loads(out_file.read_text())
+        assert value["interrupted"] is True
+        assert len(value["runs"]) % 2 == 0
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_verify(capsys: pytest.CaptureFixture[str], prompts: Path) -> None:
+    code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--json", "-T", "0.9")
+    value = json.loads(out)
+    assert code == 0
+    assert value["identical"] + value["near_ties"] == 2
+    assert value["different"] == 0
+
+
+def test_verify_fails_on_a_difference(
+    capsys: pytest.CaptureFixture[str], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check can fail: a rule that accepts whatever was drafted is found out."""
+    import numpy as np
+
+    from outpace import engine as engine_module
+    from outpace.types import Drafts, Verdicts
+
+    def gullible(choose: Any, drafts: Drafts) -> Verdicts:
+        last = np.full((len(drafts), 1), 17, np.int32)
+        tokens = np.concatenate([drafts.tokens, last], axis=1)
+        return Verdicts(
+            tokens, drafts.widths, np.tile(np.arange(drafts.tokens.shape[1], dtype=np.int32), (len(drafts), 1))
+        )
+
+    true_walk = engine_module.walk
+    monkeypatch.setattr(
+        engine_module,
+        "walk",
+        lambda choose, drafts: (gullible if drafts.tokens.shape[1] else true_walk)(choose, drafts),
+    )
+    code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16")
+    assert code == 1
+    assert "DIFFERENT" in out
+
+
+def test_chat_keeps_the_conversation() -> None:
+    running = spawn("chat", "--json", "--max-tokens", "20")
+    out, err = running.communicate("My name is Bob.\nWhat is my name?\n/reset\nHello.\n/quit\n", timeout=120)
+    assert running.returncode == 0, err
+    first, second, third = [json.loads(line) for line in out.splitlines()]
+    assert first["reused_tokens"] == 0
+    # All that the first turn wrote but its last token is reused.
+    assert second["reused_tokens"] >= first["prompt_tokens"] + first["stats"]["tokens"] - 2
+    assert third["prompt_tokens"] < second["prompt_tokens"]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outpace(capsys, "doctor", "--json")
+    value = json.loads(out)
+    assert code == 0
+    assert value["demo"]["ok"]
+    assert {"python", "packages", "cpu", "memory", "backends"} <= set(value)
+
+
+BAD = {
+    "empty prompt": (("generate", ""), "empty"),
+    "missing file": (("generate", "hi", "--model", "nope.gguf"), "does not exist"),
+    "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
+    "unknown drafter option": (("generate", "hi", "--drafter", "ngram:depth=2"), "depth=2"),
+    "bad drafter option": (("generate", "hi", "--drafter", "ngram:min=9,max=2"), "1 <= min <= max"),
+    "wrong vocabulary": (("generate", "hi", "--drafter", "model:demo-gemma"), "does not share the target's vocabulary"),
+    "size": (("generate", "hi", "--size", "99"), "size=99"),
+    "temperature": (("generate", "hi", "--temperature", "-1"), "temperature=-1"),
+    "top-p": (("generate", "hi", "--top-p", "0"), "top_p"),
+    "logit bias": (("generate", "hi", "--logit-bias", "x"), "token id and a number"),
+    "acceptance": (("generate", "hi", "--acceptance", "maybe"), "coupled"),
+    "backend": (("generate", "hi", "--backend", "abacus"), "backend='abacus'"),
+    "memory": (("generate", "hi", "--kv-memory", "lots"), "not an amount of memory"),
+    "too little memory": (("generate", "hi", "--kv-memory", "4KiB"), "kv_memory"),
+    "long prompt": (("generate", "hi", "--max-length", "20"), "shorten the prompt"),
+    "unknown option": (("generate", "hi", "--bogus"), "--bogus"),
+    "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
+    "unwritable": (("bench", "--prompts", "PROMPTS", "--json", "/nope/out.json"), "cannot be written"),
+    "limit": (("verify", "--prompts", "PROMPTS", "--limit", "0"), "--limit 0"),
+    "twice": (("bench", "--prompts", "PROMPTS", "-d", "none", "-d", "none"), "twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_with_a_remedy(capsys: pytest.CaptureFixture[str], case: str, prompts: Path) -> None:
+    args, expected = BAD[case]
+    code, out, err = outpace(capsys, *(prompts if a == "PROMPTS" else a for a in args))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("outpace: ")
+    assert err.count("\n") == 1
+    assert expected.lower() in err.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ('{"prompt": "a"}\n\n[1]\n', "line 3: not an object"),
+        ('{"id": 1}\n', "line 1: needs turns"),
+        ('{"turns": []}\n', "line 1: needs turns"),
+        ("\n", "has no prompts"),
+    ],
+)
+def test_bad_prompts_files_name_the_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    code, _, err = outpace(capsys, "verify", "--prompts", path)
+    assert code == 2
+    assert expected in err
+
+
+def test_debug_shows_the_traceback() -> None:
+    running = spawn("generate", "hi", "--model", "nope.gguf", "--debug")
+    _, err = running.communicate(timeout=60)
+    assert running.returncode != 0
+    assert "Traceback" in err

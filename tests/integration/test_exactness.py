@@ -1,0 +1,125 @@
+"""The demo model: speculative decoding gives plain decoding's tokens. A slice; ``scripts/prove`` runs the full matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.truncate import truncated
+from outpace.compare import NEAR_TIE, compare, first_difference, scores_after
+from outpace.engine import Engine
+from outpace.loading import load_engines
+from outpace.models import demo, native
+from outpace.models.tokenizer import cache_dir
+from outpace.noise import Noise
+from outpace.types import SamplingParams
+
+PROMPTS = [
+    "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",
+    "Write a short poem about rivers and the sea.",
+    "def fibonacci(n):",
+    "Translate to French: the cat sat on the mat. The cat sat on the hat.",
+    "Hi",
+    "List the planets of the solar system, then list them again in reverse order.",
+    "What is 12 times 12? Explain step by step, and check the result.",
+]
+BACKENDS = ["transformers", *(["native"] if native.available() else [])]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def engines(request: pytest.FixtureRequest) -> Iterator[list[Engine]]:
+    """ngram and an imperfect draft model (the target's first third) over one target."""
+    draft: Path = truncated(demo.smollm2(), 10, cache_dir())
+    loaded = load_engines(Engine, "demo", ["ngram", f"model:{draft}"], {"backend": request.param, "size": 8})
+    yield loaded
+    for engine in loaded:
+        engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
+def test_the_same_tokens_whatever_drafts(engines: list[Engine], temperature: float) -> None:
+    exact = engines[0].model.info.backend == "native"
+    prompts = [engines[0].encode(text) for text in PROMPTS]
+    params = [SamplingParams(temperature=temperature, max_tokens=24, seed=50 + i) for i in range(len(prompts))]
+    plain = [engines[0].generate(p.tolist(), its, drafter=False) for p, its in zip(prompts, params, strict=True)]
+    identical = ties = 0
+    for engine in engines:
+        for size, batch in ((1, 7), (4, 1), (8, 7)):
+            some = range(len(prompts)) if batch > 1 else range(3)
+            results = engine.generate_many([prompts[i].tolist() for i in some], [params[i] for i in some], size=size)
+            engine.check()
+            for i, result in zip(some, results, strict=True):
+                difference = compare(engine, prompts[i], params[i], plain[i], result)
+                assert difference is None or (difference.near_tie and not exact), f"{PROMPTS[i]!r}: {difference}"
+                identical, ties = identical + (difference is None), ties + (difference is not None)
+    assert engines[1].stats.acceptance_rate > 0.05
+    print(f"{engines[0].model.info.backend}, T={temperature}: identical {identical}, near-ties {ties}")
+
+
+def test_rules_filters_and_logprobs_with_speculation_on(engines: list[Engine]) -> None:
+    ngram = engines[0]
+    prompt = ngram.encode(PROMPTS[0])
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias={100: -2.0},
+        seed=7,
+        max_tokens=24,
+        top_logprobs=2,
+    )
+    plain = ngram.generate(prompt.tolist(), params, drafter=False)
+    for engine in engines:
+        result = engine.generate(prompt.tolist(), params)
+        assert compare(engine, prompt, params, plain, result) is None
+        mine, theirs = ([e.logprob for e in r.logprobs] for r in (result, plain))
+        np.testing.assert_allclose(mine, theirs, atol=1e-3)
+        assert len(mine) == result.completion_tokens
+
+
+def test_rejection_and_typical_run_on_the_real_model(engines: list[Engine]) -> None:
+    for engine in engines:
+        for acceptance in ("rejection", "typical"):
+            params = SamplingParams(temperature=1.0, seed=3, max_tokens=16)
+            result = engine.generate(PROMPTS[5], params, acceptance=acceptance)
+            assert result.completion_tokens
+            assert any("lossy" in note for note in result.notes) == (acceptance == "typical")
+            greedy = SamplingParams(max_tokens=16)
+            exact = engine.generate(PROMPTS[5], greedy, acceptance=acceptance)  # greedy is exact under every rule
+            assert exact.token_ids == engine.generate(PROMPTS[5], greedy, drafter=False).token_ids
+
+
+def test_greedy_is_what_transformers_generate_gives() -> None:
+    import torch
+
+    from outpace.models import gguf_transformers
+    from outpace.models.gguf import GGUFFile
+
+    module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
+    with Engine.load("demo", drafter="ngram", backend="transformers") as engine:
+        for text in PROMPTS[:3]:
+            prompt = engine.encode(text)
+            params = SamplingParams(max_tokens=20)
+            mine = engine.generate(prompt.tolist(), params).token_ids
+            ids = torch.from_numpy(prompt.astype(np.int64))[None]
+            with torch.inference_mode():
+                out = module.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=20,
+                    do_sample=False,
+                    eos_token_id=list(engine.model.info.eos_ids),
+                    pad_token_id=engine.model.info.eos_ids[0],
+                )
+            theirs = out[0, len(prompt) :].tolist()
+            index = first_difference(mine, theirs)
+            if index is not None:
+                scores = scores_after(engine, prompt, mine[:index], params, Noise(0))
+                assert abs(scores[mine[index]] - scores[theirs[index]]) < NEAR_TIE, f"{text!r} differs at {index}"
