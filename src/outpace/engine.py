@@ -70,6 +70,7 @@ class Engine:
         self.drafter = drafter or NoDrafter()
         self.size = self.check_options(size, acceptance, max_rows, prefill_chunk, prefix_rows)
         self.acceptance: Acceptance = acceptance
+        self.drafter.check_acceptance(acceptance)
         self._scheduler = Scheduler(
             model.kv,
             self.drafter,
@@ -130,7 +131,7 @@ class Engine:
 
         ``prompt``: text (as a user's message through the chat template, if the model has one; ``raw`` for the text
         itself), token ids, or chat messages. ``drafter=False`` decodes plainly; ``size`` and ``acceptance`` override
-        the engine's. Raises ParameterError (a ValueError) or MemoryLimitError; then nothing was queued.
+        the engine's. Raises ParameterError, DrafterError (ValueErrors) or MemoryLimitError; then nothing was queued.
         """
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
@@ -143,6 +144,8 @@ class Engine:
             )
         if not drafter or isinstance(self.drafter, NoDrafter):
             size = 0
+        if size:
+            self.drafter.check_acceptance(acceptance)
         info = self.model.info
         tokens = self.encode(prompt, raw=raw)
         _check_ids("the prompt", tokens, info.vocab_size)

@@ -46,13 +46,14 @@ def load_engines(kind: type[E], model: str, drafters: Sequence[str], options: di
     specs = [parse(drafter) for drafter in drafters]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     sizes = [kind.check_options(**own) for own in sized]
-    weights = _announce(model, [s.argument for s in specs if s.name == "model" and s.argument], load_options)
+    weights = _announce(model, [id_ for s in specs for id_ in s.arguments_of("model")], load_options)
     limit = load_options.kv_memory if load_options.kv_memory is not None else _spare_memory(weights)
     target, tokenizer = load(model, load_options)
     engines: list[E] = []
     try:
         for spec, own, size in zip(specs, sized, sizes, strict=True):
-            drafter = build(spec, DraftContext(target, tokenizer, load_options, size))
+            acceptance = own.get("acceptance", "coupled")
+            drafter = build(spec, DraftContext(target, tokenizer, load_options, size, acceptance))
             engines.append(kind(target, tokenizer, drafter=drafter, kv_memory=limit, **own))
     except BaseException:
         for engine in engines:

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from outpace.tree import depths
 from outpace.types import Draft, Verdict
 
 PHASES = ("draft", "target", "verify", "other")
@@ -74,8 +73,8 @@ class Stats:
         self.drafted += len(draft)
         used = verdict.path[:kept]
         self.accepted += len(used)
-        depth = _depths(draft)
-        for d in range(int(depth.max(initial=-1)) + 1):
+        deepest = len(draft) if draft.parents is None else int(depths(draft.parents).max(initial=-1)) + 1
+        for d in range(deepest):
             if d == len(self.drafted_at):
                 self.drafted_at.append(0)
                 self.accepted_at.append(0)
@@ -138,12 +137,3 @@ def pooled(parts: Iterable[Stats]) -> Stats:
 def _add(a: list[int], b: list[int]) -> list[int]:
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
-
-
-def _depths(draft: Draft) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if draft.parents is None:
-        return np.arange(len(draft))
-    depth = np.zeros(len(draft), np.int64)
-    for i, parent in enumerate(draft.parents.tolist()):
-        depth[i] = 0 if parent < 0 else depth[parent] + 1
-    return depth

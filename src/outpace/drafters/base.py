@@ -21,6 +21,7 @@ class DrafterNeeds:
 
     taps: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
     choices: bool = False  # the target's choice after every node, not only after visited ones
+    draws: bool = False  # under ``rejection``, proposals are sampled (from ``Stream.DRAFT``) and carry q
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class DraftContext:
     tokenizer: Tokenizer | None
     options: LoadOptions  # how the target was loaded; a draft model follows suit
     max_size: int  # no row will be asked for more nodes a step
+    acceptance: Acceptance = "coupled"  # the engine's; a request may ask for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class Drafter:
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""
         raise NotImplementedError
+
+    def check_acceptance(self, acceptance: Acceptance) -> None:
+        """Raise DrafterError when this drafter's proposals could not be verified exactly under ``acceptance``."""
 
     def observe(self, events: Sequence[Event]) -> None:
         """Called after every prefill chunk and every verdict."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.drafters.base import DraftContext, Drafter, RowView
+from outpace.drafters.base import DraftContext, Drafter, DrafterNeeds, RowView
 from outpace.errors import DrafterError, NoTokenAllowedError
 from outpace.models.base import Batch, Model, Output
 from outpace.noise import Stream
@@ -33,6 +33,8 @@ class _Row:
 
 class ModelDrafter(Drafter):
     """Chains from a draft model: the choices it makes itself under the request's own parameters, rules and noise."""
+
+    needs = DrafterNeeds(draws=True)
 
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
         self.name = name

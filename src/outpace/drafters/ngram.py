@@ -11,42 +11,75 @@ import numpy as np
 
 from outpace.drafters.base import Drafter, RowView
 from outpace.errors import DrafterError
+from outpace.tree import Tree, merge, pack
 from outpace.types import I32, Drafts
+
+# How often the token after a match of 0, 1, 2, ... tokens was right on outputs of the demo model (docs/notebook.md).
+HIT = (0.0, 0.21, 0.52, 0.6, 0.7, 0.71, 0.74, 0.78, 0.8, 0.84, 0.84, 0.85, 0.95)
+OLDER = 0.4  # the share of what the newer matches leave that the next older one gets
 
 
 class NgramDrafter(Drafter):
-    """Longest match of the sequence's end, ``least`` to ``most`` tokens long; among equally long ones the newest."""
+    """Longest match of the sequence's end, ``least`` to ``most`` tokens long; among equally long ones the newest.
+
+    With ``candidates`` > 1 that many matches are looked at, longer before shorter and newer before older, and merged
+    into one tree. Raises DrafterError.
+    """
 
     name = "ngram"
 
-    def __init__(self, least: int = 1, most: int = 8) -> None:
+    def __init__(self, least: int = 1, most: int = 8, candidates: int = 1) -> None:
         if not 1 <= least <= most <= 64:
             raise DrafterError(f"ngram: min={least},max={most} is out of range: give 1 <= min <= max <= 64")
-        self._least, self._most = least, most
+        if not 1 <= candidates <= 64:
+            raise DrafterError(f"ngram: candidates={candidates} is out of range: give 1 (a chain) to 64")
+        self._least, self._most, self._candidates = least, most, candidates
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        proposals = [
-            lookup(row.tokens, int(size), self._least, self._most) for row, size in zip(rows, sizes, strict=True)
-        ]
-        return Drafts.chains(proposals, self.name)
+        trees = [self._tree(row.tokens, int(size)) for row, size in zip(rows, sizes, strict=True)]
+        return pack(trees, (self.name,))
+
+    def _tree(self, tokens: I32, size: int) -> Tree:
+        left, chains = 1.0, []
+        for start, length in matches(tokens, self._least, self._most, self._candidates):
+            hits = [left * HIT[min(length, len(HIT) - 1)]]
+            hits.extend(HIT[min(length + i, len(HIT) - 1)] for i in range(1, size))
+            chains.append(Tree.chain(_following(tokens, start, size).tolist(), np.cumprod(hits).tolist()))
+            left *= OLDER
+        return chains[0] if len(chains) == 1 else merge(chains, size)
 
 
-def lookup(tokens: I32, size: int, least: int, most: int) -> I32:
-    """At most ``size`` tokens int32 that followed the newest longest match of the end of ``tokens`` int32 [L].
+def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, int]]:
+    """(index of what follows, length) of at most ``count`` matches of the end of ``tokens`` int32 [L].
 
-    A match that runs into the end itself is a loop: it is unrolled, since the likeliest next turn is another one.
+    Longer ones first, among equally long ones the newest first; a length counts up to ``most``.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])  # where a match of length 1 ends
-    best, n = (ends, 1) if least == 1 else (ends[:0], 1)
+    by_length = [(ends, 1)] if least == 1 else []
+    n = 1
     while len(ends) and n < min(most, last):
         ends = ends[ends >= n]
         ends = ends[tokens[ends - n] == tokens[last - n]]
         n += 1
         if len(ends) and n >= least:
-            best = ends
-    if not len(best):
-        return np.zeros(0, np.int32)
-    start = int(best[-1]) + 1
-    period = len(tokens) - start
-    return tokens[start + np.arange(size) % period]
+            by_length.append((ends, n))
+    found: dict[int, int] = {}
+    for ends, n in reversed(by_length):
+        for end in ends[::-1][: count + len(found)].tolist():
+            if len(found) == count:
+                return [(end + 1, length) for end, length in found.items()]
+            found.setdefault(end, n)
+    return [(end + 1, length) for end, length in found.items()]
+
+
+def lookup(tokens: I32, size: int, least: int, most: int) -> I32:
+    """At most ``size`` tokens int32 that followed the newest longest match of the end of ``tokens`` int32 [L]."""
+    found = matches(tokens, least, most, 1)
+    return _following(tokens, found[0][0], size) if found else np.zeros(0, np.int32)
+
+
+def _following(tokens: I32, start: int, size: int) -> I32:
+    """``size`` tokens from ``start`` on. A match that runs into the end is a loop: it is unrolled, since the likeliest
+    next turn is another one."""
+    return tokens[start + np.arange(size) % (len(tokens) - start)]

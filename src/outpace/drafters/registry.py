@@ -1,8 +1,9 @@
-"""Turns a spec string into a drafter: ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``none``."""
+"""Turns a spec string into a drafter: ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``ngram+suffix``, ``none``."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,17 +13,31 @@ from outpace.errors import DrafterError
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A parsed spec: ``name[:argument][,option=value...]``. ``size`` is the engine's; the rest is the drafter's."""
+    """A parsed spec: ``name[:argument][,option=value...]``, or several joined by ``+``: then ``parts`` has them.
+
+    ``size`` is the engine's; the rest is the drafter's.
+    """
 
     text: str
     name: str
     argument: str | None
     options: Mapping[str, str]
+    parts: tuple[DrafterSpec, ...] = ()
 
     @property
     def size(self) -> int | None:
         """The draft size that the spec asks for, if it does."""
         return self.integer("size", None)
+
+    def arguments_of(self, name: str) -> list[str]:
+        """Arguments of the parts, or of the spec itself, that are called ``name``."""
+        return [spec.argument for spec in self.parts or (self,) if spec.name == name and spec.argument is not None]
+
+    def flag(self, option: str, default: bool) -> bool:
+        text = self.options.get(option)
+        if text not in (None, "0", "1"):
+            raise DrafterError(f"{self.text}: {option}={text} is neither 0 (off) nor 1 (on)")
+        return default if text is None else text == "1"
 
     def integer(self, option: str, default: int | None) -> int | None:
         text = self.options.get(option)
@@ -36,6 +51,37 @@ class DrafterSpec:
 
 def parse(text: str) -> DrafterSpec:
     """Parse and check a spec. Raises DrafterError that lists what there is."""
+    parts = tuple(_parse_one(part) for part in _split(text))
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.name == "none" for part in parts):
+        raise DrafterError(f"{text}: none drafts nothing, so it cannot be combined: leave it out")
+    asked = {part.options["size"] for part in parts if "size" in part.options}
+    if len(asked) > 1:
+        raise DrafterError(
+            f"{text}: sizes {', '.join(sorted(asked))} differ, but parts share one budget: give one size="
+        )
+    options = {"size": asked.pop()} if asked else {}
+    return DrafterSpec(text, "+".join(part.name for part in parts), None, options, parts)
+
+
+def _split(text: str) -> list[str]:
+    """The specs that ``+`` joins. After a colon, where a path may stand, a ``+`` only counts when a drafter's name
+    follows, ended by a colon, another ``+`` or the end."""
+    names = "|".join(_METHODS)
+    specs = [""]
+    for piece in re.split(r"(\+)", text):
+        at_join = specs[-1].endswith("+")
+        joins = at_join and (":" not in specs[-1] or re.fullmatch(rf"\s*({names})\s*(:.*)?", piece, re.DOTALL))
+        if joins:
+            specs[-1] = specs[-1][:-1]
+            specs.append(piece)
+        else:
+            specs[-1] += piece
+    return specs
+
+
+def _parse_one(text: str) -> DrafterSpec:
     name, _, rest = text.strip().partition(":")
     if name not in _METHODS:
         close = difflib.get_close_matches(name, _METHODS, 1)
@@ -59,6 +105,8 @@ def parse(text: str) -> DrafterSpec:
 
 def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises DrafterError or ModelError."""
+    if spec.parts:
+        return _composed(spec, context)
     return _METHODS[spec.name].build(spec, context)
 
 
@@ -71,8 +119,44 @@ def _none(spec: DrafterSpec, context: DraftContext) -> Drafter:
 def _ngram(spec: DrafterSpec, context: DraftContext) -> Drafter:
     from outpace.drafters.ngram import NgramDrafter
 
-    given = {"least": spec.integer("min", None), "most": spec.integer("max", None)}
+    given = {
+        "least": spec.integer("min", None),
+        "most": spec.integer("max", None),
+        "candidates": spec.integer("candidates", None),
+    }
     return NgramDrafter(**{name: value for name, value in given.items() if value is not None})
+
+
+def _suffix(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.suffix import SuffixDrafter
+
+    given = {"most": spec.integer("max", None)}
+    mebibytes = spec.integer("memory", None)
+    if mebibytes is not None:
+        given["memory"] = mebibytes << 20 if mebibytes > 0 else 0
+    return SuffixDrafter(
+        tree=spec.flag("tree", True),
+        history=spec.flag("history", False),
+        vocab=context.target.info.vocab_size,
+        file=spec.options.get("file"),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.composed import ComposedDrafter
+
+    parts: list[Drafter] = []
+    try:
+        for part in spec.parts:
+            parts.append(build(part, context))  # noqa: PERF401  # what was built is closed when a later one fails
+        composed = ComposedDrafter(parts)
+        composed.check_acceptance(context.acceptance)
+    except BaseException:
+        for built in parts:
+            built.close()
+        raise
+    return composed
 
 
 def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
@@ -92,7 +176,8 @@ class _Method:
 
 _METHODS = {
     "none": _Method(_none),
-    "ngram": _Method(_ngram, ("min", "max")),
+    "ngram": _Method(_ngram, ("min", "max", "candidates")),
+    "suffix": _Method(_suffix, ("max", "memory", "tree", "history", "file")),
     "model": _Method(
         _model, argument="a model: a name, folder or .gguf file", example="HuggingFaceTB/SmolLM2-135M-Instruct"
     ),

@@ -1,0 +1,179 @@
+"""``a+b+c``: what several drafters propose, merged into one tree under one budget, best expected gain first.
+
+Under ``rejection`` a sampled proposal is a trial of its own: it may neither be merged with an equal token nor dropped
+once it is drawn. So the deterministic parts are merged first, into half of the budget; what they leave, known before
+anything is drawn, goes to the part that draws, and both stand side by side, the drawn one tried first (multi-candidate
+rejection, SpecInfer, arXiv 2305.09781, algorithm 2, with each node's own q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.errors import DrafterError
+from outpace.tree import Tree, depths, merge, pack
+from outpace.types import F64, I32, Acceptance, Draft, Drafts, Verdict
+
+ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its parent's
+
+
+class ComposedDrafter(Drafter):
+    """Candidates of 2 to 255 ``parts`` in one tree. Equal siblings count once, for the part that is surest of them."""
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        if not 2 <= len(parts) <= 255:
+            raise DrafterError(f"a composition has {len(parts)} parts: join 2 to 255 drafters with +")
+        for part in parts:
+            if part.needs.choices:
+                raise DrafterError(
+                    f"{part.name} reads the choice after every node, which a merged tree cannot give it: use it alone"
+                )
+        self.parts = tuple(parts)
+        self.name = "+".join(part.name for part in parts)
+        self._names = tuple(part.name for part in parts)
+        self.needs = DrafterNeeds(
+            taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
+            draws=any(part.needs.draws for part in parts),
+        )
+        self._last: dict[int, list[Draft]] = {}  # what each part proposed for a row in this step
+
+    def check_acceptance(self, acceptance: Acceptance) -> None:
+        for part in self.parts:
+            part.check_acceptance(acceptance)
+        drawing = [part.name for part in self.parts if part.needs.draws]
+        if acceptance == "rejection" and len(drawing) > 1:
+            raise DrafterError(
+                f"{self.name}: {' and '.join(drawing)} both sample, with the same noise, so rejection would not be "
+                "exact: keep one of them, or use acceptance=coupled"
+            )
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        exact = [self.needs.draws and v.acceptance == "rejection" and not v.chooser.params.greedy for v in rows]
+        proposals: dict[int, Drafts] = {}
+        left = sizes.copy()  # for the parts that draw
+        for j, part in enumerate(self.parts):
+            if not part.needs.draws:
+                proposals[j] = part.propose(rows, sizes)
+        still: list[Tree] = []
+        for i, is_exact in enumerate(exact):
+            budget = int(sizes[i]) // 2 if is_exact else int(sizes[i])
+            still.append(merge([_tree(proposals[j], i, j) for j in proposals], budget))
+            if is_exact:
+                left[i] -= len(still[i])
+        drawn: dict[int, Drafts] = {
+            j: part.propose(rows, left) for j, part in enumerate(self.parts) if part.needs.draws
+        }
+        proposals |= drawn
+        trees = still
+        for i, is_exact in enumerate(exact) if drawn else ():
+            late = [_tree(drawn[j], i, j) for j in drawn]
+            if is_exact:
+                trees[i] = _side_by_side([*late, still[i]])
+            else:
+                trees[i] = merge([still[i], *late], int(sizes[i]))
+        for i, view in enumerate(rows):
+            self._last[view.row] = [proposals[j].row(i) for j in range(len(self.parts))]
+        drafts = pack(trees, self._names)
+        q = next((d.q for d in drawn.values() if d.q is not None), None)
+        return drafts if q is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for j, part in enumerate(self.parts):
+            columns = [self.needs.taps.index(layer) for layer in part.needs.taps]
+            part.observe([self._seen_by(j, columns, event) for event in events])
+        for event in events:
+            if event.verdict is not None:
+                self._last.pop(event.row, None)
+
+    def _seen_by(self, j: int, columns: list[int], event: Event) -> Event:
+        """The event as part j would have it alone: its own layers, and the nodes of its own proposal.
+
+        ``verdict`` is what the step would have been with this part's proposal only, so it may be shorter than
+        ``tokens``.
+        """
+        taps = None if event.taps is None or not columns else event.taps[:, columns]
+        verdict = event.verdict
+        if verdict is not None:
+            drafts = self._last.get(event.row)
+            path = follow(drafts[j], verdict.tokens[:-1]) if drafts else np.zeros(0, np.int32)
+            verdict = Verdict(verdict.tokens[: len(path) + 1], path)
+        return replace(event, taps=taps, verdict=verdict)
+
+    def admit(self, row: int, capacity: int) -> None:
+        for part in self.parts:
+            part.admit(row, capacity)
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        for part in self.parts:
+            part.fork(src, dst, n)
+
+    def release(self, row: int) -> None:
+        self._last.pop(row, None)
+        for part in self.parts:
+            part.release(row)
+
+    def bytes_for(self, capacity: int) -> int:
+        return sum(part.bytes_for(capacity) for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert set(self._last) <= set(rows), f"rows {set(self._last) - set(rows)} were never released"
+        for part in self.parts:
+            part.check(rows)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+def follow(draft: Draft, tokens: I32) -> I32:
+    """The nodes int32 [n] of the draft's path along ``tokens`` int32 [m], as far as it goes."""
+    path: list[int] = []
+    for token in tokens.tolist():
+        at = path[-1] if path else -1
+        node = next((n for n in draft.children(at) if draft.tokens[n] == token), None)
+        if node is None:
+            break
+        path.append(node)
+    return np.array(path, np.int32)
+
+
+def _tree(drafts: Drafts, i: int, source: int) -> Tree:
+    draft = drafts.row(i)
+    if drafts.confidence is not None:
+        gains = drafts.confidence[i, : len(draft)].tolist()
+    else:
+        depth = np.arange(len(draft)) if draft.parents is None else depths(draft.parents)
+        gains = (ASSUMED ** (depth + 1.0)).tolist()
+    return Tree.of(draft, gains, source)
+
+
+def _side_by_side(trees: Sequence[Tree]) -> Tree:
+    """All nodes of all trees, one tree after the other, nothing merged."""
+    joined = Tree()
+    for tree in trees:
+        offset = len(joined)
+        for token, parent, gain, source in zip(tree.tokens, tree.parents, tree.gains, tree.sources, strict=True):
+            joined.add(token, parent + offset if parent >= 0 else -1, gain, source)
+    return joined
+
+
+def _distributions(drafts: Drafts, exact: list[bool], drawn: dict[int, Drafts]) -> F64:
+    """q float64 [B, W, V]: what each drawn node was drawn from, one-hot for the others. In exact rows drawn nodes
+    come first, in their own order."""
+    (own,) = (d for d in drawn.values() if d.q is not None)
+    assert own.q is not None
+    q = np.zeros((*drafts.tokens.shape, own.q.shape[2]))
+    for i, is_exact in enumerate(exact):
+        n = int(own.widths[i]) if is_exact else 0
+        q[i, :n] = own.q[i, :n]
+        rest = np.arange(n, int(drafts.widths[i]))
+        q[i, rest, drafts.tokens[i, rest]] = 1.0
+    return q
