@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from outpace.cli.command import flatten
@@ -144,7 +143,7 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
     runs = [(drafted, plain)]
     if drafted.stats.total_seconds + plain.stats.total_seconds < _PATIENCE:
         runs += [_pair(engine, tokens, params) for _ in range(2)]
-    difference = compare(engine, np.asarray(tokens, np.int32), params, plain, drafted)
+    difference = compare(engine, tokens, params, plain, drafted)
     speeds = [statistics.median(pair[i].stats.decode_tokens_per_second for pair in runs) for i in (0, 1)]
     if as_json:
         compared = {
@@ -185,6 +184,8 @@ def _pair(engine: Engine, tokens: I32, params: SamplingParams) -> tuple[Result, 
 
 def pieces(engine: Engine, result: Result) -> Iterator[tuple[str, str]]:
     """``(text, source)`` of the result's tokens, in order: whole characters, credited to the token that ended them."""
+    import numpy as np
+
     from outpace.sequence import TextSoFar
 
     text = TextSoFar(engine.tokenizer, ())

@@ -1,0 +1,80 @@
+"""A conversation that tokenises only what is new, so that the KV of all before is found again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from outpace.engine import Engine
+from outpace.types import I32, Result, SamplingParams
+
+
+class Conversation:
+    """Messages, and the token ids that stand for them, so that a new turn is tokenised alone.
+
+    The engine keeps the finished row (``prefix_rows=1``): known ids that begin a new prompt find their KV there.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._messages: list[dict[str, str]] = []
+        self._text = ""  # rendered text that ``_ids`` stands for; empty: encode everything anew
+        self._ids: I32 = np.zeros(0, np.int32)
+
+    def say(self, text: str, params: SamplingParams, *, show: bool) -> Result:
+        """Add a user's turn and return the answer. Raises ParameterError; then the turn is forgotten."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        rendered, ids = self.encode(messages)
+        result = self._answer(ids, params, show)
+        self._messages = [*messages, {"role": "assistant", "content": result.text}]
+        if isinstance(result.stopped_by, str):  # the ids say more than the text, which was cut before the stop string
+            self._text, self._ids = "", np.zeros(0, np.int32)
+        else:
+            self._text, self._ids = rendered + result.text, np.concatenate([ids, _spoken(result)])
+        return result
+
+    def encode(self, messages: list[dict[str, str]]) -> tuple[str, I32]:
+        """A conversation as rendered text and its token ids: those known already, and the rest encoded."""
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None
+        templated = tokenizer.has_chat_template
+        if templated:
+            rendered = tokenizer.render_chat(messages)
+        else:
+            rendered = "\n\n".join(message["content"] for message in messages) + "\n\n"
+        if self._text and rendered.startswith(self._text):
+            rest = tokenizer.encode(rendered[len(self._text) :], add_special=False, parse_special=templated)
+            return rendered, np.concatenate([self._ids, rest]).astype(np.int32)
+        # A template writes the start token itself.
+        return rendered, tokenizer.encode(rendered, add_special=not templated, parse_special=templated)
+
+    def _answer(self, ids: I32, params: SamplingParams, show: bool) -> Result:
+        request = self._engine.add(ids.tolist(), params)
+        result = None
+        try:
+            while result is None:
+                for delta in self._engine.step():
+                    result = self._shown(delta.text, show, delta.result) or result
+        except KeyboardInterrupt:  # what was said so far stays said
+            for delta in self._engine.cancel(request):
+                result = self._shown(delta.text, show, delta.result) or result
+            if result is None:
+                raise
+        finally:
+            self._engine.cancel(request)
+        if show:
+            print()
+        return result
+
+    @staticmethod
+    def _shown(text: str, show: bool, result: Result | None) -> Result | None:
+        if show:
+            print(text, end="", flush=True)
+        return result
+
+
+def _spoken(result: Result) -> I32:
+    """The answer's ids without the stop token: the template writes that itself, when the next turn is rendered."""
+    ids = result.token_ids
+    if result.finish_reason == "stop" and isinstance(result.stopped_by, int):
+        ids = ids[:-1]
+    return np.array(ids, np.int32)
