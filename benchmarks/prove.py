@@ -69,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
+    parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
     return parser.parse_args()
@@ -76,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 def _prove(given: argparse.Namespace) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    options = LoadOptions(backend=given.backend)
+    options = LoadOptions(backend=given.backend, threads=given.threads)
     target, tokenizer = load("demo", options)
     base = Engine(target, tokenizer)
     prompts = [encode_turns(base, row)[: given.longest] for row in read_prompts(given.prompts, given.limit)]
