@@ -115,7 +115,7 @@ class Bench:
             entry = {
                 "name": configuration.name,
                 "drafter": configuration.engine.drafter.name,
-                "size": configuration.engine.size if drafts else 0,
+                "size": ("auto" if configuration.engine.adaptive else configuration.engine.size) if drafts else 0,
                 "acceptance": configuration.engine.acceptance,
                 **self._figures(configuration.name, None),
             }

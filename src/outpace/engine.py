@@ -6,12 +6,16 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from outpace.chance import NoiseChance
+from outpace.control import cost as costs
+from outpace.control.cost import Cost
+from outpace.control.policy import AUTO_SIZE, Adaptive, Fixed, Load, Policy
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.drafters.none import NoDrafter
 from outpace.errors import NoTokenAllowedError, ParameterError
@@ -41,14 +45,16 @@ from outpace.verify import reject, typical, walk
 if TYPE_CHECKING:
     from outpace.models.tokenizer import Tokenizer
 
-DEFAULT_SIZE = 7
+Size = int | Literal["auto"]
+
 _FORBIDDEN = -1  # the choice of a row whose rules forbid every token: agrees with no draft
 
 
 class Engine:
     """Decodes requests together, exactly as the target alone would have. One thread owns an engine.
 
-    ``size``: tokens drafted a step; ``acceptance``: see docs/exactness.md; ``max_rows``: requests that run at once;
+    ``size``: tokens drafted a step, or "auto": what pays, which needs ``cost`` (measured now, if not before, unless it
+    is given); ``acceptance``: see docs/exactness.md; ``max_rows``: requests that run at once;
     ``prefill_chunk``: prompt tokens a step; ``kv_memory``: a hard bound in bytes over target and drafter (never more
     than the model's own); ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike.
     """
@@ -59,16 +65,18 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         drafter: Drafter | None = None,
-        size: int = DEFAULT_SIZE,
+        size: Size = "auto",
         acceptance: Acceptance = "coupled",
         max_rows: int = 16,
         prefill_chunk: int = 512,
         kv_memory: int | None = None,
         prefix_rows: int = 0,
+        cost: Cost | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.drafter = drafter or NoDrafter()
         self.size = self.check_options(size, acceptance, max_rows, prefill_chunk, prefix_rows)
+        self.adaptive = size == "auto" and not isinstance(self.drafter, NoDrafter)
         self.acceptance: Acceptance = acceptance
         self.drafter.check_acceptance(acceptance)
         self._scheduler = Scheduler(
@@ -79,6 +87,10 @@ class Engine:
             kv_memory=min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None),
             prefix_rows=prefix_rows,
         )
+        self._policy: Policy = Fixed()
+        if self.adaptive:
+            cost = costs.of(model) if cost is None else cost
+            self._policy = Adaptive(cost, stepwise=self.drafter.stepwise, mixed=self.drafter.mixed)
         self._ids = itertools.count()
         self._finished = Stats(requests=0)
         self._closed = False
@@ -98,13 +110,16 @@ class Engine:
 
     @staticmethod
     def check_options(
-        size: int = DEFAULT_SIZE,
+        size: Size = "auto",
         acceptance: Acceptance = "coupled",
         max_rows: int = 16,
         prefill_chunk: int = 512,
         prefix_rows: int = 0,
     ) -> int:
-        """Validate the engine's own options before anything is loaded, and return the size. Raises ParameterError."""
+        """Validate the engine's own options before anything is loaded, and return the most nodes a step.
+
+        Raises ParameterError.
+        """
         for name, value, least in (
             ("max_rows", max_rows, 1),
             ("prefill_chunk", prefill_chunk, 1),
@@ -124,7 +139,7 @@ class Engine:
         *,
         raw: bool = False,
         drafter: bool = True,
-        size: int | None = None,
+        size: Size | None = None,
         acceptance: Acceptance | None = None,
     ) -> int:
         """Queue a request and return its id. It runs when ``step`` is called.
@@ -137,14 +152,17 @@ class Engine:
             raise ParameterError("this engine is closed: make a new one")
         params = params or SamplingParams()
         acceptance = self.acceptance if acceptance is None else _checked_acceptance(acceptance)
-        size = self.size if size is None else _checked_size(size)
-        if size > self.size:
+        adaptive = self.adaptive and size in (None, "auto")
+        most = self.size if size is None else _checked_size(size)
+        if size == "auto" and not self.adaptive:
+            raise ParameterError(f"size=auto needs an engine made with it: this one's size is fixed at {self.size}")
+        if most > self.size:
             raise ParameterError(
                 f"size={size} is more than the engine's {self.size}: make the engine with a larger one"
             )
         if not drafter or isinstance(self.drafter, NoDrafter):
-            size = 0
-        if size:
+            most = 0
+        if most:
             self.drafter.check_acceptance(acceptance)
         info = self.model.info
         tokens = self.encode(prompt, raw=raw)
@@ -171,8 +189,9 @@ class Engine:
                 eos_ids=info.eos_ids,
                 decoder=self.tokenizer,
                 acceptance=acceptance,
-                size=size,
-                drafter=self.drafter.name if size else "none",
+                size=most,
+                adaptive=adaptive and most > 0,
+                drafter=self.drafter.name if most else "none",
                 notes=notes,
             )
             for sample in range(params.n)
@@ -232,10 +251,8 @@ class Engine:
             raise
 
     def _run(self, plan: Plan, clock: _Clock) -> list[Delta]:
-        views = [_view(s) for s in plan.decoding]
-        sizes = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
         clock.start("draft")
-        drafts = self._draft(views, sizes)
+        drafts = self._draft(plan)
         clock.start("target")
         batch = self._pack(plan, drafts)
         output = self.model.forward(batch)
@@ -247,15 +264,27 @@ class Engine:
         clock.start("draft")
         self.drafter.observe(events)
         clock.start("other")
+        decisions = self._policy.learn(verdicts, clock.so_far())
+        for sequence, decision in zip(plan.decoding, decisions, strict=True):
+            sequence.stats.decide(decision.size, decision.expected)
         return self._deltas(plan, clock)
 
-    def _draft(self, views: list[RowView], sizes: I32) -> Drafts:
+    def _draft(self, plan: Plan) -> Drafts:
+        """What the policy asks of the drafter, and keeps of what it proposes."""
+        views = [_view(s) for s in plan.decoding]
+        most = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
+        load = Load([s.length - 1 for s in plan.decoding], sum(chunk.count for chunk in plan.chunks))
+        sizes, depths = self._policy.plan(views, most, load)
         drafting = np.flatnonzero(sizes > 0).astype(np.int32)
-        if not len(drafting):
-            return Drafts.empty(len(views))
-        drafts = self.drafter.propose([views[i] for i in drafting], sizes[drafting])
-        assert (drafts.widths <= sizes[drafting]).all(), "a drafter proposed more than it was asked for"
-        return drafts if len(drafting) == len(views) else _spread(drafts, drafting, len(views))
+        drafts = Drafts.empty(len(views))
+        if len(drafting):
+            if self.drafter.stepwise is not None:
+                views = [replace(view, depth=depth) for view, depth in zip(views, depths.tolist(), strict=True)]
+            drafts = self.drafter.propose([views[i] for i in drafting], sizes[drafting])
+            assert (drafts.widths <= sizes[drafting]).all(), "a drafter proposed more than it was asked for"
+            if len(drafting) < len(views):
+                drafts = _spread(drafts, drafting, len(views))
+        return self._policy.trim(views, drafts, load)
 
     def _pack(self, plan: Plan, drafts: Drafts) -> Batch:
         rows, tokens, starts, wanted, parents = [], [], [], [], []
@@ -316,7 +345,7 @@ class Engine:
         return events
 
     def _deltas(self, plan: Plan, clock: _Clock) -> list[Delta]:
-        seconds = clock.stop()
+        seconds = clock.so_far()
         for chunk in plan.chunks:
             chunk.sequence.stats.prefill_seconds += sum(seconds.values())
         deltas = []
@@ -327,6 +356,7 @@ class Engine:
         return deltas
 
     def _finish(self, sequence: Sequence) -> Delta:
+        self._policy.release(sequence.row)
         self._scheduler.release(sequence)
         delta = sequence.delta()
         self._finished = pooled([self._finished, sequence.stats])
@@ -497,14 +527,20 @@ class _Clock:
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
-    def stop(self) -> dict[str, float]:
+    def so_far(self) -> dict[str, float]:
         self.start(self._phase)
         return self._seconds
 
 
 def _view(sequence: Sequence) -> RowView:
     return RowView(
-        sequence.row, sequence.request, sequence.tokens, sequence.limit, sequence.chooser, sequence.acceptance
+        sequence.row,
+        sequence.request,
+        sequence.tokens,
+        sequence.limit,
+        sequence.chooser,
+        sequence.acceptance,
+        sequence.adaptive,
     )
 
 
@@ -529,10 +565,13 @@ def _spread(drafts: Drafts, where: I32, rows: int) -> Drafts:
     )
 
 
-def _checked_size(size: int) -> int:
+def _checked_size(size: Size) -> int:
+    """The most nodes that ``size`` allows a step."""
+    if isinstance(size, str) and size == "auto":
+        return AUTO_SIZE
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 0 <= size <= 63:
-        raise ParameterError(f"size={size} is out of range: draft 0 (plain decoding) to 63 tokens a step")
-    return size
+        raise ParameterError(f"size={size} is out of range: draft 0 (plain decoding) to 63 tokens a step, or auto")
+    return int(size)
 
 
 def _checked_acceptance(acceptance: Acceptance) -> Acceptance:

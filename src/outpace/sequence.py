@@ -44,12 +44,14 @@ class Sequence:
         acceptance: Acceptance,
         size: int,
         drafter: str,
+        adaptive: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.request, self.sample, self.params, self.chooser = request, sample, params, chooser
         self.limit = limit  # most committed tokens, prompt included
         self.acceptance: Acceptance = acceptance
-        self.size = size  # draft size asked for; 0: plain decoding
+        self.size = size  # most nodes a step; 0: plain decoding
+        self.adaptive = adaptive  # the policy chooses how many of them
         self.drafter, self.notes = drafter, notes
         self.prompt_length = self.length = len(prompt)
         self._tokens = np.empty(limit, np.int32)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ngram import NgramDrafter
@@ -189,7 +190,8 @@ class World:
             self.target,
             ToyTokenizer(),  # type: ignore[arg-type]
             drafter=self.drafter,
-            size=SIZE,
+            size="auto" if config.get("slope") is not None else SIZE,
+            cost=Cost((1, 64), (1e-3, 1e-3 * (1 + (config.get("slope") or 0)))),
             max_rows=config["max_rows"],
             prefill_chunk=config["prefill_chunk"],
             prefix_rows=config["prefix_rows"],
@@ -319,6 +321,7 @@ configs = st.fixed_dictionaries(
         "prefill_chunk": st.sampled_from([1, 3, 16, 64]),
         "prefix_rows": st.integers(0, 2),
         "positions": st.sampled_from([None, None, 130, 240, 400]),
+        "slope": st.sampled_from([None, 0.1, 5.0, 60.0]),  # None: fixed sizes; else the policy chooses, by such costs
     }
 )
 STEM = np.random.default_rng(7).integers(0, VOCAB, 24).tolist()
@@ -336,7 +339,7 @@ def test_whatever_happens_the_tokens_are_plain_decodings(config: dict[str, Any],
             world.add(
                 prompt,
                 SamplingParams(**options),
-                size=op["size"],
+                size=None if op["size"] == SIZE else op["size"],
                 drafter=op["drafter"],
                 acceptance=op["acceptance"],
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.command import Interrupted, flatten
-from outpace.cli.options import ACCEPTANCE, BenchCommon, Load
+from outpace.cli.options import ACCEPTANCE, SIZE, BenchCommon, Load
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run(
         list[str] | None,
         typer.Option("--drafter", "-d", help="A configuration; repeatable. The first is compared with."),
     ] = None,
-    size: Annotated[int | None, typer.Option("--size", "-s", help="Draft size, where a spec does not say.")] = None,
+    size: Annotated[Any, SIZE] = None,
     acceptance: Annotated[str, ACCEPTANCE] = "coupled",
     limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 512,

@@ -33,7 +33,7 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
         for i, entry in enumerate(configs):
             figures = entry if category is None else entry["by_category"][category]
             table.add_row(
-                "" if i else category or "all", entry["name"], *_cells(figures, promised, drafts=entry["size"] > 0)
+                "" if i else category or "all", entry["name"], *_cells(figures, promised, drafts=entry["size"] != 0)
             )
         table.add_section()
     console.print(table)

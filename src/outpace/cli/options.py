@@ -75,7 +75,14 @@ class Load:
         return self.engines([drafter], **options)[0]
 
 
-SIZE = _option("--size", "-s", help="Tokens drafted a step (default 7; 0 decodes plainly).")
+def _size(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter("give auto (what pays), or a number of tokens (0 decodes plainly)") from None
+
+
+SIZE = _option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
 ACCEPTANCE = _option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
 
 
@@ -86,7 +93,7 @@ class Draft:
     drafter: Annotated[
         str, _option("--drafter", "-d", help="none, ngram[:min=,max=] or model:ID (docs/drafters.md).")
     ] = "ngram"
-    size: Annotated[int | None, SIZE] = None
+    size: Annotated[Any, SIZE] = None
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from outpace.sampling import Chooser
 from outpace.types import F32, I32, Acceptance, Drafts, Verdict
 
@@ -45,6 +47,8 @@ class RowView:
     limit: int  # the row will never have more committed tokens than this
     chooser: Chooser  # for the next output token: parameters, noise, rules and their state
     acceptance: Acceptance
+    adaptive: bool = False  # the policy chooses how much is drafted, not the request
+    depth: int | None = None  # levels that a stepwise drafter may draft; None: as many as nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,12 @@ class Event:
     choices: I32 | None = None  # the target's choice after each node, the pending token's first
 
 
+def levels(rows: Sequence[RowView], sizes: I32) -> I32:
+    """How many levels int32 [B] a stepwise drafter may draft for each row: no more than the policy gives it."""
+    allowed = [size if view.depth is None else min(size, view.depth) for view, size in zip(rows, sizes, strict=True)]
+    return np.array(allowed, np.int32)
+
+
 class Drafter:
     """Base of every drafting method. A new method overrides ``propose`` and what it needs of the rest.
 
@@ -68,6 +78,8 @@ class Drafter:
 
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
+    stepwise: str | None = None  # the source that takes a forward of its own for every level, if there is one
+    mixed: bool = False  # others draft beside the stepwise source
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""

@@ -39,6 +39,9 @@ class ComposedDrafter(Drafter):
             taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
             draws=any(part.needs.draws for part in parts),
         )
+        stepwise = [part.stepwise for part in parts if part.stepwise is not None]
+        self.stepwise = stepwise[0] if stepwise else None
+        self.mixed = len(stepwise) < len(parts)
         self._last: dict[int, list[Draft]] = {}  # what each part proposed for a row in this step
 
     def check_acceptance(self, acceptance: Acceptance) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.drafters.base import DraftContext, Drafter, DrafterNeeds, RowView
+from outpace.drafters.base import DraftContext, Drafter, DrafterNeeds, RowView, levels
 from outpace.errors import DrafterError, NoTokenAllowedError
 from outpace.models.base import Batch, Model, Output
 from outpace.noise import Stream
@@ -37,7 +37,7 @@ class ModelDrafter(Drafter):
     needs = DrafterNeeds(draws=True)
 
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
-        self.name = name
+        self.name = self.stepwise = name
         self._model, self._vocab = model, target_vocab
         self._rows: dict[int, _Row] = {}
 
@@ -66,7 +66,8 @@ class ModelDrafter(Drafter):
         return self._model
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        b, w = len(rows), int(sizes.max())
+        sizes = levels(rows, sizes)
+        b, w = len(rows), int(sizes.max(initial=0))
         sampled = any(view.acceptance == "rejection" and not view.chooser.params.greedy for view in rows)
         tokens = np.zeros((b, w), np.int32)
         q = np.zeros((b, w, self._vocab)) if sampled else None

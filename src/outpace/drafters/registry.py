@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.errors import DrafterError
@@ -25,9 +26,9 @@ class DrafterSpec:
     parts: tuple[DrafterSpec, ...] = ()
 
     @property
-    def size(self) -> int | None:
+    def size(self) -> int | Literal["auto"] | None:
         """The draft size that the spec asks for, if it does."""
-        return self.integer("size", None)
+        return "auto" if self.options.get("size") == "auto" else self.integer("size", None)
 
     def arguments_of(self, name: str) -> list[str]:
         """Arguments of the parts, or of the spec itself, that are called ``name``."""
