@@ -120,6 +120,8 @@ class Stats:
             "accepted": self.accepted,
             "tokens_per_step": self.tokens_per_step,
             "acceptance_rate": self.acceptance_rate,
+            "drafted_at": self.drafted_at,
+            "accepted_at": self.accepted_at,
             "acceptance_by_position": self.acceptance_by_position,
             "drafted_by": self.drafted_by,
             "accepted_by": self.accepted_by,
