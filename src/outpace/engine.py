@@ -282,8 +282,7 @@ class Engine:
                 views = [replace(view, depth=depth) for view, depth in zip(views, depths.tolist(), strict=True)]
             drafts = self.drafter.propose([views[i] for i in drafting], sizes[drafting])
             assert (drafts.widths <= sizes[drafting]).all(), "a drafter proposed more than it was asked for"
-            if len(drafting) < len(views):
-                drafts = _spread(drafts, drafting, len(views))
+            drafts = drafts.among(drafting, len(views))
         return self._policy.trim(views, drafts, load)
 
     def _pack(self, plan: Plan, drafts: Drafts) -> Batch:
@@ -541,27 +540,6 @@ def _view(sequence: Sequence) -> RowView:
         sequence.chooser,
         sequence.acceptance,
         sequence.adaptive,
-    )
-
-
-def _spread(drafts: Drafts, where: I32, rows: int) -> Drafts:
-    """Drafts of some rows as drafts of all ``rows`` rows, empty for the others."""
-
-    def wide(values: np.ndarray[Any, Any] | None) -> Any:
-        if values is None:
-            return None
-        out = np.zeros((rows, *values.shape[1:]), values.dtype)
-        out[where] = values
-        return out
-
-    return Drafts(
-        wide(drafts.tokens),
-        wide(drafts.widths),
-        wide(drafts.parents),
-        wide(drafts.q),
-        wide(drafts.confidence),
-        wide(drafts.source),
-        drafts.sources,
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines with ``turns`` (texts) or ``prompt`` (one text), perhaps ``id`` and ``category``."""
+"""Files of prompts: JSON lines with ``turns`` (texts), ``prompt`` (one text) or ``token_ids``, perhaps an ``id``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class PromptRow:
     id: str
     category: str
     turns: tuple[str, ...]
+    token_ids: tuple[int, ...] = ()  # instead of turns: what the model reads, as it is
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
@@ -48,6 +49,11 @@ def _row(path: Path, number: int, line: str) -> PromptRow:
         ) from error
     if not isinstance(value, dict):
         raise ParameterError(f'{where}: not an object: write {{"prompt": ...}} or {{"turns": [...]}}')
+    if "token_ids" in value:
+        ids = value["token_ids"]
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids) or "turns" in value:
+            raise ParameterError(f"{where}: token_ids is a list of ids, not empty, and stands instead of turns")
+        return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), ("",), tuple(ids))
     turns = value.get("turns", [value["prompt"]] if "prompt" in value else None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ParameterError(f"{where}: needs turns (a list of texts) or prompt (a text), not empty")
@@ -61,7 +67,9 @@ def encode_turns(engine: Engine, row: PromptRow, history: Sequence[Message] = ()
     """
     messages = list(history) or [{"role": "user", "content": row.turns[0]}]
     try:
-        if engine.tokenizer is not None and not engine.tokenizer.has_chat_template:
+        if row.token_ids:
+            tokens = engine.encode(row.token_ids)
+        elif engine.tokenizer is not None and not engine.tokenizer.has_chat_template:
             tokens = engine.encode("\n\n".join(message["content"] for message in messages), raw=True)
         else:
             tokens = engine.encode(messages)

@@ -231,6 +231,21 @@ class Drafts:
             None if self.q is None else self.q[i, :k],
         )
 
+    def among(self, where: I32, rows: int) -> Drafts:
+        """These drafts as those of rows ``where`` int32 [B] of a batch of ``rows``; the others have none."""
+        if len(where) == rows:
+            return self
+
+        def wide(values: npt.NDArray[Any] | None) -> Any:
+            if values is None:
+                return None
+            out = np.zeros((rows, *values.shape[1:]), values.dtype)
+            out[where] = values
+            return out
+
+        arrays = ("tokens", "widths", "parents", "q", "confidence", "source")
+        return replace(self, **{name: wide(getattr(self, name)) for name in arrays})
+
     def source_of(self, i: int, node: int) -> str:
         """Who drafted node ``node`` of row i."""
         if not self.sources:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.suffix import SuffixDrafter
-from outpace.engine import Engine
+from outpace.engine import Engine, Size
 from outpace.types import Result, SamplingParams
 from tests.toy import ToyModel
 
@@ -27,15 +28,16 @@ def make(kind: str) -> Drafter:
         "history": SuffixDrafter(history=True),
         "model": model,
     }
-    parts = [part for name in kind.split("+") if (part := each[name]) is not None]
-    return parts[0] if len(parts) == 1 else ComposedDrafter(parts)
+    names = kind.split("+")
+    parts = [part for name in names if (part := each[name.rstrip("?")]) is not None]
+    return parts[0] if len(parts) == 1 else ComposedDrafter(parts, [name.endswith("?") for name in names])
 
 
-KINDS = ["ngrams", "suffix", "chain", "history", "ngram+suffix", "ngrams+history+model", "suffix+model"]
+KINDS = ["ngrams", "suffix", "chain", "history", "ngram+suffix", "ngrams+history+model", "suffix+model", "ngram+model?"]
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
 
 
-def run(drafter: Drafter | None, params: SamplingParams, size: int = 6, **options: object) -> list[Result]:
+def run(drafter: Drafter | None, params: SamplingParams, size: Size = 6, **options: object) -> list[Result]:
     with Engine(ToyModel(VOCAB), drafter=drafter, size=size, max_rows=3, prefill_chunk=5, **options) as engine:  # type: ignore[arg-type]
         requests = [
             engine.add(p, params.with_(seed=i, max_tokens=8 + 9 * i, n=1 + i % 2)) for i, p in enumerate(PROMPTS)
@@ -52,7 +54,7 @@ def run(drafter: Drafter | None, params: SamplingParams, size: int = 6, **option
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{}, {"prefix_rows": 2}])
+@pytest.mark.parametrize("options", [{}, {"prefix_rows": 2}, {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}])
 def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[str, object]) -> None:
     params = SamplingParams(temperature=temperature)
     plain = run(None, params)

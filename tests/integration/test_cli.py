@@ -66,7 +66,7 @@ def test_help_and_import_load_nothing_heavy() -> None:
     assert "generate" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "chat", "verify", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "bench", "chat", "verify", "plan", "doctor"])
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = outpace(capsys, command, "--help")
     assert code == 0
@@ -324,6 +324,25 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert value["demo"]["ok"]
     assert {"python", "packages", "cpu", "memory", "backends"} <= set(value)
+    assert len(value["demo"]["cost"]["widths"]) == len(value["demo"]["cost"]["seconds"]) > 3
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = outpace(
+        capsys, "plan", "--alpha", "0.7", "--size", "4", "--draft-cost", "0.1", "--width-cost", "1.2"
+    )
+    assert code == 0
+    assert "2.77" in out
+    assert "1.73x" in out
+    rows, found = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    rows.write_text('{"token_ids": [5, 6, 7, 5, 6]}\n{"prompt": "Count to ten, twice."}\n')
+    assert outpace(capsys, "bench", "--prompts", str(rows), "-n", "40", "-t", "1", "--json", str(found))[0] == 0
+    code, out, _ = outpace(capsys, "plan", "--from", str(found), "--json")
+    assert code == 0
+    (measured,) = json.loads(out)
+    assert measured["measured"]["name"] == "ngram"
+    assert 0 < measured["measured"]["alpha"] <= 1
+    assert json.loads(found.read_text())["configs"][1]["size"] == "auto"
 
 
 BAD = {
@@ -331,6 +350,9 @@ BAD = {
     "missing file": (("generate", "hi", "--model", "nope.gguf"), "does not exist"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
     "unknown drafter option": (("generate", "hi", "--drafter", "ngram:depth=2"), "depth=2"),
+    "bad size": (("generate", "hi", "--size", "many"), "auto"),
+    "plan of nothing": (("plan",), "--alpha"),
+    "plan out of range": (("plan", "--alpha", "2"), "alpha 2"),
     "bad drafter option": (("generate", "hi", "--drafter", "ngram:min=9,max=2"), "1 <= min <= max"),
     "wrong vocabulary": (("generate", "hi", "--drafter", "model:demo-gemma"), "does not share the target's vocabulary"),
     "size": (("generate", "hi", "--size", "99"), "size=99"),

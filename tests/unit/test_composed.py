@@ -83,6 +83,21 @@ def test_the_best_of_all_in_one_tree_with_sources() -> None:
     assert drafts.q is None
 
 
+def test_a_fallback_works_only_where_those_before_it_have_nothing() -> None:
+    class Odd(Fixed):
+        def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+            return pack([self.tree if row.row % 2 else Tree() for row in rows], (self.name,))
+
+    drafter = ComposedDrafter([Odd("a", A), Fixed("b", B)], [False, True])
+    drafts = drafter.propose([view(0), view(1), view(2)], sizes(3, 3, 3))
+    assert [drafts.source_of(i, 0) for i in range(3)] == ["b", "a", "b"]
+    assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[1, 4, 5], [1, 2, 3], [1, 4, 5]]
+    with pytest.raises(DrafterError, match="first part"):
+        ComposedDrafter([Fixed("a", A), Fixed("b", B)], [True, False])
+    with pytest.raises(DrafterError, match="cannot be the fallback"):
+        ComposedDrafter([Fixed("a", A, DrafterNeeds(draws=True)), Fixed("b", B)], [False, True])
+
+
 def test_agreeing_chains_stay_a_chain() -> None:
     drafter = ComposedDrafter([Fixed("a", A), Fixed("b", Tree.chain([1, 2], [0.8, 0.7]))])
     drafts = drafter.propose([view()], sizes(7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,18 +17,23 @@ _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safeten
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: outpace doctor --json")(flatten(run))
+    app.command("doctor", epilog="Example: outpace doctor --measure")(flatten(run))
 
 
-def run(common: Common) -> int:
-    """Show versions, CPU features, backends and memory, and decode a few tokens with the demo model."""
+def run(
+    common: Common,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
+    ] = False,
+) -> int:
+    """Show versions, CPU features, backends, memory, and what the demo model's forwards cost here by width."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cpu": machine.cpu(),
         "memory": machine.memory(),
         "backends": _backends(),
-        "demo": _demo(),
+        "demo": _demo(measure),
     }
     if common.json:
         print(json.dumps(found))
@@ -55,14 +60,16 @@ def _backends() -> dict[str, str]:
     return out
 
 
-def _demo() -> dict[str, Any]:
+def _demo(measure: bool) -> dict[str, Any]:
+    from outpace.control import cost as costs
     from outpace.engine import Engine
     from outpace.types import SamplingParams
 
     begun = time.perf_counter()
     try:
-        with Engine.load("demo", drafter="ngram") as engine:
+        with Engine.load("demo") as engine:
             loaded = time.perf_counter() - begun
+            cost = costs.of(engine.model, again=measure)
             result = engine.generate("Say hello.", SamplingParams(max_tokens=16))
             info = engine.model.info
             threads, path = machine.threads_of(engine.model), machine.path_of(engine.model)
@@ -77,7 +84,26 @@ def _demo() -> dict[str, Any]:
         "load_seconds": loaded,
         "text": result.text,
         "decode_tokens_per_second": result.stats.decode_tokens_per_second,
+        "cost": cost.to_dict(),
     }
+
+
+_CONTEXT = 400  # of the table
+_BAR = 40  # characters
+
+
+def _print_cost(found: dict[str, Any]) -> None:
+    """A forward's milliseconds by width, beside bars of its price in plain steps; the speculation's whole economy."""
+    from outpace.control.cost import Cost
+
+    cost = Cost(**found)
+    longest = cost.ratio(cost.widths[-1], _CONTEXT)
+    print(f"\nwhat a forward costs after {_CONTEXT} tokens (outpace doctor --measure measures anew):\n")
+    print("  width      ms  x width 1   tokens a step it needs to pay")
+    for width in cost.widths:
+        ratio = cost.ratio(width, _CONTEXT)
+        seconds = cost.forward([width], [_CONTEXT])
+        print(f"  {width:>5} {1e3 * seconds:>7.2f} {ratio:>10.2f}   {'#' * max(round(_BAR * ratio / longest), 1)}")
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -105,5 +131,6 @@ def _print(found: dict[str, Any]) -> None:
             f"decodes at {demo['decode_tokens_per_second']:.0f} tokens/s with {demo['threads']} threads",
             soft_wrap=True,
         )
+        _print_cost(demo["cost"])
     else:
         console.print(f"demo model    FAILED: {demo['error']}", soft_wrap=True)

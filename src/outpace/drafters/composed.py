@@ -22,9 +22,12 @@ ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its pa
 
 
 class ComposedDrafter(Drafter):
-    """Candidates of 2 to 255 ``parts`` in one tree. Equal siblings count once, for the part that is surest of them."""
+    """Candidates of 2 to 255 ``parts`` in one tree. Equal siblings count once, for the part that is surest of them.
 
-    def __init__(self, parts: Sequence[Drafter]) -> None:
+    ``fallback`` [parts]: whether a part works only in rows where the parts before it have proposed nothing.
+    """
+
+    def __init__(self, parts: Sequence[Drafter], fallback: Sequence[bool] = ()) -> None:
         if not 2 <= len(parts) <= 255:
             raise DrafterError(f"a composition has {len(parts)} parts: join 2 to 255 drafters with +")
         for part in parts:
@@ -32,6 +35,12 @@ class ComposedDrafter(Drafter):
                 raise DrafterError(
                     f"{part.name} reads the choice after every node, which a merged tree cannot give it: use it alone"
                 )
+        self._fallback = tuple(fallback) or (False,) * len(parts)
+        if self._fallback[0]:
+            raise DrafterError(f"{parts[0].name} is the first part, so it can be no fallback: put it last")
+        for j, part in enumerate(parts):
+            if self._fallback[j] and not part.needs.draws and any(earlier.needs.draws for earlier in parts[:j]):
+                raise DrafterError(f"{part.name} cannot be the fallback of a part that samples: put it first")
         self.parts = tuple(parts)
         self.name = "+".join(part.name for part in parts)
         self._names = tuple(part.name for part in parts)
@@ -60,17 +69,17 @@ class ComposedDrafter(Drafter):
         left = sizes.copy()  # for the parts that draw
         for j, part in enumerate(self.parts):
             if not part.needs.draws:
-                proposals[j] = part.propose(rows, sizes)
+                proposals[j] = self._ask(j, rows, sizes, proposals)
         still: list[Tree] = []
         for i, is_exact in enumerate(exact):
             budget = int(sizes[i]) // 2 if is_exact else int(sizes[i])
             still.append(merge([_tree(proposals[j], i, j) for j in proposals], budget))
             if is_exact:
                 left[i] -= len(still[i])
-        drawn: dict[int, Drafts] = {
-            j: part.propose(rows, left) for j, part in enumerate(self.parts) if part.needs.draws
-        }
-        proposals |= drawn
+        drawn: dict[int, Drafts] = {}
+        for j, part in enumerate(self.parts):
+            if part.needs.draws:
+                drawn[j] = proposals[j] = self._ask(j, rows, left, proposals)
         trees = still
         for i, is_exact in enumerate(exact) if drawn else ():
             late = [_tree(drawn[j], i, j) for j in drawn]
@@ -83,6 +92,17 @@ class ComposedDrafter(Drafter):
         drafts = pack(trees, self._names)
         q = next((d.q for d in drawn.values() if d.q is not None), None)
         return drafts if q is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
+
+    def _ask(self, j: int, rows: Sequence[RowView], sizes: I32, proposals: dict[int, Drafts]) -> Drafts:
+        """What part j proposes for the rows that it is asked for."""
+        asked = sizes > 0
+        if self._fallback[j]:
+            for earlier in range(j):
+                asked &= proposals[earlier].widths == 0
+        at = np.flatnonzero(asked).astype(np.int32)
+        if not len(at):
+            return Drafts.empty(len(rows))
+        return self.parts[j].propose([rows[i] for i in at.tolist()], sizes[at]).among(at, len(rows))
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):

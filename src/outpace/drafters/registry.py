@@ -54,6 +54,8 @@ def parse(text: str) -> DrafterSpec:
     """Parse and check a spec. Raises DrafterError that lists what there is."""
     parts = tuple(_parse_one(part) for part in _split(text))
     if len(parts) == 1:
+        if parts[0].flag("fallback", False):
+            raise DrafterError(f"{text}: fallback=1 needs drafters before it: join them with +")
         return parts[0]
     if any(part.name == "none" for part in parts):
         raise DrafterError(f"{text}: none drafts nothing, so it cannot be combined: leave it out")
@@ -92,12 +94,12 @@ def _parse_one(text: str) -> DrafterSpec:
     argument, options = None, {}
     for part in rest.split(",") if rest else []:
         key, equals, value = part.partition("=")
-        if equals and key in (*method.options, "size"):
+        if equals and key in (*method.options, *_COMMON):
             options[key] = value
         elif method.argument and argument is None and not options:
             argument = part
         else:
-            known = ", ".join(f"{option}=" for option in (*method.options, "size"))
+            known = ", ".join(f"{option}=" for option in (*method.options, *_COMMON))
             raise DrafterError(f"{text}: {part!r} is no option of {name}: it takes {known}")
     if method.argument and not argument:
         raise DrafterError(f"{text}: {name} needs {method.argument}, as in {name}:{method.example}")
@@ -151,7 +153,7 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
     try:
         for part in spec.parts:
             parts.append(build(part, context))  # noqa: PERF401  # what was built is closed when a later one fails
-        composed = ComposedDrafter(parts)
+        composed = ComposedDrafter(parts, [part.flag("fallback", False) for part in spec.parts])
         composed.check_acceptance(context.acceptance)
     except BaseException:
         for built in parts:
@@ -175,6 +177,7 @@ class _Method:
     example: str = ""
 
 
+_COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
 _METHODS = {
     "none": _Method(_none),
     "ngram": _Method(_ngram, ("min", "max", "candidates")),
