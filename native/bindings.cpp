@@ -264,16 +264,16 @@ double read_seconds(size_t bytes, int threads, int repeats) {
     double best = 1e9;
     for (int r = 0; r < repeats; ++r) {
         const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int id) {
-            const size_t words = bytes / 64 / static_cast<size_t>(threads) * 8;
-            const uint64_t* p = reinterpret_cast<const uint64_t*>(memory.get()) + words * static_cast<size_t>(id);
+        pool.run([&](Seat& me) {
+            const size_t words = bytes / 64 / static_cast<size_t>(me.count) * 8;
+            const uint64_t* p = reinterpret_cast<const uint64_t*>(memory.get()) + words * static_cast<size_t>(me.rank);
             uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
             for (size_t i = 0; i < words; i += 8) {
                 __builtin_prefetch(p + i + 512);
                 a += p[i], b += p[i + 1], c += p[i + 2], d += p[i + 3];
                 e += p[i + 4], f += p[i + 5], g += p[i + 6], h += p[i + 7];
             }
-            sums[static_cast<size_t>(id) * 8] += a + b + c + d + e + f + g + h;
+            sums[static_cast<size_t>(me.rank) * 8] += a + b + c + d + e + f + g + h;
         });
         best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }

@@ -1,171 +1,69 @@
-// One forward: check the batch, lay out what each token sees, then one parallel region a chunk of tokens.
+// One forward: one parallel region a chunk of tokens.
 //
 // Threads split tokens, heads or output rows, never a sum. Between two phases that hand data from thread to thread
-// stands a barrier.
+// stands a barrier; a thread that is dismissed there leaves at once (see pool.h).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <string>
 
 #include "model.h"
 #include "pack.h"
 
 namespace outpace {
 
-void Model::prepare(const BatchView& batch) {
-    const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
-    const int n = batch.tokens;
-    if (batch.layers < 1 || batch.layers > static_cast<int>(layers_.size())) wrong("layers is out of range");
-    for (const int tap : batch.taps)
-        if (tap < 0 || tap >= batch.layers) wrong("tap " + std::to_string(tap) + " is not a layer that runs");
-    if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
-    std::vector<int> seen;
-    size_t path_length = 0;
-    for (int b = 0; b < batch.rows; ++b) {
-        const int begin = batch.starts[b], end = batch.starts[b + 1];
-        if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
-        const int row = batch.row[begin], cached = kv_.length(row);
-        seen.push_back(row);
-        if (end - begin > kv_.capacity(row) - cached)
-            wrong("row " + std::to_string(row) + " has " + std::to_string(cached) + " of " +
-                  std::to_string(kv_.capacity(row)) + " positions in use, " + std::to_string(end - begin) + " more do not fit");
-        for (int i = begin; i < end; ++i) {
-            const int parent = batch.parent[i], own = i - begin;
-            if (batch.row[i] != row) wrong("a row's tokens must stand together");
-            if (batch.token[i] < 0 || batch.token[i] >= config_.vocab)
-                wrong("token " + std::to_string(batch.token[i]) + " is not in the vocabulary");
-            if (parent < -1 || parent >= own) wrong("a parent must come before its child");
-            const int expected = parent < 0 ? cached : batch.position[begin + parent] + 1;
-            if (batch.position[i] != expected)
-                wrong("position " + std::to_string(batch.position[i]) + " should be " + std::to_string(expected));
-            if (expected >= config_.max_length)
-                wrong("position " + std::to_string(expected) + " is beyond the model's " +
-                      std::to_string(config_.max_length));
-            // In a chain slots are positions and no path is needed. expected - cached + 1 slots otherwise.
-            if (expected != cached + own) path_length += static_cast<size_t>(expected - cached) + 1;
-        }
-    }
-    std::sort(seen.begin(), seen.end());
-    if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("a row appears twice");
-    for (int i = 0; i < batch.wanted_count; ++i)
-        if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
-            wrong("wanted must ascend within the tokens");
-
-    tokens_.clear();
-    paths_.clear();
-    paths_.reserve(path_length);  // no reallocation below: tokens keep pointers
-    int last = 0, wanted = 0;
-    for (int b = 0; b < batch.rows; ++b) {
-        const int begin = batch.starts[b], end = batch.starts[b + 1];
-        const int row = batch.row[begin], cached = kv_.length(row);
-        const uint8_t* const* blocks = kv_.grow(row, end - begin);
-        for (int i = begin; i < end; ++i) {
-            Token token{batch.token[i], row, batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
-            // position == slot holds for a node exactly when its ancestors are the nodes before it, one a depth.
-            if (token.position != token.slot) {
-                const size_t start = paths_.size();
-                const int depth = token.position - cached;
-                paths_.resize(start + static_cast<size_t>(depth) + 1);
-                int node = i - begin;
-                for (int d = depth; d >= 0; --d, node = batch.parent[begin + node]) paths_[start + static_cast<size_t>(d)] = cached + node;
-                token.path = paths_.data() + start;
-            }
-            if (wanted < batch.wanted_count && batch.wanted[wanted] == i) token.wanted = wanted++;
-            last = std::max(last, token.position);
-            tokens_.push_back(token);
-        }
-    }
-    for (Rope& rope : ropes_) rope.cover(last + 1);
-}
-
-// Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
-// where even single tokens do not, by ranges of blocks too.
-void Model::plan_jobs(int first, int count) {
-    jobs_.clear();
-    const int group = config_.heads / config_.kv_heads;
-    int tile = std::max(1, std::min(8, kMaxQueries / group));
-    while (tile > 1 && (count + tile - 1) / tile * config_.kv_heads < 2 * pool_.size()) tile /= 2;
-    std::vector<Tile>& tiles = tiles_;
-    tiles.clear();
-    for (int t = first; t < first + count;) {
-        int end = t + 1, blocks = tokens_[static_cast<size_t>(t)].position / kBlock + 1;
-        for (; end < first + count && end - t < tile && tokens_[static_cast<size_t>(end)].row == tokens_[static_cast<size_t>(t)].row; ++end)
-            blocks = std::max(blocks, tokens_[static_cast<size_t>(end)].position / kBlock + 1);
-        tiles.push_back({t, end - t, blocks, 1, 0});
-        t = end;
-    }
-    const int base = static_cast<int>(tiles.size()) * config_.kv_heads;
-    const int missing = base >= 2 * pool_.size() ? 1 : 6 * pool_.size() / base;  // taken as threads become free
-    size_t parts = 0;
-    const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        Tile& t = tiles[i];
-        if (pool_.size() > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
-        if (t.ranges > 1) {
-            t.parts = parts;
-            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(config_.heads) * static_cast<size_t>(t.blocks) * record;
-        }
-        for (int head = 0; head < config_.kv_heads; ++head)
-            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
-    }
-    if (parts_.size() < parts) parts_ = Buffer<float>(parts + parts / 2);
-    const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
-    if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
-    for (std::atomic<int>& next : next_job_) next.store(pool_.size(), std::memory_order_relaxed);
-}
-
 class Model::Run {
 public:
     Run(Model& model, Result& result, const BatchView& batch, int first, int count)
         : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), result_(result), batch_(batch),
-          first_(first), n_(count), threads_(model.pool_.size()), solo_(count <= 2 && threads_ > 1) {
+          first_(first), n_(count), solo_(count <= 2 && model.pool_.team() > 1) {
         for (int i = first; i < first + count; ++i)
             if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
     }
 
-    void thread(int id) {
-        clock(id, kPhases);
-        for (int l = 0; l < batch_.layers; ++l) layer(id, l);
-        head(id);
+    void thread(Seat& me) {
+        clock(me, kPhases);
+        for (int l = 0; l < batch_.layers; ++l)
+            if (!layer(me, l)) return;
+        head(me);
     }
 
-    void settle();  // on the caller's thread, after the region
+    void settle(int threads);  // on the caller's thread, after the region; how many ended it
 
 private:
     // Narrow forwards: every thread computes norms and encodings for all tokens in its own buffers, which is cheaper than
     // a barrier. The numbers are the same.
-    int mine(int id) const { return solo_ ? id : 0; }
-    Part tokens(int id) const { return solo_ ? Part{0, n_} : part_of(n_, id, threads_); }
-    void meet() { m_.pool_.barrier(); }
-    float* x(int id, int t) const { return s_.x[static_cast<size_t>(mine(id))].get() + static_cast<size_t>(t) * s_.hidden_stride; }
+    int mine(const Seat& me) const { return solo_ ? me.id : 0; }
+    Part tokens(const Seat& me) const { return solo_ ? Part{0, n_} : me.of(n_); }
+    bool meet(Seat& me) { return m_.pool_.meet(me); }
+    float* x(const Seat& me, int t) const { return s_.x[static_cast<size_t>(mine(me))].get() + static_cast<size_t>(t) * s_.hidden_stride; }
     const Token& token(int t) const { return m_.tokens_[static_cast<size_t>(first_ + t)]; }
 
-    void clock(int id, int phase) {
-        if (id != 0 || !m_.timing_) return;
+    void clock(const Seat& me, int phase) {
+        if (me.id != 0 || !m_.timing_) return;
         const auto now = std::chrono::steady_clock::now();
         if (phase < kPhases) m_.seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - since_).count();
         since_ = now;
     }
 
     // x [hidden] -> normed and encoded for matrices `ms`.
-    void encode_normed(int id, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
-        float* line = s_.line[static_cast<size_t>(id)].get();
-        k_.rmsnorm(x(id, t), norm.data(), c_.eps, c_.hidden, line);
+    void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
+        k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
         std::fill(line + c_.hidden, line + s_.hidden_stride, 0.0f);
         unsigned done = 0;
         for (const Matrix* m : ms) {
             const unsigned bit = 1u << static_cast<unsigned>(m->acts());
             if (done & bit) continue;
             done |= bit;
-            k_.encode(m->acts(), line, 0, m->groups, s_.in[static_cast<size_t>(mine(id))].get(m->acts()), n, at);
+            k_.encode(m->acts(), line, 0, m->groups, s_.in[static_cast<size_t>(mine(me))].get(m->acts()), n, at);
         }
     }
 
     // x += y, y normed first where the model has such a norm.
-    void add_back(int id, int t, const std::vector<float>& norm, const std::vector<float>& bias, int stride) {
+    void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, int stride) {
         const float* y = s_.y.get() + static_cast<size_t>(t) * stride;
-        float* line = s_.line[static_cast<size_t>(id)].get();
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
         if (!bias.empty()) {
             std::memcpy(line, y, static_cast<size_t>(c_.hidden) * 4);
             k_.add(line, bias.data(), c_.hidden);
@@ -175,29 +73,29 @@ private:
             k_.rmsnorm(y, norm.data(), c_.eps, c_.hidden, line);
             y = line;
         }
-        k_.add(x(id, t), y, c_.hidden);
+        k_.add(x(me, t), y, c_.hidden);
     }
 
-    void tap(int id, int t, int layer) {
-        if (solo_ && id != 0) return;
+    void tap(const Seat& me, int t, int layer) {
+        if (solo_ && me.rank != 0) return;
         for (size_t i = 0; i < batch_.taps.size(); ++i)
             if (batch_.taps[i] == layer)
                 std::memcpy(result_.taps.data() + (static_cast<size_t>(first_ + t) * batch_.taps.size() + i) * c_.hidden,
-                            x(id, t), static_cast<size_t>(c_.hidden) * 4);
+                            x(me, t), static_cast<size_t>(c_.hidden) * 4);
     }
 
     // The hidden state that enters layer `l`: an embedding, or what layer l - 1 made.
-    void enter(int id, int t, int l) {
+    void enter(const Seat& me, int t, int l) {
         if (l == 0) {
-            float* at = x(id, t);
+            float* at = x(me, t);
             unpack_row(m_.embedding_, token(t).id, at);
             if (c_.embedding_scale != 1.0f)
                 for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
             return;
         }
         const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
-        add_back(id, t, before.post_ffn_norm, {}, before.down.out_padded());
-        tap(id, t, l - 1);
+        add_back(me, t, before.post_ffn_norm, {}, before.down.out_padded());
+        tap(me, t, l - 1);
     }
 
     // This thread's share of several products over the same inputs.
@@ -205,25 +103,25 @@ private:
         const Matrix* m;
         float* y;
     };
-    void products(int id, std::initializer_list<Product> list) {
+    void products(const Seat& me, std::initializer_list<Product> list) {
         int total = 0;
         for (const Product& p : list) total += p.m->blocks;
-        Part part = part_of(total, id, threads_);
+        Part part = me.of(total);
         for (const Product& p : list) {
             const int begin = std::max(part.begin, 0), end = std::min(part.end, p.m->blocks);
             if (begin < end)
-                k_.matmul(*p.m, s_.in[static_cast<size_t>(mine(id))].get(p.m->acts()), n_, begin, end, p.y, p.m->out_padded());
+                k_.matmul(*p.m, s_.in[static_cast<size_t>(mine(me))].get(p.m->acts()), n_, begin, end, p.y, p.m->out_padded());
             part.begin -= p.m->blocks;
             part.end -= p.m->blocks;
         }
     }
 
-    void layer(int id, int index);
+    bool layer(Seat& me, int index);
     const uint8_t* first_keys(int job, int layer) const;
-    void rope(int id, const Layer& l, int index);
-    void attention(int id, const Layer& l, int index);
-    void gate_up(int id, const Layer& l);
-    void head(int id);
+    void rope(const Seat& me, const Layer& l, int index);
+    bool attention(Seat& me, const Layer& l, int index);
+    void gate_up(const Seat& me, const Layer& l);
+    void head(Seat& me);
 
     Model& m_;
     const Config& c_;
@@ -231,67 +129,68 @@ private:
     Scratch& s_;
     Result& result_;
     const BatchView& batch_;
-    const int first_, n_, threads_;
+    const int first_, n_;
     const bool solo_;
     std::vector<int> wanted_;
     std::chrono::steady_clock::time_point since_;
 };
 
-void Model::Run::layer(int id, int index) {
+bool Model::Run::layer(Seat& me, int index) {
     const Layer& l = m_.layers_[static_cast<size_t>(index)];
-    const Part part = tokens(id);
+    Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
-        enter(id, t, index);
-        encode_normed(id, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v});
+        enter(me, t, index);
+        encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v});
     }
-    if (!solo_) meet();
-    clock(id, kNorm);
+    if (!solo_ && !meet(me)) return false;
+    clock(me, kNorm);
 
-    products(id, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
-    if (id < static_cast<int>(m_.jobs_.size())) {  // this thread's first keys are on their way while it waits and rotates
-        const uint8_t* keys = first_keys(id, index);
+    products(me, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys are on their way while it waits and rotates
+        const uint8_t* keys = first_keys(me.rank, index);
         for (size_t line = 0; line < m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
     }
-    meet();
-    clock(id, kQkv);
+    if (!meet(me)) return false;
+    clock(me, kQkv);
 
-    rope(id, l, index);
-    meet();
-    clock(id, kRope);
+    rope(me, l, index);
+    if (!meet(me)) return false;
+    clock(me, kRope);
 
-    attention(id, l, index);
-    meet();
-    clock(id, kAttention);
+    if (!attention(me, l, index) || !meet(me)) return false;
+    clock(me, kAttention);
 
-    const Part out = part_of(l.o.blocks, id, threads_);
+    const Part out = me.of(l.o.blocks);
     k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, out.begin, out.end, s_.y.get(), l.o.out_padded());
-    meet();
-    clock(id, kOutput);
+    if (!meet(me)) return false;
+    clock(me, kOutput);
 
+    part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
-        add_back(id, t, l.post_attn_norm, l.o_bias, l.o.out_padded());
-        encode_normed(id, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
+        add_back(me, t, l.post_attn_norm, l.o_bias, l.o.out_padded());
+        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
     }
-    if (!solo_) meet();
-    clock(id, kNorm2);
+    if (!solo_ && !meet(me)) return false;
+    clock(me, kNorm2);
 
-    gate_up(id, l);
-    meet();
-    clock(id, kGateUp);
+    gate_up(me, l);
+    if (!meet(me)) return false;
+    clock(me, kGateUp);
 
-    const Part down = part_of(l.down.blocks, id, threads_);
+    const Part down = me.of(l.down.blocks);
     k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, down.begin, down.end, s_.y.get(), l.down.out_padded());
-    meet();
-    clock(id, kDown);
+    if (!meet(me)) return false;
+    clock(me, kDown);
+    return true;
 }
 
 // Biases, head norms, rotation; queries to `rotated`, keys and values to the cache.
-void Model::Run::rope(int id, const Layer& l, int index) {
+void Model::Run::rope(const Seat& me, const Layer& l, int index) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded();
     const int heads = c_.heads + 2 * c_.kv_heads;
     const Rope& rope = m_.ropes_[static_cast<size_t>(l.rope)];
     const KVShape& shape = m_.kv_.shape();
-    const Part part = part_of(n_ * heads, id, threads_);
+    const Part part = me.of(n_ * heads);
     for (int unit = part.begin; unit < part.end; ++unit) {
         const int t = unit / heads, head = unit % heads;
         const Token& tok = token(t);
@@ -326,7 +225,7 @@ const uint8_t* Model::Run::first_keys(int job, int layer) const {
     return any.blocks[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
 }
 
-void Model::Run::attention(int id, const Layer& l, int index) {
+bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded(), group = c_.heads / c_.kv_heads;
     const bool whole_groups = d % kGroup == 0;
     uint8_t* acts = s_.heads.get(l.o.acts());
@@ -338,7 +237,7 @@ void Model::Run::attention(int id, const Layer& l, int index) {
     job.kv_f32 = m_.kv_.shape().f32;
     job.part_stride = padded + 16;
     const int jobs = static_cast<int>(m_.jobs_.size());
-    for (int j = id, after; j < jobs; j = after) {
+    for (int j = next.fetch_add(1, std::memory_order_relaxed), after; j < jobs; j = after) {
         after = next.fetch_add(1, std::memory_order_relaxed);
         job.upcoming = first_keys(after < jobs ? after : j, index);
         const Job& planned = m_.jobs_[static_cast<size_t>(j)];
@@ -376,16 +275,16 @@ void Model::Run::attention(int id, const Layer& l, int index) {
             const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
             k_.encode(l.o.acts(), job.out[i], head * d / kGroup, (head + 1) * d / kGroup, acts, n_, t);
             if (head == c_.heads - 1 && used < l.o.groups) {
-                float* line = s_.line[static_cast<size_t>(id)].get();
+                float* line = s_.line[static_cast<size_t>(me.id)].get();
                 std::fill(line, line + (l.o.groups - used) * kGroup, 0.0f);
                 k_.encode(l.o.acts(), line, used, l.o.groups, acts, n_, t);
             }
         }
     }
-    if (whole_groups) return;
-    meet();
-    const Part part = part_of(n_, id, threads_);
-    float* line = s_.line[static_cast<size_t>(id)].get();
+    if (whole_groups) return true;
+    if (!meet(me)) return false;
+    const Part part = me.of(n_);
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
     for (int t = part.begin; t < part.end; ++t) {
         for (int head = 0; head < c_.heads; ++head)
             std::memcpy(line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * padded,
@@ -393,17 +292,18 @@ void Model::Run::attention(int id, const Layer& l, int index) {
         std::fill(line + c_.heads * d, line + l.o.in_padded(), 0.0f);
         k_.encode(l.o.acts(), line, 0, l.o.groups, acts, n_, t);
     }
+    return true;
 }
 
-void Model::Run::gate_up(int id, const Layer& l) {
+void Model::Run::gate_up(const Seat& me, const Layer& l) {
     constexpr int blocks = kGateRows / kRows;
     constexpr int unit = kGroup / kRows;  // row blocks that make one group of the next product's inputs
-    const uint8_t* gate_acts = s_.in[static_cast<size_t>(mine(id))].get(l.gate.acts());
-    const uint8_t* up_acts = s_.in[static_cast<size_t>(mine(id))].get(l.up.acts());
+    const uint8_t* gate_acts = s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts());
+    const uint8_t* up_acts = s_.in[static_cast<size_t>(mine(me))].get(l.up.acts());
     uint8_t* middle = s_.middle.get(l.down.acts());
-    float* g = s_.pair[static_cast<size_t>(id)].get();
+    float* g = s_.pair[static_cast<size_t>(me.id)].get();
     float* u = g + static_cast<size_t>(kGateRows) * n_;
-    const Part part = part_of(l.gate.blocks / unit, id, threads_);
+    const Part part = me.of(l.gate.blocks / unit);
     for (int begin = part.begin * unit; begin < part.end * unit; begin += blocks) {
         const int end = std::min(begin + blocks, part.end * unit);
         // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
@@ -416,7 +316,7 @@ void Model::Run::gate_up(int id, const Layer& l) {
             k_.encode(l.down.acts(), values, group, std::min(group + rows / kGroup, l.down.groups), middle, n_, t);
         }
     }
-    if (id == 0 && l.gate.blocks / unit < l.down.groups) {  // inputs that only pad the next product
+    if (me.rank == 0 && l.gate.blocks / unit < l.down.groups) {  // inputs that only pad the next product
         float* line = s_.line[0].get();
         const int from = l.gate.blocks / unit;
         std::fill(line, line + (l.down.groups - from) * kGroup, 0.0f);
@@ -424,25 +324,25 @@ void Model::Run::gate_up(int id, const Layer& l) {
     }
 }
 
-void Model::Run::head(int id) {
+void Model::Run::head(Seat& me) {
     const int l = batch_.layers, wanted = static_cast<int>(wanted_.size());
-    const Part part = tokens(id);
+    const Part part = tokens(me);
     int at = 0;
     for (int t = 0; t < n_; ++t) {
         const bool is_wanted = at < wanted && wanted_[static_cast<size_t>(at)] == t;
         if (t >= part.begin && t < part.end) {
-            enter(id, t, l);
-            if (is_wanted) encode_normed(id, t, wanted, at, m_.final_norm_, {&m_.head_});
+            enter(me, t, l);
+            if (is_wanted) encode_normed(me, t, wanted, at, m_.final_norm_, {&m_.head_});
         }
         at += is_wanted;
     }
-    if (!solo_) meet();
+    if (!solo_ && !meet(me)) return;
     if (wanted > 0) {
         const Matrix& head = m_.head_;
-        const Part rows = part_of(head.blocks, id, threads_);
+        const Part rows = me.of(head.blocks);
         const int first = token(wanted_[0]).wanted;
         float* y = result_.logits_->get() + static_cast<size_t>(first) * static_cast<size_t>(result_.stride_);
-        k_.matmul(head, s_.in[static_cast<size_t>(mine(id))].get(head.acts()), wanted, rows.begin, rows.end, y, result_.stride_);
+        k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, rows.begin, rows.end, y, result_.stride_);
         const int begin = rows.begin * kRows, end = std::min(rows.end * kRows, c_.vocab);
         for (int i = 0; i < wanted; ++i) {
             Best best{-INFINITY, 0, false};
@@ -450,17 +350,17 @@ void Model::Run::head(int id) {
                 best = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
                 best.index += begin;
             }
-            m_.bests_[static_cast<size_t>(id) * kChunk + static_cast<size_t>(i)] = best;
+            m_.bests_[static_cast<size_t>(me.rank) * kChunk + static_cast<size_t>(i)] = best;
         }
     }
-    clock(id, kHead);
+    clock(me, kHead);
 }
 
-void Model::Run::settle() {
+void Model::Run::settle(int threads) {
     for (size_t i = 0; i < wanted_.size(); ++i) {
         Best best = m_.bests_[i];
-        for (int id = 1; id < threads_; ++id) {
-            const Best& other = m_.bests_[static_cast<size_t>(id) * kChunk + i];
+        for (int rank = 1; rank < threads; ++rank) {
+            const Best& other = m_.bests_[static_cast<size_t>(rank) * kChunk + i];
             best.nan = best.nan || other.nan;
             if (other.value > best.value) {  // threads hold ascending rows, so ties stay with the lower id
                 best.value = other.value;
@@ -489,8 +389,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         const int count = std::min(kChunk, batch.tokens - first);
         plan_jobs(first, count);
         Run run(*this, *result, batch, first, count);
-        pool_.run([&run](int id) { run.thread(id); });
-        run.settle();
+        run.settle(pool_.run([&run](Seat& me) { run.thread(me); }));
     }
     for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;

@@ -123,7 +123,7 @@ def test_gguf_is_the_original_model(architecture: str, family: str, changes: Any
     for at in (slice(0, 25), slice(25, 26), slice(26, 40)):
         batch = Batch.pack([row], [t[at]], [at.start], [True])
         close(model.forward(batch).logits(batch.wanted), own(original, t)[at])
-    taken = estimate(str(path), LoadOptions(dtype="float32"))
+    taken = estimate(str(path), LoadOptions(backend="transformers", dtype="float32"))
     assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
 
 
@@ -277,7 +277,7 @@ def test_cache_refuses_nonsense() -> None:
 def test_demo_says_what_its_own_forward_says() -> None:
     reference = built(resolve("demo").path)
     model, tokenizer = load("demo", LoadOptions(backend="transformers", device="cpu"))
-    assert model.info.weight_bytes == estimate("demo", LoadOptions(device="cpu")).weights
+    assert model.info.weight_bytes == estimate("demo", LoadOptions(backend="transformers", device="cpu")).weights
     tokens = tokenizer.encode(
         "The river rises in the mountains and flows 1,024 km to the sea.\n\ndef area(r):\n    return 3.14159 * r ** 2\n"
         "La rivière prend sa source dans les montagnes. 河は山から海へ流れる。"

@@ -7,7 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from native_helpers import Tiny
+
+from outpace.models.native import estimate
 
 _CHILD = textwrap.dedent(
     """
@@ -81,3 +84,13 @@ def test_damaged_weights_never_crash(tiny: Tiny, tmp_path: Path) -> None:
     size = path.stat().st_size
     loaded, _ = mutate(path, tmp_path / "damaged.gguf", 100, 9, size)
     assert loaded > 10
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
+def test_estimate(kind: str, tiny: Tiny) -> None:
+    sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if "K" in kind else {}
+    for options in ({"kv_dtype": "float32"}, {"quantize": "int8"}):
+        model = tiny.load(kind, sizes=sizes, **options)
+        info = model.info
+        assert estimate(tiny.path(kind, **sizes), **options) == (info.weight_bytes, info.kv_bytes_per_position)
+        model.close()

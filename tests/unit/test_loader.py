@@ -53,14 +53,16 @@ def test_loads_a_folder(saved: Path) -> None:
     logits = model.forward(batch).logits(batch.wanted)
     assert logits.shape == (len(tokens), 262)
     assert logits.dtype == np.float32
-    taken = estimate(str(saved), LoadOptions())
+    taken = estimate(str(saved), LoadOptions(backend="transformers"))
     assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
 
 
 def test_dtype(saved: Path) -> None:
     model, _ = load(str(saved), LoadOptions(backend="transformers", dtype="bfloat16"))
     assert model.info.dtype == "bfloat16"
-    assert estimate(str(saved), LoadOptions(dtype="bfloat16")).weights == model.info.weight_bytes
+    assert (
+        estimate(str(saved), LoadOptions(backend="transformers", dtype="bfloat16")).weights == model.info.weight_bytes
+    )
 
 
 def test_threads(saved: Path) -> None:

@@ -139,10 +139,17 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
     """What loading ``spec`` would take, from headers alone. Raises ModelError."""
     options = options or LoadOptions()
     source = resolve(spec, options)
-    if source.kind == "gguf":
+    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    if _backend_for(source, gguf, options, explain=False) == "native":
+        from outpace.models import native
+
+        kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
+        return MemoryEstimate(
+            *native.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
+        )
+    if gguf is not None:
         from outpace.models.gguf_transformers import shape_of
 
-        gguf = GGUFFile.open(source.path)
         shape = shape_of(gguf)
         size = _dtype_bytes(options, 2)
         elements = sum(t.elements for t in gguf.tensors.values())
@@ -151,8 +158,8 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
         return _estimate_folder(source, options)
 
 
-def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> str:
-    """Which backend serves ``source``; under auto, a reason for not taking the native one is logged.
+def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, explain: bool = True) -> str:
+    """Which backend serves ``source``; under auto, a reason for not taking the native one is logged (``explain``).
 
     Raises ModelError when the native one is asked for and cannot serve it.
     """
@@ -176,10 +183,12 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions) ->
     except ModelError as error:
         if options.backend == "native":
             raise ModelError(f"{error}: use --backend transformers") from error
-        (log.info if native.available() else log.warning)("%s; using transformers", error)
+        if explain:
+            (log.info if native.available() else log.warning)("%s; using transformers", error)
         return "transformers"
     if options.backend == "auto" and options.device == "auto" and _gpu():
-        log.info("this machine has a GPU; using transformers (--backend native runs on the CPU)")
+        if explain:
+            log.info("this machine has a GPU; using transformers (--backend native runs on the CPU)")
         return "transformers"
     return "native"
 

@@ -32,6 +32,13 @@ KV_DTYPES = ("bfloat16", "float32")
 QUANTIZE = ("int8", "int4")
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
 _PLAIN = ("F32", "F16", "BF16")
+# Inputs and bytes of a superblock, 16 rows high, by a type that is kept or by what plain weights become: the layouts of
+# native/matrix.h. Rows are padded to 64.
+_SUPERBLOCKS = {
+    "Q4_0": (64, 576), "Q4_1": (64, 640), "Q5_0": (64, 1088), "Q5_1": (64, 1152), "Q8_0": (64, 1088),
+    "Q4_K": (256, 2368), "Q5_K": (256, 4416), "Q6_K": (256, 4416), "BF16": (64, 2048), "F16": (64, 2048),
+    "F32": (64, 4096), "bf16": (64, 2048), "f32": (64, 4096), "int8": (64, 1088), "int4": (64, 640),
+}  # fmt: skip
 _VECTORS = (
     "attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm", "q_norm", "k_norm",
     "q_bias", "k_bias", "v_bias", "o_bias",
@@ -75,16 +82,7 @@ def load_native(
     threads = physical_cores() if threads is None else threads
     if not 1 <= threads <= 256:
         raise ParameterError(f"threads={threads} is out of range: give 1 to 256")
-    weights: Weights
-    if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
-        gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
-        model, weights = decoders.from_gguf(gguf), GGUFWeights(gguf)
-        target = quantize or "keep"
-    else:
-        folder = Path(path)
-        model = decoders.from_folder(folder)
-        weights = FolderWeights(folder, model.architecture)
-        target = quantize or ("f32" if dtype == "float32" else "bf16")
+    model, weights, target = _open(path, quantize, dtype)
     try:
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
@@ -108,9 +106,49 @@ def load_native(
         dtype={"bf16": "bfloat16", "f32": "float32"}.get(stored, stored),
         device="cpu",
         weight_bytes=handle.weight_bytes,
-        kv_bytes_per_position=2 * model.layers * model.kv_heads * model.head_dim * (4 if kv_dtype == "float32" else 2),
+        kv_bytes_per_position=_kv_bytes(model, kv_dtype),
     )
     return NativeModel(handle, info, kv_memory)
+
+
+def estimate(
+    path: str | os.PathLike[str] | GGUFFile,
+    *,
+    quantize: str | None = None,
+    dtype: str = "auto",
+    kv_dtype: str = "bfloat16",
+) -> tuple[int, int]:
+    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
+
+    From shapes and types alone; no weight is read. Raises ModelError.
+    """
+    model, weights, target = _open(path, quantize, dtype)
+    matrices = [weights.matrix(i, name) for i in range(model.layers) for name in decoders.MATRICES]
+    matrices += [weights.matrix(None, name) for name in ("embedding", *(() if model.tied else ("head",)))]
+    total = 0
+    for stored in matrices:
+        kept = target == "keep" or stored.type not in _PLAIN
+        layout = _SUPERBLOCKS.get(stored.type if kept else target)
+        if layout is None or len(stored.shape) != 2:
+            raise ModelError(f"{weights.name} has a matrix of type {stored.type}, which this backend cannot read")
+        rows, cols = stored.shape
+        total += -(-rows // 64) * 4 * -(-cols // layout[0]) * layout[1]
+    return total, _kv_bytes(model, kv_dtype)
+
+
+def _kv_bytes(model: Decoder, kv_dtype: str) -> int:
+    return 2 * model.layers * model.kv_heads * model.head_dim * (4 if kv_dtype == "float32" else 2)
+
+
+def _open(path: str | os.PathLike[str] | GGUFFile, quantize: str | None, dtype: str) -> tuple[Decoder, Weights, str]:
+    """The model, its weights, and what plain ones become."""
+    if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
+        gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
+        return decoders.from_gguf(gguf), GGUFWeights(gguf), quantize or "keep"
+    folder = Path(path)
+    model = decoders.from_folder(folder)
+    weights = FolderWeights(folder, model.architecture)
+    return model, weights, quantize or ("f32" if dtype == "float32" else "bf16")
 
 
 def physical_cores() -> int:
