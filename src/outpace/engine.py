@@ -14,8 +14,9 @@ import numpy as np
 
 from outpace.chance import NoiseChance
 from outpace.control import cost as costs
+from outpace.control.adaptive import AUTO_SIZE, Adaptive
 from outpace.control.cost import Cost
-from outpace.control.policy import AUTO_SIZE, Adaptive, Fixed, Load, Policy
+from outpace.control.policy import Fixed, Load, Policy
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.drafters.none import NoDrafter
 from outpace.errors import NoTokenAllowedError, ParameterError

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.control.adaptive import AUTO_SIZE, Adaptive
 from outpace.control.cost import Cost
-from outpace.control.policy import AUTO_SIZE, Adaptive, Load
+from outpace.control.policy import Load
 from outpace.drafters.base import RowView
 from outpace.noise import Noise
 from outpace.sampling import Chooser
@@ -49,7 +50,7 @@ class Run:
         drafts = pack([propose(int(min(s, d))) if s else Tree() for s, d in zip(sizes, depths, strict=True)], ("toy",))
         drafts = self.policy.trim(self.views, drafts, self.load)
         verdicts = Verdicts.of([self._verdict(int(width)) for width in drafts.widths])
-        target = self.policy.cost.forward([1 + int(w) for w in drafts.widths], self.load.contexts)
+        target = self.policy.timing.cost.forward([1 + int(w) for w in drafts.widths], self.load.contexts)
         draft = self.level * int(depths.max()) if sizes.any() else 0.0
         decisions = self.policy.learn(verdicts, {"draft": draft, "target": target, "verify": 0.0, "other": 0.0})
         assert [d.size for d in decisions] == drafts.widths.tolist()
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def speedup(self) -> float:
-        plain = self.policy.cost.forward([1] * len(self.views), self.load.contexts) / len(self.views)
+        plain = self.policy.timing.cost.forward([1] * len(self.views), self.load.contexts) / len(self.views)
         return self.tokens * plain / self.seconds
 
 

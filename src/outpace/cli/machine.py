@@ -47,11 +47,7 @@ def memory() -> dict[str, int | None]:
 
 
 def threads_of(model: Model) -> int | None:
-    """The threads that a model computes with."""
-    if model.info.backend == "transformers":
-        import torch
-
-        return int(torch.get_num_threads())
+    """The CPU threads that a model computes with; None where it does not say."""
     return getattr(model, "threads", None)
 
 

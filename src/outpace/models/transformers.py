@@ -84,6 +84,11 @@ class TransformersModel:
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
 
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads it computes with; None on a GPU."""
+        return torch.get_num_threads() if self._device.type == "cpu" else None
+
     def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
         with torch.inference_mode():
@@ -119,6 +124,8 @@ class TransformersModel:
             logits = logits[wanted]
         for row in rows:
             kv.lengthen(int(batch.row[row.begin]), row.end - row.begin)
+        if self._device.type == "cuda":  # what follows waits for it anyway, and times what it measures
+            torch.cuda.current_stream(self._device).synchronize()
         return TorchOutput(batch.wanted, logits, [taps[tap] for tap in batch.taps])
 
     def _indices(self, values: I32) -> torch.Tensor:
