@@ -66,9 +66,11 @@ def test_help_and_import_load_nothing_heavy() -> None:
     assert "generate" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "chat", "verify", "plan", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["generate", "bench", "chat", "verify", "plan", "datastore build", "datastore answers", "doctor"]
+)
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, _ = outpace(capsys, command, "--help")
+    code, out, _ = outpace(capsys, *command.split(), "--help")
     assert code == 0
     assert f"Example: outpace {command}" in " ".join(out.split())
 
@@ -345,7 +347,28 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(found.read_text())["configs"][1]["size"] == "auto"
 
 
+def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts, answers, store = (str(tmp_path / name) for name in ("prompts.jsonl", "answers.jsonl", "store"))
+    Path(prompts).write_text('{"prompt": "Say hello."}\n{"prompt": "Count to five."}\n')
+    made = ("datastore", "answers", "--prompts", prompts, "-n", "16", "-t", "1", answers)
+    assert outpace(capsys, *made)[:2] == (0, f"{answers}: 2 answers\n")
+    written = Path(answers).read_text()
+    assert outpace(capsys, *made)[0] == 0
+    assert Path(answers).read_text() == written  # nothing is answered twice
+    code, out, _ = outpace(capsys, "datastore", "build", "--corpus", answers, "-t", "1", store)
+    assert code == 0
+    assert f"retrieval:{store}" in out
+    asked = ("generate", "Say hello.", "-n", "16", "-t", "1", "--json", "--compare", "--size", "4")
+    code, out, _ = outpace(capsys, *asked, "--drafter", f"retrieval:{store}")
+    found = json.loads(out)
+    assert code == 0
+    assert found["compare"]["identical"]
+    assert found["stats"]["accepted"] > 4  # it has read the answer
+
+
 BAD = {
+    "no datastore": (("generate", "hi", "--drafter", "retrieval:nowhere"), "no datastore"),
+    "datastore of nothing": (("datastore", "build", "--corpus", "nowhere.txt", "OUT"), "nowhere.txt"),
     "empty prompt": (("generate", ""), "empty"),
     "missing file": (("generate", "hi", "--model", "nope.gguf"), "does not exist"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where a forward takes long
 SLOW = 0.02  # seconds a forward, above which few widths are measured
-SHORT, LONG = 32, 1024  # contexts
-BUDGET = 1.5  # seconds that measuring may take, about; every cell is measured at least once
-ROUNDS = 7
+SHORT, LONG = 32, 512  # contexts
+BUDGET = 0.6  # seconds that measuring may take, about; every cell is measured at least once
+ROUNDS = 5
 QUANTILE = 0.25  # of a cell's times: what disturbs a machine only ever adds
 VERSION = 1  # of the file's format and of the protocol
 
@@ -81,7 +81,7 @@ class Cost:
 
 
 def of(model: Model, *, again: bool = False) -> Cost:
-    """The model's cost on this machine, from the cache or measured now (about a second), unless ``again``.
+    """The model's cost on this machine, from the cache or measured now (under a second for a small model), unless ``again``.
 
     A model that cannot hold a row for measuring now gets a flat guess, which is logged and not kept.
     """
@@ -106,7 +106,7 @@ def of(model: Model, *, again: bool = False) -> Cost:
 
 
 def measure(model: Model, budget: float = BUDGET) -> Cost:
-    """Time forwards of ``model``, all cells in turn, up to 7 rounds in ``budget`` seconds.
+    """Time forwards of ``model``, all cells in turn, up to 5 rounds in ``budget`` seconds.
 
     Raises MemoryLimitError when not even a short row fits. Its rows are gone afterwards.
     """

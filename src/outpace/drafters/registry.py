@@ -162,6 +162,16 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return composed
 
 
+def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.datastore import Datastore, fingerprint
+    from outpace.drafters.retrieval import RetrievalDrafter
+
+    assert spec.argument is not None
+    datastore = Datastore(spec.argument, fingerprint(context.tokenizer) if context.tokenizer is not None else None)
+    given = {"places": spec.integer("places", None), "least": spec.integer("min", None)}
+    return RetrievalDrafter(datastore, **{name: value for name, value in given.items() if value is not None})
+
+
 def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
     from outpace.drafters.model import ModelDrafter
 
@@ -182,6 +192,9 @@ _METHODS = {
     "none": _Method(_none),
     "ngram": _Method(_ngram, ("min", "max", "candidates")),
     "suffix": _Method(_suffix, ("max", "memory", "tree", "history", "file")),
+    "retrieval": _Method(
+        _retrieval, ("places", "min"), argument="a datastore (outpace datastore build)", example="/data/store"
+    ),
     "model": _Method(
         _model, argument="a model: a name, folder or .gguf file", example="HuggingFaceTB/SmolLM2-135M-Instruct"
     ),

@@ -1,0 +1,107 @@
+"""``outpace datastore``: make what ``--drafter retrieval:PATH`` searches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli.command import flatten
+from outpace.cli.options import Load
+from outpace.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+app = typer.Typer(help="Make and fill the datastore that --drafter retrieval:PATH searches.", no_args_is_help=True)
+
+
+def register(root: typer.Typer) -> None:
+    root.add_typer(app, name="datastore", epilog="Example: outpace datastore build --corpus notes.txt OUT")
+    app.command("build", epilog="Example: outpace datastore build --corpus answers.jsonl --corpus notes.txt OUT")(
+        flatten(build)
+    )
+    app.command("answers", epilog="Example: outpace datastore answers --prompts prompts.jsonl --limit 500 OUT.jsonl")(
+        flatten(answers)
+    )
+
+
+def build(
+    load: Load,
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    corpus: Annotated[
+        list[Path], typer.Option("--corpus", help="Text, or JSON lines with token_ids, text or turns. Repeatable.")
+    ],
+    add: Annotated[bool, typer.Option("--add", help="Add to a datastore that is there.")] = False,
+    segment: Annotated[
+        int, typer.Option("--segment-tokens", help="Tokens indexed at once; memory is about 40 bytes each.")
+    ] = 4_000_000,
+) -> int:
+    """Index files for --drafter retrieval:OUT, with the model's tokenizer. A corpus may be larger than memory."""
+    from outpace.corpus import sequences
+    from outpace.drafters import datastore
+
+    if not 1000 <= segment <= 1 << 30:
+        raise ParameterError(f"--segment-tokens {segment} is out of range: give 1,000 to {1 << 30:,}")
+    size = sum(path.stat().st_size for path in corpus if path.exists())
+    with load.engine("none") as engine, _progress("bytes", size) as advance:
+        tokenizer = engine.tokenizer
+        if tokenizer is None:
+            raise ParameterError(f"{load.model} has no tokenizer: a datastore needs one")
+
+        def read() -> Iterator[list[int]]:
+            for sequence in sequences(corpus, tokenizer, engine.model.info.vocab_size):
+                advance(4 * len(sequence))  # about what a token takes in a text
+                yield sequence
+
+        made = datastore.build(
+            out,
+            read(),
+            vocabulary=datastore.fingerprint(tokenizer),
+            model=engine.model.info.name,
+            add=add,
+            segment=segment,
+        )
+    print(f"{out}: {len(made):,} tokens; use it with --drafter retrieval:{out}")
+    return 0
+
+
+def answers(
+    load: Load,
+    out: Annotated[Path, typer.Argument(help="JSON lines to write, or to go on with.")],
+    prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt.")],
+    limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 200,
+    concurrency: Annotated[int, typer.Option("--concurrency", help="Prompts that run together.")] = 16,
+) -> int:
+    """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
+    from outpace.corpus import write_answers
+    from outpace.files import check_writable
+    from outpace.prompts import read_prompts
+    from outpace.types import SamplingParams
+
+    if concurrency < 1:
+        raise ParameterError(f"--concurrency {concurrency} is out of range: give at least 1")
+    params = SamplingParams(max_tokens=max_tokens)
+    rows = read_prompts(prompts, limit)
+    check_writable(out)
+    with load.engine("suffix", max_rows=concurrency) as engine, _progress("prompts", len(rows)) as advance:
+        count = write_answers(engine, rows, out, params, concurrency, advance)
+    print(f"{out}: {count} answers")
+    return 0
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda n: progress.advance(task, n)

@@ -1,0 +1,149 @@
+"""The datastore finds what a search by hand finds; it is whole or not there; retrieval drafts from it, exactly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.corpus import sequences
+from outpace.drafters import datastore
+from outpace.drafters.datastore import DEPTH, Datastore
+from outpace.drafters.registry import build, parse
+from outpace.drafters.retrieval import RetrievalDrafter, grow
+from outpace.engine import Engine
+from outpace.errors import DrafterError, ParameterError
+from outpace.types import SamplingParams
+from tests.toy import ToyModel, ToyTokenizer
+from tests.unit.test_registry import context
+
+TOKEN = st.integers(0, 3)
+
+
+def make(path: Path, texts: list[list[int]], **options: object) -> Datastore:
+    return datastore.build(path, texts, vocabulary="v", model="toy", **options)  # type: ignore[arg-type]
+
+
+def longest(texts: list[list[int]], wanted: list[int]) -> int:
+    """The longest end of ``wanted``, up to DEPTH, that is followed by something anywhere."""
+    for n in range(min(DEPTH, len(wanted)), 0, -1):
+        tail = wanted[-n:]
+        if any(text[i : i + n] == tail for text in texts for i in range(len(text) - n)):
+            return n
+    return 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(TOKEN, min_size=2, max_size=60), min_size=1, max_size=5),
+    st.lists(TOKEN, min_size=1, max_size=30),
+    st.integers(1, 6),
+    st.sampled_from([7, 40, 10_000]),
+)
+def test_places_are_those_of_a_search_by_hand(
+    texts: list[list[int]], wanted: list[int], count: int, segment: int
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = make(Path(folder) / "store", texts, segment=segment)
+        found = store.places(wanted, count, 5)
+        if segment == 10_000:
+            best = longest(texts, wanted)
+            assert (found[0].length if found else 0) == best
+        lengths = [place.length for place in found]
+        assert lengths == sorted(lengths, reverse=True)
+        assert len(found) <= count
+        for place in found:  # what is said to match and to follow stands there
+            piece = wanted[len(wanted) - place.length :] + place.following
+            assert any(text[i : i + len(piece)] == piece for text in texts for i in range(len(text)))
+            assert 1 <= len(place.following) <= 5
+
+
+def test_adding_keeps_what_was_there_and_other_vocabularies_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path, [[1, 2, 3, 4]])
+    assert [p.following for p in Datastore(path).places([1, 2], 4, 2)] == [[3, 4]]
+    more = make(path, [[9, 1, 2, 7]], add=True)
+    assert [p.following for p in more.places([9, 1, 2], 4, 2)] == [[7], [3, 4]]
+    assert len(more) == 10
+    with pytest.raises(DrafterError, match="another vocabulary"):
+        Datastore(path, "w")
+    with pytest.raises(DrafterError, match="--add"):
+        make(path, [[1, 2]])
+
+
+def test_a_failing_build_leaves_nothing_and_damage_is_named(tmp_path: Path) -> None:
+    def failing() -> object:
+        yield [1, 2, 3]
+        raise ParameterError("line 2 is bad")
+
+    with pytest.raises(ParameterError, match="line 2"):
+        datastore.build(tmp_path / "store", failing(), vocabulary="v", model="toy", segment=3)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DrafterError, match="no text"):
+        make(tmp_path / "store", [[1]])
+    with pytest.raises(DrafterError, match="no datastore"):
+        Datastore(tmp_path)
+    make(tmp_path / "store", [[1, 2, 3]])
+    (tmp_path / "store" / "00000.order.npy").write_bytes(b"no array")
+    with pytest.raises(DrafterError, match="damaged"):
+        Datastore(tmp_path / "store")
+    (tmp_path / "store" / "datastore.json").write_text("{}")
+    with pytest.raises(DrafterError, match="cannot be read"):
+        Datastore(tmp_path / "store")
+
+
+def test_the_tree_has_the_likeliest_nodes_and_no_more_than_asked(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 9]])
+    tree = grow(store.places([1, 2], 8, 3), 3)
+    assert tree.tokens[0] == 3  # two votes of three
+    assert len(tree) == 3
+    assert tree.gains == sorted(tree.gains, reverse=True)
+    assert all(gain <= (tree.gains[p] if p >= 0 else 1) for gain, p in zip(tree.gains, tree.parents, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_to_plain_decoding(tmp_path: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 4], [0, 1, 0]]
+    with Engine(ToyModel(5), max_rows=2) as plain:
+        expected = [r.token_ids for r in plain.generate_many(prompts, params)]
+    make(tmp_path / "store", [[*p, *e] for p, e in zip(prompts, expected, strict=True)])
+    drafter = RetrievalDrafter(Datastore(tmp_path / "store"))
+    with Engine(ToyModel(5), drafter=drafter, size=6, max_rows=2) as engine:
+        found = engine.generate_many(prompts, params)
+        engine.check()
+    assert [r.token_ids for r in found] == expected
+    assert sum(r.stats.accepted for r in found) > 60  # it has read the answers
+
+
+def test_specs_and_their_errors(tmp_path: Path) -> None:
+    make(tmp_path / "store", [[1, 2, 3]])
+    unnamed = replace(context(), tokenizer=None)  # a toy's vocabulary has no names to compare
+    assert build(parse(f"retrieval:{tmp_path / 'store'},places=3,min=1"), unnamed).name == "retrieval"
+    for options, message in (("places=0", "places=0"), ("min=17", "min=17")):
+        with pytest.raises(DrafterError, match=message):
+            build(parse(f"retrieval:{tmp_path / 'store'},{options}"), unnamed)
+    with pytest.raises(DrafterError, match="needs a datastore"):
+        parse("retrieval")
+
+
+def test_corpora_of_text_and_json_lines(tmp_path: Path) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("abc\n")
+    lines.write_text(json.dumps({"token_ids": [1, 2]}) + "\n\n" + json.dumps({"turns": ["ab", "c"]}) + "\n")
+    tokenizer = ToyTokenizer()
+    found = list(sequences([text, lines], tokenizer, 9))  # type: ignore[arg-type]
+    assert found == [tokenizer.encode("abc\n").tolist(), [1, 2], *(tokenizer.encode(t).tolist() for t in ("ab", "c"))]
+    for bad, message in (("nope", "line 1: not JSON"), ("[]", "not an object"), ("{}", "no text")):
+        lines.write_text(bad + "\n")
+        with pytest.raises(ParameterError, match=message):
+            list(sequences([lines], tokenizer, 9))  # type: ignore[arg-type]
+    lines.write_text('{"token_ids": [1, 99]}\n')
+    with pytest.raises(ParameterError, match="from 0 to 8"):
+        list(sequences([lines], tokenizer, 9))  # type: ignore[arg-type]
