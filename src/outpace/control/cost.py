@@ -81,9 +81,10 @@ class Cost:
 
 
 def of(model: Model, *, again: bool = False) -> Cost:
-    """The model's cost on this machine, from the cache or measured now (under a second for a small model), unless ``again``.
+    """The model's cost on this machine: from the cache unless ``again``, else measured now.
 
-    A model that cannot hold a row for measuring now gets a flat guess, which is logged and not kept.
+    That takes under a second for a small model. One that cannot hold a row for measuring now gets a flat guess, which
+    is logged and not kept.
     """
     path = _path(model)
     if not again:
