@@ -20,7 +20,7 @@ class ToyError(Exception):
 
 
 class ToyKV:
-    """Stores token ids and positions where a real cache has keys and values."""
+    """Stores token ids, positions and the number of layers that wrote them where a real cache has keys and values."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -31,7 +31,7 @@ class ToyKV:
         if self.limit is not None and self.bytes + self.bytes_for(capacity) > self.limit:
             raise MemoryLimitError("full")
         row = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
-        self._slots[row] = np.full((capacity, 2), -99, np.int64)
+        self._slots[row] = np.full((capacity, 3), -99, np.int64)
         self._lengths[row] = 0
         return row
 
@@ -74,15 +74,20 @@ class ToyKV:
             n = self._lengths[row]
             assert (slots[:n, 1] == np.arange(n)).all(), f"row {row}: positions {slots[:n, 1]}"
 
-    def write(self, row: int, tokens: I32, positions: I32) -> None:
+    def write(self, row: int, tokens: I32, positions: I32, layers: int = 1) -> None:
         n = self._lengths[row]
         assert n + len(tokens) <= len(self._slots[row]), "a row outgrew its reservation"
         self._slots[row][n : n + len(tokens), 0] = tokens
         self._slots[row][n : n + len(tokens), 1] = positions
+        self._slots[row][n : n + len(tokens), 2] = layers
         self._lengths[row] = n + len(tokens)
 
     def prefix(self, row: int, n: int) -> list[int]:
         return self._slots[row][:n, 0].tolist()
+
+    def layers(self, row: int, n: int) -> int:
+        """What the least of the first n slots has."""
+        return int(self._slots[row][:n, 2].min(initial=1 << 20))
 
 
 class ToyOutput(HostOutput):
@@ -117,16 +122,20 @@ class ToyModel:
         limit: int | None = None,
         eos: tuple[int, ...] = (),
         memory: int = 3,
+        layers: int = 1,
     ) -> None:
         self.kv = ToyKV(limit)
         self._vocab, self._seed, self._blur, self._memory = vocab, seed, blur, memory
-        self.info = ModelInfo("toy", "toy", vocab, 1, 1, max_length, eos, "float32", "cpu", 0, BYTES)
+        self.info = ModelInfo("toy", "toy", vocab, 1, layers, max_length, eos, "float32", "cpu", 0, BYTES)
         self.forwards: list[Batch] = []
         self.fail: str | None = None  # "forward": the next forward raises; "output": what it returns does
         self._known: dict[tuple[int, ...], F32] = {}
 
-    def logits_after(self, prefix: list[int]) -> F32:
-        """What the model says after ``prefix``, by its last ``memory`` tokens and their number."""
+    def logits_after(self, prefix: list[int], layers: int | None = None) -> F32:
+        """What it says after ``prefix``, by its last ``memory`` tokens and their number; fewer layers blur it."""
+        if layers is not None and layers < self.info.layers:
+            other = np.random.default_rng([self._seed + 1, *prefix[-self._memory :]]).normal(0, 2, self._vocab)
+            return (0.8 * self.logits_after(prefix) + 0.2 * other).astype(np.float32)
         context = (len(prefix) % 2, *prefix[-self._memory :])
         known = self._known.get(context)
         if known is None:
@@ -149,6 +158,8 @@ class ToyModel:
             row = int(batch.row[batch.starts[b]])
             base = self.kv.length(row)
             cached = self.kv.prefix(row, base)
+            layers = self.info.layers if batch.layers is None else batch.layers
+            assert self.kv.layers(row, base) >= layers, "it reads what a forward of fewer layers left"
             paths: list[list[int]] = []
             for i in span:
                 parent = int(batch.parent[i])
@@ -156,9 +167,9 @@ class ToyModel:
                 assert int(batch.position[i]) == len(path) - 1, "a position does not follow from its parent's"
                 paths.append(path)
                 if i in wanted:
-                    logits.append(self.logits_after(path))
+                    logits.append(self.logits_after(path, batch.layers))
             at = slice(batch.starts[b], batch.starts[b + 1])
-            self.kv.write(row, batch.token[at], batch.position[at])
+            self.kv.write(row, batch.token[at], batch.position[at], layers)
         kind = BrokenOutput if failing == "output" else ToyOutput
         return kind(batch, np.array(logits, np.float32).reshape(-1, self._vocab))
 

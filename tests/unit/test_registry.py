@@ -36,11 +36,12 @@ def test_specs(text: str, name: str, argument: str | None, size: int | None, opt
     [
         ("ngrm", "did you mean ngram?"),
         ("modle:x", "did you mean model?"),
-        ("zzz", "use one of none, ngram, suffix, retrieval, model"),
+        ("zzz", "use one of none, ngram, suffix, retrieval, layers, model"),
         ("", "use one of"),
         ("ngram:5", "'5' is no option of ngram: it takes min=, max=, candidates=, size="),
         ("ngram:mim=2", "'mim=2' is no option of ngram: it takes min="),
         ("ngram:min=2,", "'' is no option"),
+        ("layers", "layers needs how many of the target's layers draft, as in layers:10"),
         ("model", "model needs a model"),
         ("model:", "model needs a model"),
         ("model:size=3", "model needs a model"),

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.drafters.base import DraftContext, Drafter, DrafterNeeds, RowView, levels
-from outpace.errors import DrafterError, NoTokenAllowedError
+from outpace.drafters.base import DraftContext, RowView
+from outpace.drafters.chain import ChainDrafter
+from outpace.errors import DrafterError
 from outpace.models.base import Batch, Model, Output
-from outpace.noise import Stream
-from outpace.sampling import Chooser
 from outpace.scheduler import common_prefix
-from outpace.types import F32, F64, I32, Drafts
+from outpace.types import I32
 
 CATCH_UP = 512  # tokens of one row that are caught up with in one forward
 
@@ -31,14 +30,12 @@ class _Row:
     ahead: list[int] = field(default_factory=list)  # those after them: drafted, fate unknown
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(ChainDrafter):
     """Chains from a draft model: the choices it makes itself under the request's own parameters, rules and noise."""
 
-    needs = DrafterNeeds(draws=True)
-
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
-        self.name = self.stepwise = name
-        self._model, self._vocab = model, target_vocab
+        super().__init__(name, target_vocab, model.info.vocab_size)
+        self._model = model
         self._rows: dict[int, _Row] = {}
 
     @classmethod
@@ -65,72 +62,7 @@ class ModelDrafter(Drafter):
     def model(self) -> Model:
         return self._model
 
-    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        sizes = levels(rows, sizes)
-        b, w = len(rows), int(sizes.max(initial=0))
-        sampled = any(view.acceptance == "rejection" and not view.chooser.params.greedy for view in rows)
-        tokens = np.zeros((b, w), np.int32)
-        q = np.zeros((b, w, self._vocab)) if sampled else None
-        widths = np.zeros(b, np.int32)
-        choosers = [view.chooser for view in rows]
-        feed = [self._behind(view) for view in rows]
-        active = [i for i in range(b) if len(rows[i].tokens) < self._model.info.max_length]
-        for depth in range(w):
-            active = [i for i in active if sizes[i] > depth == widths[i] and self._fits(rows[i].row, len(feed[i]))]
-            if not active:
-                break
-            output, last = self._feed([rows[i].row for i in active], [feed[i] for i in active])
-            for i, token in zip(active, self._choose(output, last, active, rows, choosers, q, depth), strict=True):
-                if token is None:
-                    continue
-                tokens[i, depth] = token
-                widths[i] += 1
-                choosers[i] = choosers[i].advance(token)
-                feed[i] = tokens[i, depth : depth + 1]
-        return Drafts(tokens, widths, q=q, sources=(self.name,))
-
-    def _choose(
-        self,
-        output: Output,
-        last: I32,
-        active: list[int],
-        rows: Sequence[RowView],
-        choosers: list[Chooser],
-        q: F64 | None,
-        depth: int,
-    ) -> list[int | None]:
-        """One drafted token for each active row, from the logits after packed indices ``last`` [n].
-
-        None where the row's rules forbid every token: its draft ends there, and the target will see for itself.
-        """
-        if q is None and self._model.info.vocab_size == self._vocab:
-            try:
-                return [int(t) for t in output.choose(last, [choosers[i] for i in active])]
-            except (NoTokenAllowedError, FloatingPointError):
-                pass  # one row's dead end spares the others: go through them one by one
-        drawn: list[int | None] = []
-        for i, row in zip(active, self._target_logits(output.logits(last)), strict=True):
-            rejection = rows[i].acceptance == "rejection"
-            try:
-                token = choosers[i].choose(row, Stream.DRAFT if rejection else Stream.CHOICE)
-            except (NoTokenAllowedError, FloatingPointError):
-                drawn.append(None)
-                continue
-            drawn.append(token)
-            if q is not None:
-                q[i, depth] = choosers[i].probabilities(row) if rejection else np.eye(1, self._vocab, token)[0]
-        return drawn
-
-    def _target_logits(self, logits: F32) -> F32:
-        """float32 [n, V of the draft model] as [n, V of the target]: a padded tail is cut, or can never be chosen."""
-        n, own = logits.shape
-        if own >= self._vocab:
-            return logits[:, : self._vocab]
-        padded = np.full((n, self._vocab), -np.inf, np.float32)
-        padded[:, :own] = logits
-        return padded
-
-    def _behind(self, view: RowView) -> I32:
+    def _begin(self, view: RowView) -> I32:
         """Roll the row back to what is committed, and return the committed tokens it has not seen (at least one)."""
         state = self._rows[view.row]
         ahead = np.array(state.ahead, np.int32)
@@ -140,11 +72,11 @@ class ModelDrafter(Drafter):
         state.agreed, state.ahead = known, []
         return view.tokens[known:].copy()
 
-    def _fits(self, row: int, n: int) -> bool:
-        return self._model.kv.length(self._rows[row].row) + n <= self._model.info.max_length
+    def _fits(self, view: RowView, n: int) -> bool:
+        longest = self._model.info.max_length
+        return len(view.tokens) < longest and self._model.kv.length(self._rows[view.row].row) + n <= longest
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
-        """Run new tokens of some rows; the output, and the packed index of each row's last token."""
         while any(len(t) > CATCH_UP for t in tokens):
             long = [i for i, t in enumerate(tokens) if len(t) > CATCH_UP]
             self._forward([rows[i] for i in long], [tokens[i][:CATCH_UP] for i in long], wanted=False)

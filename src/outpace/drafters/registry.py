@@ -179,6 +179,17 @@ def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return ModelDrafter.load(spec.argument, context)
 
 
+def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.layers import LayersDrafter
+
+    assert spec.argument is not None
+    try:
+        layers = int(spec.argument)
+    except ValueError:
+        raise DrafterError(f"{spec.text}: {spec.argument!r} is not a number of layers, as in layers:10") from None
+    return LayersDrafter(context.target, layers)
+
+
 @dataclass(frozen=True, slots=True)
 class _Method:
     build: Callable[[DrafterSpec, DraftContext], Drafter]
@@ -195,6 +206,7 @@ _METHODS = {
     "retrieval": _Method(
         _retrieval, ("places", "min"), argument="a datastore (outpace datastore build)", example="/data/store"
     ),
+    "layers": _Method(_layers, argument="how many of the target's layers draft", example="10"),
     "model": _Method(
         _model, argument="a model: a name, folder or .gguf file", example="HuggingFaceTB/SmolLM2-135M-Instruct"
     ),

@@ -1,0 +1,99 @@
+"""``layers:N`` says what plain decoding says, on a toy that notices slots some layers did not write and on the demo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outpace.control.cost import Cost
+from outpace.drafters.base import Drafter
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.layers import LayersDrafter
+from outpace.drafters.ngram import NgramDrafter
+from outpace.engine import Engine
+from outpace.errors import DrafterError
+from outpace.models import native
+from outpace.models.loader import LoadOptions, load
+from outpace.types import Result, SamplingParams
+from tests.toy import ToyError, ToyModel
+
+PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
+
+
+def run(kind: str, params: SamplingParams, rows: int, **options: Any) -> list[Result]:
+    target = ToyModel(5, layers=4, max_length=40)
+    layers = LayersDrafter(target, 2)
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "layers": layers,
+        "ngram+layers": ComposedDrafter([NgramDrafter(), layers]),
+    }
+    with Engine(
+        target, drafter=drafters[kind], **{"size": 6, "max_rows": rows, "prefill_chunk": 5, **options}
+    ) as engine:
+        for i, prompt in enumerate(PROMPTS):  # the last of them runs into the end of the context
+            engine.add(prompt, params.with_(seed=i, max_tokens=8 + 7 * i))
+        results = {}
+        while not engine.idle:
+            results.update({d.request: d.result for d in engine.step() if d.result is not None})
+            engine.check()
+        return [results[request] for request in sorted(results)]
+
+
+@pytest.mark.parametrize("kind", ["layers", "ngram+layers"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"prefix_rows": 2}, {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}])
+def test_equal_to_plain_decoding(kind: str, temperature: float, rows: int, options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature)
+    drafted = run(kind, params, rows, **options)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in run("none", params, rows)]
+    assert sum(r.stats.accepted for r in drafted) > 0
+
+
+def test_greedy_rejection_is_plain_decoding_and_sampled_rejection_carries_q() -> None:
+    drafted = run("layers", SamplingParams(), 3, acceptance="rejection")
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in run("none", SamplingParams(), 3)]
+    sampled = run("layers", SamplingParams(temperature=1.0), 3, acceptance="rejection")
+    assert sum(r.stats.accepted for r in sampled) > 0
+
+
+def test_a_drafting_forward_that_fails_leaves_the_row_as_it_was() -> None:
+    target = ToyModel(5, layers=4)
+    with Engine(target, drafter=LayersDrafter(target, 1), size=4) as engine:
+        engine.add([1, 2, 3], SamplingParams(max_tokens=20))
+        for _ in range(3):
+            engine.step()
+        target.fail = "output"  # of the first drafting forward: its KV is written already
+        with pytest.raises(ToyError):
+            engine.step()
+        engine.check()
+
+
+@pytest.mark.parametrize("layers", [0, -1, 4, 99])
+def test_a_number_of_layers_that_cannot_draft_is_refused(layers: int) -> None:
+    with pytest.raises(DrafterError, match=rf"layers:{layers} is out of range for toy: draft with 1 to 3 of its 4"):
+        LayersDrafter(ToyModel(layers=4), layers)
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_the_demo_model(backend: str) -> None:
+    if backend == "native" and not native.available():
+        pytest.skip("the native backend was not built")
+    options = LoadOptions(
+        backend=backend, device="cpu", dtype="float32" if backend == "transformers" else "auto", threads=1
+    )  # type: ignore[arg-type]
+    model, tokenizer = load("demo", options)
+    prompts = ["Count from one to ten.", "Why is the sky blue?", "Repeat: to be or not to be."]
+    with Engine(model, tokenizer) as plain:
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=12, temperature=temperature, seed=5)
+            expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
+            for layers in (10, 22):
+                engine = Engine(model, tokenizer, drafter=LayersDrafter(model, layers), size=4)
+                assert [engine.generate(prompts[0], params).token_ids] == expected[:1], layers
+                together = engine.generate_many(prompts, params)
+                engine.check()
+                assert [r.token_ids for r in together] == expected, layers
+                assert engine.stats.drafted > 0
