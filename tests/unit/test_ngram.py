@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
-from outpace.drafters.ngram import NgramDrafter, lookup
+from outpace.drafters.ngram import NgramDrafter, matches, newest
 from outpace.noise import Noise
 from outpace.sampling import Chooser
 from outpace.types import SamplingParams
+
+
+def chain(tokens: list[int], size: int, least: int, most: int) -> list[int]:
+    view = RowView(0, 0, np.array(tokens, np.int32), 99, Chooser(SamplingParams(), Noise(0), 0), "coupled")
+    return NgramDrafter(least, most).propose([view], np.array([size], np.int32)).row(0).tokens.tolist()
 
 
 def slow_lookup(tokens: list[int], size: int, least: int, most: int) -> list[int]:
@@ -34,9 +39,10 @@ def slow_lookup(tokens: list[int], size: int, least: int, most: int) -> list[int
     st.integers(0, 6),
 )
 def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more: int) -> None:
-    found = lookup(np.array(tokens, np.int32), size, least, least + more)
-    assert found.tolist() == slow_lookup(tokens, size, least, least + more)
-    assert found.dtype == np.int32
+    assert chain(tokens, size, least, least + more) == slow_lookup(tokens, size, least, least + more)
+    ids = np.array(tokens, np.int32)
+    found = newest(ids, least, least + more)
+    assert ([] if found is None else [found]) == matches(ids, least, least + more, 1)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more
     ],
 )
 def test_examples(tokens: list[int], expected: list[int]) -> None:
-    assert lookup(np.array(tokens, np.int32), 4, 1, 8).tolist() == expected
+    assert chain(tokens, 4, 1, 8) == expected
 
 
 def test_a_batch_is_its_rows_and_no_row_exceeds_its_size() -> None:

@@ -84,3 +84,15 @@ def test_chains_stay_chains_and_ragged_rows_are_packed() -> None:
     assert drafts.confidence is not None
     assert drafts.confidence[1].tolist() == [0.5, 0.25]
     assert len(pack([], ("a",))) == 0
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_one_chain_packs_as_it_would_among_others(k: int) -> None:
+    chain = Tree.chain(list(range(5, 5 + k)), [0.9, 0.5, 0.25][:k])
+    alone, among = pack([chain], ("a",)), pack([chain, chain], ("a",))
+    assert alone.parents is None
+    assert among.parents is None
+    for name in ("tokens", "confidence", "widths"):
+        mine, its = getattr(alone, name), getattr(among, name)
+        assert mine.dtype == its.dtype
+        assert mine.tolist() == its[:1].tolist()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from outpace.control.cost import Cost
 
 WINDOW = 15  # samples in a median
-EVERY = 4  # samples after which a full window's median is taken anew
+EVERY = 4  # of a full window, every so many samples are taken
 FURTHEST = 16  # nodes that are looked at for the cheapest way to add some
 
 
@@ -25,9 +25,9 @@ class Median:
         return bool(self._samples)
 
     def add(self, sample: float) -> None:
-        self._samples.append(sample)
         self._added += 1
-        if self._added < WINDOW or self._added % EVERY == 0:
+        if self._added <= WINDOW or self._added % EVERY == 0:
+            self._samples.append(sample)
             self.value = sorted(self._samples)[len(self._samples) // 2]
 
 

@@ -40,13 +40,43 @@ class NgramDrafter(Drafter):
         return pack(trees, (self.name,))
 
     def _tree(self, tokens: I32, size: int) -> Tree:
+        if self._candidates == 1:
+            return self._chain(tokens, size)
         left, chains = 1.0, []
         for start, length in matches(tokens, self._least, self._most, self._candidates):
             hits = [left * HIT[min(length, len(HIT) - 1)]]
             hits.extend(HIT[min(length + i, len(HIT) - 1)] for i in range(1, size))
             chains.append(Tree.chain(_following(tokens, start, size).tolist(), np.cumprod(hits).tolist()))
             left *= OLDER
-        return chains[0] if len(chains) == 1 else merge(chains, size)
+        return merge(chains, size)
+
+    def _chain(self, tokens: I32, size: int) -> Tree:
+        """The one best match, without the detours of several: this runs between two forwards."""
+        found = newest(tokens, self._least, self._most)
+        if found is None:
+            return Tree()
+        start, length = found
+        following: list[int] = tokens[start : start + size].tolist()
+        while len(following) < size:  # a loop: its next turn is another one
+            following += following[: size - len(following)]
+        gain, gains = 1.0, []
+        for i in range(size):
+            gain *= HIT[min(length + i, len(HIT) - 1)]
+            gains.append(gain)
+        return Tree.chain(following, gains)
+
+
+def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
+    """(index of what follows, length) of the newest of the longest matches of the end of ``tokens`` int32 [L]."""
+    data = np.ascontiguousarray(tokens).tobytes()
+    for n in range(min(most, len(tokens) - 1), least - 1, -1):
+        end = data[-4 * n :]
+        at = data.rfind(end, 0, len(data) - 4)
+        while at % 4 and at >= 0:  # between two tokens
+            at = data.rfind(end, 0, at + 4 * n - 1)
+        if at >= 0:
+            return at // 4 + n, n
+    return None
 
 
 def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, int]]:
@@ -71,12 +101,6 @@ def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, i
                 return [(end + 1, length) for end, length in found.items()]
             found.setdefault(end, n)
     return [(end + 1, length) for end, length in found.items()]
-
-
-def lookup(tokens: I32, size: int, least: int, most: int) -> I32:
-    """At most ``size`` tokens int32 that followed the newest longest match of the end of ``tokens`` int32 [L]."""
-    found = matches(tokens, least, most, 1)
-    return _following(tokens, found[0][0], size) if found else np.zeros(0, np.int32)
 
 
 def _following(tokens: I32, start: int, size: int) -> I32:

@@ -97,6 +97,21 @@ class Batch:
             layers=layers,
         )
 
+    @staticmethod
+    def chain(row: int, tokens: I32, start: int, taps: tuple[int, ...] = ()) -> Batch:
+        """One row's ``tokens`` int32 [n], one after another from position ``start``, with all logits: what ``pack``
+        would give, in a third of the time. A step of one request is this."""
+        n = len(tokens)
+        return Batch(
+            token=tokens,
+            row=np.full(n, row, np.int32),
+            position=np.arange(start, start + n, dtype=np.int32),
+            parent=np.arange(-1, n - 1, dtype=np.int32),
+            starts=np.array([0, n], np.int32),
+            wanted=np.arange(n, dtype=np.int32),
+            taps=taps,
+        )
+
     def __len__(self) -> int:
         return len(self.token)
 
