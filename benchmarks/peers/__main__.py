@@ -132,11 +132,11 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
     found = []
     if "llamacpp" in given.engines:
         found.append(Configuration("llamacpp-q4_1", "plain", "llamacpp-q4_1 plain"))
-        found += [Configuration("llamacpp-q4_0", mode, "llamacpp-q4_0 plain") for mode in LLAMACPP]
+        found += [Configuration("llamacpp-q4_0", mode, "llamacpp-q4_0 plain") for mode in given.llamacpp]
     if "openvino" in given.engines:
         found += [
             Configuration("openvino", mode, "openvino plain" if mode == "plain" else "openvino paged")
-            for mode in OPENVINO
+            for mode in given.openvino
         ]
     if "outpace" in given.engines:
         found += [Configuration("outpace", spec, "outpace none") for spec in given.drafter or OUTPACE]
@@ -160,6 +160,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=48, help="so many prompts, spread evenly")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
+    parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")
+    parser.add_argument("--openvino", nargs="+", default=OPENVINO, choices=OPENVINO, help="its modes")
     parser.add_argument("-d", "--drafter", action="append", help="of Outpace; repeatable; none should be among them")
     parser.add_argument("--prefill-rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("results/peers.json"))

@@ -123,6 +123,7 @@ def _summary(engine: Engine, result: Result) -> str:
         f"{stats.tokens} tokens at {stats.decode_tokens_per_second:.0f} tokens/s",
         f"{stats.tokens_per_step:.2f} tokens a step",
         f"{result.drafter}, {stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens accepted",
+        *([f"drafting {stats.decision}"] if engine.adaptive else []),
         f"{engine.model.info.backend} {engine.model.info.dtype}",
         f"seed {result.seed}",
         *result.notes,
@@ -171,6 +172,8 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         ratio = f"   {speeds[0] / speeds[1]:.2f}x" if speeds[1] else ""
         gained = f"{drafted.stats.tokens_per_step:.2f} tokens a step, {drafted.stats.acceptance_rate:.0%} accepted"
         console.print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}", soft_wrap=True)
+        if engine.adaptive:
+            console.print(f"drafting     {drafted.stats.decision}", soft_wrap=True)
         same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
         style = "bold green" if difference is None else "bold yellow" if difference.near_tie else "bold red"
         console.print(same, style=style)
