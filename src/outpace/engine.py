@@ -91,7 +91,9 @@ class Engine:
         self._policy: Policy = Fixed()
         if self.adaptive:
             cost = costs.of(model) if cost is None else cost
-            self._policy = Adaptive(cost, stepwise=self.drafter.stepwise, mixed=self.drafter.mixed)
+            self._policy = Adaptive(
+                cost, stepwise=self.drafter.stepwise, mixed=self.drafter.mixed, whole=self.drafter.explores
+            )
         self._ids = itertools.count()
         self._finished = Stats(requests=0)
         self._closed = False
@@ -259,9 +261,11 @@ class Engine:
         output = self.model.forward(batch)
         clock.start("verify")
         failures: dict[int, str] = {}
-        verdicts = _Verifier(plan.decoding, drafts, batch, output, failures).verdicts()
+        verifier = _Verifier(plan.decoding, drafts, batch, output, failures)
+        verdicts = verifier.verdicts()
+        choices = [verifier.every(i) for i in range(len(drafts))] if self.drafter.needs.choices else None
         clock.start("other")
-        events = self._commit(plan, drafts, batch, output, verdicts, failures)
+        events = self._commit(plan, drafts, batch, output, verdicts, choices, failures)
         clock.start("draft")
         self.drafter.observe(events)
         clock.start("other")
@@ -315,6 +319,7 @@ class Engine:
         batch: Batch,
         output: Output,
         verdicts: Verdicts,
+        choices: list[I32] | None,
         failures: dict[int, str],
     ) -> list[Event]:
         """Settle the KV cache and the sequences; what became final, as events for the drafter."""
@@ -340,7 +345,8 @@ class Engine:
             else:
                 kv.compact(sequence.row, start - 1, (at - batch.starts[i]).astype(np.int32))
             taps = output.taps(at.astype(np.int32)) if batch.taps else None
-            events.append(Event(sequence.row, start, verdict.tokens[:kept], verdict, taps))
+            said = None if choices is None else choices[i]
+            events.append(Event(sequence.row, start, verdict.tokens[:kept], verdict, taps, said))
         for j, chunk in enumerate(plan.chunks, len(plan.decoding)):
             chunk.sequence.prefilled += chunk.count
             span = np.arange(batch.starts[j], batch.starts[j + 1], dtype=np.int32)
@@ -462,6 +468,22 @@ class _Verifier:
         if all(s.acceptance == "coupled" for s in self._sequences):
             return walk(self._choose, self._drafts)
         return Verdicts.of([self._one(i) for i in range(len(self._sequences))])
+
+    def every(self, i: int) -> I32:
+        """The target's choices int32 [k + 1] after row i's pending token and its k nodes; -1 where it has none."""
+        nodes = range(-1, int(self._drafts.widths[i]))
+        at = (self._starts[i] + np.arange(len(nodes))).astype(np.int32)
+        choosers = [self._chooser(i, node) for node in nodes]
+        try:
+            return self._output.choose(at, choosers)
+        except (NoTokenAllowedError, FloatingPointError):
+            return np.array([self._if_any(at[n : n + 1], chooser) for n, chooser in enumerate(choosers)], np.int32)
+
+    def _if_any(self, at: I32, chooser: Chooser) -> int:
+        try:
+            return int(self._output.choose(at, [chooser])[0])
+        except (NoTokenAllowedError, FloatingPointError):
+            return _FORBIDDEN  # a dead end that nobody need reach
 
     def _one(self, i: int) -> Verdict:
         sequence, draft = self._sequences[i], self._drafts.row(i)

@@ -8,6 +8,7 @@ import pytest
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.suffix import SuffixDrafter
@@ -26,6 +27,8 @@ def make(kind: str) -> Drafter:
         "suffix": SuffixDrafter(memory=1 << 20),
         "chain": SuffixDrafter(tree=False),
         "history": SuffixDrafter(history=True),
+        "lookahead": LookaheadDrafter(window=3, ngram=3, guesses=2),
+        "bigrams": LookaheadDrafter(window=2, ngram=2),
         "model": model,
     }
     names = kind.split("+")
@@ -33,7 +36,18 @@ def make(kind: str) -> Drafter:
     return parts[0] if len(parts) == 1 else ComposedDrafter(parts, [name.endswith("?") for name in names])
 
 
-KINDS = ["ngrams", "suffix", "chain", "history", "ngram+suffix", "ngrams+history+model", "suffix+model", "ngram+model?"]
+KINDS = [
+    "ngrams",
+    "suffix",
+    "chain",
+    "history",
+    "ngram+suffix",
+    "ngrams+history+model",
+    "suffix+model",
+    "ngram+model?",
+    "lookahead",
+    "bigrams",
+]
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
 
 

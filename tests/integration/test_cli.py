@@ -67,7 +67,8 @@ def test_help_and_import_load_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "bench", "chat", "verify", "plan", "datastore build", "datastore answers", "doctor"]
+    "command",
+    ["generate", "bench", "chat", "verify", "plan", "datastore build", "datastore answers", "tune layers", "doctor"],
 )
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = outpace(capsys, *command.split(), "--help")
@@ -347,6 +348,19 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(found.read_text())["configs"][1]["size"] == "auto"
 
 
+def test_tune_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Say hello."}\n')
+    asked = ("tune", "layers", "--prompts", str(prompts), "-n", "12", "-t", "1", "--layers", "10", "--layers", "29")
+    code, out, _ = outpace(capsys, *asked, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [row["layers"] for row in found["layers"]] == [10, 29]
+    assert found["layers"][0]["acceptance"] <= found["layers"][1]["acceptance"]
+    text = outpace(capsys, *asked)[1]
+    assert "none of them pays" in text or "use --drafter layers:" in text
+
+
 def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts, answers, store = (str(tmp_path / name) for name in ("prompts.jsonl", "answers.jsonl", "store"))
     Path(prompts).write_text('{"prompt": "Say hello."}\n{"prompt": "Count to five."}\n')
@@ -367,6 +381,7 @@ def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], 
 
 
 BAD = {
+    "layers out of range": (("generate", "hi", "--drafter", "layers:99"), "99"),
     "no datastore": (("generate", "hi", "--drafter", "retrieval:nowhere"), "no datastore"),
     "datastore of nothing": (("datastore", "build", "--corpus", "nowhere.txt", "OUT"), "nowhere.txt"),
     "empty prompt": (("generate", ""), "empty"),

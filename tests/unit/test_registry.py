@@ -36,7 +36,7 @@ def test_specs(text: str, name: str, argument: str | None, size: int | None, opt
     [
         ("ngrm", "did you mean ngram?"),
         ("modle:x", "did you mean model?"),
-        ("zzz", "use one of none, ngram, suffix, retrieval, layers, model"),
+        ("zzz", "use one of none, ngram, suffix, lookahead, retrieval, layers, model"),
         ("", "use one of"),
         ("ngram:5", "'5' is no option of ngram: it takes min=, max=, candidates=, size="),
         ("ngram:mim=2", "'mim=2' is no option of ngram: it takes min="),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import bench, chat, datastore, doctor, generate, plan, verify
+from outpace.cli import bench, chat, datastore, doctor, generate, plan, tune, verify
 from outpace.cli.command import Interrupted, ReaderLeft
 from outpace.errors import OutpaceError
 
@@ -46,7 +46,7 @@ def _root(
     pass
 
 
-for command in (generate, bench, chat, verify, plan, datastore, doctor):
+for command in (generate, bench, chat, verify, plan, datastore, tune, doctor):
     command.register(app)
 
 

@@ -47,6 +47,7 @@ class _Row:
     waited: int = 4  # how long it waited the last time
     value: float = 0.0  # seconds that a proposal saves, lately
     balance: float = 0.0  # seconds that drafting has saved so far: what was accepted, less what it took
+    ratio: float | None = None  # speed over plain decoding of its drafts lately, where they are verified whole
     tries: int = 0
     spent: float = 0.0  # seconds that tries were expected to lose
     seconds: float = 0.0  # of its decoding
@@ -110,11 +111,12 @@ class _Step:
 
 class Adaptive:
     """Drafts what pays. ``stepwise``: the source that runs a forward for every level it drafts, if there is one;
-    ``mixed``: others draft beside it, so that a row may be asked for more nodes than levels."""
+    ``mixed``: others draft beside it, so that a row may be asked for more nodes than levels; ``whole``: drafts are
+    verified whole or not at all, by what they have brought so far."""
 
-    def __init__(self, cost: Cost, *, stepwise: str | None = None, mixed: bool = False) -> None:
+    def __init__(self, cost: Cost, *, stepwise: str | None = None, mixed: bool = False, whole: bool = False) -> None:
         self.timing = Timing(cost)
-        self._stepwise, self._mixed = stepwise, mixed
+        self._stepwise, self._mixed, self._whole = stepwise, mixed, whole
         self._calibration = Calibration()
         self._rows: dict[int, _Row] = {}
         self._step = _Step()
@@ -130,7 +132,7 @@ class Adaptive:
             self._step = _Step(rows, asleep=True)
             return np.zeros_like(most), np.zeros_like(most)
         self._step = step = _Step(rows)
-        if self._stepwise is not None:
+        if self._stepwise is not None or self._whole:
             step.plain = self.timing.plain(load.contexts, load.prefill)
         sizes = most.tolist()
         depths = list(sizes)
@@ -141,6 +143,10 @@ class Adaptive:
             if row.wait:
                 row.wait -= 1
                 sizes[i] = depths[i] = 0
+            elif self._whole:
+                more = self.timing.more(len(rows) + load.prefill, sizes[i], load.contexts[i])
+                if not row.trusted(step.plain) and not row.may_try(more + self.timing.surcharge):
+                    sizes[i] = depths[i] = 0
             elif self._stepwise is not None:
                 depths[i] = self._depth(i, row, self._stepwise, sizes[i], load)
                 if not self._mixed:
@@ -216,8 +222,8 @@ class Adaptive:
         self._settle(rows, load, width + fixed + count, rate, saved / count if count else 0.0)
         kept = [look.kept if look else [] for look in step.looks]
         step.decisions = [
-            Decision(len(nodes), expected if look and look.trims else None)
-            for nodes, look in zip(kept, step.looks, strict=True)
+            Decision(len(nodes), expected if look and look.trims else self._rows[view.row].ratio)
+            for nodes, look, view in zip(kept, step.looks, rows, strict=True)
         ]
         if not load.prefill:
             plain = self._seconds([1] * len(rows), load)
@@ -228,7 +234,9 @@ class Adaptive:
     def _nothing(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
         """Nothing was proposed: a common step, which should cost next to nothing."""
         step = self._step
-        step.decisions = [_OFF] * len(rows)
+        step.decisions = [
+            Decision(0, ratio) if (ratio := self._rows[view.row].ratio) is not None else _OFF for view in rows
+        ]
         step.looks = [None] * len(rows)
         self._quiet += 1
         if self._quiet % SAMPLED == 0 and not load.prefill:
@@ -244,7 +252,8 @@ class Adaptive:
 
     def _look(self, view: RowView, drafts: Drafts, i: int, k: int, floor: float) -> _Look:
         row = self._rows[view.row]
-        trims = view.adaptive and (drafts.q is None or view.acceptance != "rejection")  # else sampled: none may go
+        sampled = drafts.q is not None and view.acceptance == "rejection"  # of those none may go now
+        trims = view.adaptive and not sampled and not self._whole
         least = floor if trims else 0.0
         parents = None if drafts.parents is None else drafts.parents[i, :k].tolist()
         said = None if drafts.confidence is None else drafts.confidence[i, :k].tolist()
@@ -309,11 +318,11 @@ class Adaptive:
         step, timing = self._step, self.timing
         for i, view in enumerate(rows):
             look, row = step.looks[i], self._rows[view.row]
+            row.proposals += look is not None
             if not view.adaptive or (look is not None and not look.trims):
                 continue
             worth = 0.0
             if look is not None:
-                row.proposals += 1
                 if look.kept:
                     look.kept.sort()
                     worth = saved * len(look.kept)
@@ -333,7 +342,7 @@ class Adaptive:
             for view in step.rows:
                 self._rows[view.row].seconds += total / rows
             return [_OFF] * rows
-        if step.decisions[0] is _OFF and not any(step.looks):
+        if not any(step.looks):
             for view in step.rows:
                 self._rows[view.row].seconds += total / rows
             if step.forward:
@@ -348,7 +357,11 @@ class Adaptive:
             row.seconds += total / rows
             if look is not None and look.kept:
                 self._count(row, look, verdicts.path[i, : accepted[i]].tolist())
-                row.balance += accepted[i] * step.plain / rows - lost * len(look.kept) / drafted
+                cost = lost * len(look.kept) / drafted
+                row.balance += accepted[i] * step.plain / rows - cost
+                if self._whole and view.adaptive:
+                    ratio = (accepted[i] + 1) * step.plain / (step.plain + cost * rows)
+                    row.ratio = ratio if row.ratio is None else 0.9 * row.ratio + 0.1 * ratio
         timing.add(seconds, forward=step.forward, drafted=drafted > 0, asked=None if step.first else step.asked)
         self._average((rows + sum(accepted)) / rows, total / step.plain)
         return step.decisions

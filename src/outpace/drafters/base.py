@@ -80,6 +80,7 @@ class Drafter:
     needs: DrafterNeeds = DrafterNeeds()
     stepwise: str | None = None  # the source that takes a forward of its own for every level, if there is one
     mixed: bool = False  # others draft beside the stepwise source
+    explores: bool = False  # its drafts are verified whole or not at all: nodes that say little now serve later ones
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""

@@ -162,6 +162,15 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return composed
 
 
+def _lookahead(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.lookahead import LookaheadDrafter
+
+    given = {name: spec.integer(name, None) for name in ("window", "ngram", "guesses")}
+    drafter = LookaheadDrafter(**{name: value for name, value in given.items() if value is not None})
+    drafter.check_acceptance(context.acceptance)
+    return drafter
+
+
 def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
     from outpace.drafters.datastore import Datastore, fingerprint
     from outpace.drafters.retrieval import RetrievalDrafter
@@ -203,6 +212,7 @@ _METHODS = {
     "none": _Method(_none),
     "ngram": _Method(_ngram, ("min", "max", "candidates")),
     "suffix": _Method(_suffix, ("max", "memory", "tree", "history", "file")),
+    "lookahead": _Method(_lookahead, ("window", "ngram", "guesses")),
     "retrieval": _Method(
         _retrieval, ("places", "min"), argument="a datastore (outpace datastore build)", example="/data/store"
     ),
