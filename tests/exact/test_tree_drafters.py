@@ -80,7 +80,7 @@ def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[st
         assert set(result.stats.drafted_by) <= set(result.drafter.split("+"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("lookahead", "bigrams")])
 def test_greedy_rejection_is_plain_decoding_too(kind: str) -> None:
     plain = run(None, SamplingParams())
     assert [r.token_ids for r in run(make(kind), SamplingParams(), acceptance="rejection")] == [
