@@ -2,6 +2,10 @@
 
     python worker_llamacpp.py MODEL.gguf MODE      # MODE: plain, or one of llama.cpp's n-gram modes, as ngram-simple
 
+The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say: on a processor that has
+AVX-512 a llama.cpp built there can be faster, and every ratio to llama.cpp here is to this wheel. Its source package
+does not build without a network, for it fetches BoringSSL.
+
 Reads a JSON line {"tokens", "max_tokens"}, writes one: text, tokens, seconds to the first delta, seconds of the rest.
 """
 
