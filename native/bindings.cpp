@@ -13,6 +13,7 @@
 #include "cpu.h"
 #include "model.h"
 #include "pack.h"
+#include "suffix.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -298,6 +299,31 @@ NB_MODULE(_native, m) {
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
+    nb::class_<SuffixIndex>(m, "SuffixIndex")
+        .def("__init__",
+             [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
+                 new (self) SuffixIndex(capacity, most, {nearest, few, std::move(weights), doubt});
+             },
+             "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
+        .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
+        .def("append", [](SuffixIndex& x, const Ints& tokens) { x.append(tokens.data(), tokens.shape(0)); }, "tokens"_a)
+        .def("shrink", &SuffixIndex::shrink, "n"_a)
+        .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
+        .def("places",
+             [](const SuffixIndex& x, const Ints& context) {
+                 std::vector<SuffixIndex::Place> found;
+                 x.places(context.data(), context.shape(0), found);
+                 nb::list listed;
+                 for (const auto& place : found) listed.append(nb::make_tuple(place.at, place.length));
+                 return listed;
+             },
+             "context"_a)
+        .def("propose",
+             [](const SuffixIndex& x, const Ints& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
+                 const SuffixTree tree = x.propose(context.data(), context.shape(0), budget, others, wide);
+                 return nb::make_tuple(tree.tokens, tree.parents, tree.gains);
+             },
+             "context"_a, "budget"_a, "others"_a, "wide"_a);
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Matrix>(m, "Matrix")
         .def_ro("rows", &Matrix::rows)

@@ -13,14 +13,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outpace.drafters.base import Drafter, Event, RowView
-from outpace.drafters.suffix_index import END, PLACE_BYTES, SuffixIndex
+from outpace.drafters.suffix_index import END, PLACE_BYTES
 from outpace.errors import DrafterError
 from outpace.tree import pack
 from outpace.types import I32, Drafts
+
+if TYPE_CHECKING:
+    from outpace.drafters.suffix_index import SuffixIndex
+else:
+    try:
+        from outpace.drafters.suffix_native import NativeSuffixIndex as SuffixIndex
+    except ImportError:  # no extension, or one from before it had the index: the reference, slower
+        from outpace.drafters.suffix_index import SuffixIndex
 
 MAGIC = b"OUTPACE-SUFFIX-1"
 _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32

@@ -1,0 +1,58 @@
+// The index and the best-first tree of the drafter `suffix`; drafters/suffix_index.py is the reference, number for number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace outpace {
+
+// What the reference's module constants say; see there.
+struct SuffixRules {
+    int nearest;
+    int few;
+    std::vector<double> weights;  // by length of the match; the last counts for all longer ones
+    double doubt;
+};
+
+struct SuffixTree {
+    std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
+    std::vector<double> gains;             // path probabilities, falling
+};
+
+class SuffixIndex {
+public:
+    static constexpr int32_t kEnd = -1;  // stands between sequences
+
+    // Throws std::invalid_argument.
+    SuffixIndex(int64_t capacity, int most, SuffixRules rules);
+
+    void append(const int32_t* tokens, size_t n);
+    void shrink(int64_t n);
+    SuffixTree propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others,
+                       bool wide) const;
+    const std::vector<int32_t>& tokens() const { return held_; }
+
+    struct Place {
+        const SuffixIndex* index;
+        int64_t at;  // where what follows stands
+        int length;  // of the match
+    };
+    void places(const int32_t* context, size_t n, std::vector<Place>& found) const;
+
+private:
+    using Chain = std::vector<int32_t>;
+
+    void add(int32_t token, int32_t before);
+    static void push(Chain& chain, int32_t at, int most);
+
+    int64_t capacity_;
+    int most_;
+    SuffixRules rules_;
+    std::vector<int32_t> held_;
+    std::unordered_map<int64_t, Chain> pairs_;  // last two tokens -> where what follows them stands, oldest first
+    std::unordered_map<int32_t, Chain> singles_;
+};
+
+}  // namespace outpace
