@@ -3,16 +3,15 @@
     python benchmarks/repeats.py record spec_bench_dev.jsonl OUT.jsonl [--limit N] [--threads N]
     python benchmarks/repeats.py run OUT.jsonl [--size N] [--options max=16]
 
-The documents are the long prompts (summarization, rag). Each is asked about three times, greedily, up to 200 tokens, by
-the demo model: once in the first pass, twice, in other words, in the second. ``run`` replays the second pass with
-`suffix`, without history and with a history of the whole first pass.
+The documents are the long prompts (summarization, rag). Each is asked about three times in other words, in three passes
+over all documents, greedily, up to 200 tokens or EOS, by the demo model. ``run`` replays the passes with `suffix`,
+without history and with one of every output so far: pass 2 has seen one answer about its document, pass 3 two.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,15 +63,9 @@ def record(prompts: str, out: str, limit: int | None, threads: int | None) -> No
                 sink.flush()
 
 
-def passes(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The first pass over all documents, then the second."""
-    yield from (row for row in rows if row["question"] == 0)
-    yield from (row for row in rows if row["question"] > 0)
-
-
 def run(path: str, size: int, options: str) -> None:
     with open(path) as file:
-        rows = list(passes([json.loads(line) for line in file]))
+        rows = sorted(map(json.loads, file), key=lambda row: row["question"])  # stable: the passes
     target = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB))
     before: dict[str, float] = {}
     for name, history in (("without history", 0), ("with history", 1)):
@@ -81,9 +74,8 @@ def run(path: str, size: int, options: str) -> None:
         by: dict[str, np.ndarray[Any, Any]] = {}
         for request, row in enumerate(rows):
             found = np.array(replay(drafter, row, request, size))
-            if row["question"]:
-                for group in (row["category"], f"question {row['question']}", "all"):
-                    by[group] = by.get(group, np.zeros(4)) + found
+            for group in (f"pass {row['question'] + 1}", f"pass {row['question'] + 1} {row['category']}"):
+                by[group] = by.get(group, np.zeros(4)) + found
         rates = {group: v[0] / v[1] for group, v in by.items()}
         print(f"{name}, size {size}: " + "  ".join(f"{g} {r:.3f}" for g, r in sorted(rates.items())))
         if history:

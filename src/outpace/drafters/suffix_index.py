@@ -59,7 +59,7 @@ class SuffixIndex:
 
     def shrink(self, n: int) -> None:
         """Forget all but the newest ``n`` tokens."""
-        kept = self.tokens[len(self.tokens) - n :] if n > 0 else []
+        kept = self.tokens[max(0, len(self.tokens) - n) :] if n > 0 else []
         self.tokens, self._pairs, self._singles = [], {}, {}
         self.append(kept)
 

@@ -24,7 +24,8 @@ class NativeSuffixIndex:
     @property
     def tokens(self) -> list[int]:
         """A copy of what is kept, oldest first."""
-        return self._index.tokens().tolist()
+        tokens: list[int] = self._index.tokens().tolist()
+        return tokens
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add committed tokens at the end."""
