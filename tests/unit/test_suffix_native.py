@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outpace.drafters.suffix_index import END, SuffixIndex
 
-pytest.importorskip("outpace._native")
+pytest.importorskip("outpace.drafters.suffix_native", exc_type=ImportError)  # no extension, or an older one
 from outpace.drafters.suffix_native import NativeSuffixIndex
 
 TOKENS = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(END, v), max_size=60))
