@@ -4,7 +4,9 @@
 
 Each configuration is a process of its own with 2 threads, in its engine's own environment (made on first use, without
 torch). Processes that wait are stopped (SIGSTOP), so that no thread pool spins beside the one that works. Prompts are
-the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt.
+the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt;
+what it has already is not run again, so an interrupted run goes on. Let the machine rest meanwhile: llama.cpp's threads
+spin, and lose far more than others when a core is taken away.
 """
 
 from __future__ import annotations
@@ -175,7 +177,8 @@ def _run(given: argparse.Namespace) -> int:
         eos = engine.model.info.eos_ids[0]
         prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
     workers: list[Worker] = []
-    value: dict[str, Any] = {"max_tokens": given.max_tokens, "threads": 2, "answers": [], "prefill": [], "failed": {}}
+    value = _known(given)
+    answered = {(answer["config"], answer["prompt"]) for answer in value["answers"]}
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("loading", total=None)
@@ -188,7 +191,8 @@ def _run(given: argparse.Namespace) -> int:
                     value["failed"][configuration.name] = str(error)
             progress.update(task, description="prompts", total=len(prompts) + given.prefill_rounds)
             for row, tokens in prompts:
-                for worker in workers:
+                missing = [worker for worker in workers if (worker.configuration.name, row.id) not in answered]
+                for worker in missing:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
                     value["answers"].append(
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
@@ -205,6 +209,17 @@ def _run(given: argparse.Namespace) -> int:
     write_json(given.json, value)
     _show(value)
     return 0
+
+
+def _known(given: argparse.Namespace) -> dict[str, Any]:
+    """What the JSON has of an earlier run with the same limits."""
+    fresh: dict[str, Any] = {"max_tokens": given.max_tokens, "threads": 2, "answers": [], "prefill": [], "failed": {}}
+    if not given.json.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
+    if found.get("max_tokens") != given.max_tokens:
+        raise ParameterError(f"{given.json} was made with another --max-tokens: give another --json")
+    return {**fresh, **found, "prefill": [], "failed": {}}
 
 
 def _prefill(

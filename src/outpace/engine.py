@@ -513,7 +513,7 @@ class _Verifier:
     def _choose(self, rows: I32, nodes: I32) -> I32:
         """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""
         pairs = list(zip(rows.tolist(), nodes.tolist(), strict=True))
-        at = (self._starts[rows] + nodes + 1).astype(np.int32)
+        at = self._starts[rows] + nodes + 1
         choosers = [self._chooser(i, node) for i, node in pairs]
         try:
             return self._output.choose(at, choosers)
