@@ -4,9 +4,8 @@
 
 Each configuration is a process of its own with 2 threads, in its engine's own environment (made on first use, without
 torch). Processes that wait are stopped (SIGSTOP), so that no thread pool spins beside the one that works. Prompts are
-the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt;
-what it has already is not run again, so an interrupted run goes on. Let the machine rest meanwhile: llama.cpp's threads
-spin, and lose far more than others when a core is taken away.
+the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt.
+Let the machine rest meanwhile: llama.cpp's threads spin, and lose far more than others when a core is taken away.
 """
 
 from __future__ import annotations
@@ -177,22 +176,22 @@ def _run(given: argparse.Namespace) -> int:
         eos = engine.model.info.eos_ids[0]
         prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
     workers: list[Worker] = []
-    value = _known(given)
-    answered = {(answer["config"], answer["prompt"]) for answer in value["answers"]}
+    value: dict[str, Any] = {"max_tokens": given.max_tokens, "threads": 2, "answers": [], "prefill": [], "failed": {}}
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("loading", total=None)
             for configuration in configurations(given):
                 progress.update(task, description=f"loading {configuration.name}")
                 try:
-                    workers.append(Worker(configuration, given.json.with_suffix(".log")))
-                    workers[-1].ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
+                    worker = Worker(configuration, given.json.with_suffix(".log"))
                 except ParameterError as error:
                     value["failed"][configuration.name] = str(error)
+                    continue
+                workers.append(worker)
+                worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
             progress.update(task, description="prompts", total=len(prompts) + given.prefill_rounds)
             for row, tokens in prompts:
-                missing = [worker for worker in workers if (worker.configuration.name, row.id) not in answered]
-                for worker in missing:
+                for worker in workers:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
                     value["answers"].append(
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
@@ -206,20 +205,10 @@ def _run(given: argparse.Namespace) -> int:
     plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
     value["table"] = report.table(value["answers"], plain_of)
     value["summary"] = report.summary(value["table"], report.prefill(value["prefill"]))
+    value["medians"] = report.medians(value["answers"], value["table"])
     write_json(given.json, value)
     _show(value)
     return 0
-
-
-def _known(given: argparse.Namespace) -> dict[str, Any]:
-    """What the JSON has of an earlier run with the same limits."""
-    fresh: dict[str, Any] = {"max_tokens": given.max_tokens, "threads": 2, "answers": [], "prefill": [], "failed": {}}
-    if not given.json.exists():
-        return fresh
-    found: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
-    if found.get("max_tokens") != given.max_tokens:
-        raise ParameterError(f"{given.json} was made with another --max-tokens: give another --json")
-    return {**fresh, **found, "prefill": [], "failed": {}}
 
 
 def _prefill(
@@ -254,6 +243,8 @@ def _show(value: dict[str, Any]) -> None:
         console.print(f"prefill of {PREFILL} tokens, {name}: {speed:.0f} tokens/s")
     for name, ratio in value["summary"].items():
         console.print(f"{name}: {'not run' if ratio is None else f'{ratio:.2f}x'}")
+    for name, ratio in value["medians"].items():
+        console.print(f"{name}, median over prompts: {ratio:.2f}x")
     for name, why in value["failed"].items():
         console.print(f"{name}: FAILED: {why}")
 

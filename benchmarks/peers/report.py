@@ -45,9 +45,27 @@ def table(answers: list[Row], plain_of: dict[str, str]) -> list[Row]:
                 "tokens_per_step": sum(row["tokens"] for row in rows) / steps if steps else None,
                 "of_best_peer": speed(rows) / peers[best] if best and peers[best] else None,
                 "median_of_best_peer": median(found) if best and (found := ratios(rows, by[best])) else None,
-                "changed": changed(rows, by[plain_of[name]]) if plain_of[name] in by else None,
+                "changed": changed(rows, by[plain_of[name]]) if plain_of.get(name) in by else None,
             }
         )
+    return out
+
+
+def medians(answers: list[Row], rows: list[Row]) -> dict[str, float]:
+    """Medians over prompts of the ratios that ``summary`` pools: one stalled prompt moves a sum, not a median."""
+    by: dict[str, list[Row]] = {}
+    for answer in answers:
+        by.setdefault(answer["config"], []).append(answer)
+    speeds = {row["config"]: row["decode_tokens_per_second"] for row in rows}
+    ours = {name: value for name, value in speeds.items() if name.startswith("outpace")}
+    peers = {name: value for name, value in speeds.items() if name not in ours}
+    out = {}
+    for peer in ("llamacpp-q4_1 plain", "llamacpp-q4_0 plain", "openvino plain"):
+        if peer in by and "outpace none" in by:
+            out[f"plain over {peer}"] = median(ratios(by["outpace none"], by[peer]))
+    if ours and peers:
+        best, other = max(ours, key=ours.__getitem__), max(peers, key=peers.__getitem__)
+        out[f"{best} over {other}"] = median(ratios(by[best], by[other]))
     return out
 
 

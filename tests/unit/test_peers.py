@@ -39,6 +39,9 @@ def test_figures_are_pooled_and_changes_are_counted_against_the_same_engine() ->
     prefills = report.prefill([{"config": "outpace none", "prompt_tokens": 1000, "first": s} for s in (0.4, 0.5, 9.0)])
     assert prefills == {"outpace none": 2000.0}
     ratios = report.summary(list(found.values()), {**prefills, "llamacpp-q4_1 plain": 400.0})
+    middle = report.medians(answers, list(found.values()))
+    assert middle["plain over llamacpp-q4_1 plain"] == pytest.approx(2.5)
+    assert middle["outpace ngram over openvino lookup-5"] == pytest.approx((80 / 50 + 80 / 3 / (10 / 0.6)) / 2)
     assert ratios["plain over llama.cpp Q4_1 plain"] == pytest.approx(2.5)
     assert ratios["ngram over the best peer"] == ratios["best over the best peer"] == pytest.approx(1.6)
     assert ratios["prefill over llama.cpp Q4_1"] == 5.0
