@@ -71,8 +71,8 @@ class LookaheadDrafter(Drafter):
             return node
 
         for guess in list(reversed(row.pool.get(int(view.tokens[-1]), ())))[: self._guesses]:
-            if len(tree) + len(guess) > size:
-                break
+            if len(tree) + len(guess) > min(size, max(size // 2, self._ngram - 1)):
+                break  # the window needs the other half: without it no n-gram is found
             parent = -1
             for token in guess:
                 parent = add(token, parent, SURE)
