@@ -78,7 +78,7 @@ def test_identical_near_tie_and_different() -> None:
     class Close(ToyModel):
         """Tokens 4 and 5 are nearly equal, and far above the rest."""
 
-        def logits_after(self, prefix: list[int]) -> np.ndarray:
+        def logits_after(self, prefix: list[int], layers: int | None = None) -> np.ndarray:
             logits = super().logits_after(prefix).copy()
             logits[4], logits[5] = 50.0, 50.0 - 1e-4
             return logits
