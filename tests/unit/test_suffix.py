@@ -22,7 +22,7 @@ SEQUENCES = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(0, v), min_
 
 
 def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[int, int]]:
-    """Every earlier place that ends like the context, by comparing all of them."""
+    """Every earlier place that ends like the context, by comparing all of them. The context is its own newest place."""
     pairs, singles = [], []
     context = context[-most:]
     for at in range(len(tokens) - 1, 0, -1):
@@ -34,11 +34,11 @@ def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[
         elif length == 1:
             singles.append((at, 1))
     newest = [at for at in range(len(tokens), 0, -1) if tokens[at - 1] == context[-1]]
-    if len(pairs[:NEAREST]) < FEW:
+    near = pairs[: NEAREST - 1]
+    if len(near) < FEW:
         few = [at for at in newest[:FEW] if at < len(tokens)]
-        near = pairs[:NEAREST]
         return near + [(at, 1) for at in few if at not in {place for place, _ in near}]
-    return pairs[:NEAREST]
+    return near
 
 
 def slow_gain(tokens: list[int], path: list[int], places: list[tuple[int, int]]) -> float:

@@ -67,7 +67,8 @@ class SuffixIndex:
         """(index of what follows, length of the match) of the places that end like ``context``, newest first.
 
         The last ``most`` tokens of the context count. Only the ``NEAREST`` newest places of its last pair are
-        looked at, then, when these are fewer than ``FEW``, the ``FEW`` newest of its last token.
+        looked at, then, when these are fewer than ``FEW``, the ``FEW`` newest of its last token; the context itself
+        is one of both.
         """
         held, end, found = self.tokens, len(self.tokens), []
         n = min(len(context), self.most)
