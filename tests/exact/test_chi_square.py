@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import outpace.engine
+import outpace.verifier
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import Drafter, RowView
 from outpace.models.base import Batch, HostOutput, ModelInfo
@@ -180,5 +180,5 @@ def no_residual(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
 def test_a_sampler_that_skips_the_residual_fails(
     monkeypatch: pytest.MonkeyPatch, drafter: Callable[[], Drafter]
 ) -> None:
-    monkeypatch.setattr(outpace.engine, "reject", no_residual)
+    monkeypatch.setattr(outpace.verifier, "reject", no_residual)
     assert pvalue(sample(OWN, drafter(), "rejection")[0], OWN) < BIASED

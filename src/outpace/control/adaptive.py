@@ -3,7 +3,7 @@
 It maximises committed tokens per second by renewal theory: over a long run that rate is greatest when every step
 maximises (expected tokens) - rate * (expected seconds), with the rate itself. Expected tokens come from calibrated
 acceptance (calibration.py), expected seconds from timing.py. Size 0 is always a candidate. What drafting may lose a row
-is bounded: see ``_Row``. All of this runs between two forwards of a few milliseconds, so it is plain Python on lists.
+is bounded: see rows.py. All of this runs between two forwards of a few milliseconds, so it is plain Python on lists.
 """
 
 from __future__ import annotations
@@ -17,67 +17,16 @@ import numpy as np
 from outpace.control.calibration import EDGES, UNKNOWN, Bucket, Calibration, biased, kind_of, moved, odds_of
 from outpace.control.cost import Cost
 from outpace.control.policy import Decision, Load
+from outpace.control.rows import Row
 from outpace.control.timing import Timing
 from outpace.drafters.base import RowView
 from outpace.types import I32, Drafts, Verdicts
 
 AUTO_SIZE = 15  # most nodes a step that "auto" asks for
-EXPLORE = 0.01  # share of a row's decoding time that re-tries may cost
-FIRST_TRIES = 3  # a new row's tries that need not be earned
-ALLOWANCE = 2.0  # plain steps that drafting may have lost, before what is expected of it counts for nothing
-FORGIVEN = 0.005  # share of a row's decoding time that is added to the allowance
-PATIENCE = 12  # fruitless proposals before a row may stop asking; then it waits 8, 16, ... steps between two
-LONGEST_WAIT = 64
 FIRST_DEPTH = 4  # levels that a stepwise drafter drafts until its speed is known
 SAMPLED = 4  # every so many of the steps in which nothing was proposed, timing is learned
 HORIZON = 48.0  # steps over which the long-run rate is averaged
 _OFF = Decision(0, None)
-
-
-@dataclass(slots=True)
-class _Row:
-    """What is known of a row."""
-
-    kind: int  # of sampling
-    biases: list[float] = field(default_factory=lambda: [0.0, 0.0])  # in log-odds, of first nodes and of deeper ones
-    odds: list[float] = field(default_factory=lambda: [1.0, 1.0])  # exp(-bias)
-    proposals: int = 0
-    fruitless: int = 0  # proposals in a row of which nothing was worth verifying
-    wait: int = 0  # steps until it asks again
-    waited: int = 4  # how long it waited the last time
-    value: float = 0.0  # seconds that a proposal saves, lately
-    balance: float = 0.0  # seconds that drafting has saved so far: what was accepted, less what it took
-    ratio: float | None = None  # speed over plain decoding of its drafts lately, where they are verified whole
-    tries: int = 0
-    spent: float = 0.0  # seconds that tries were expected to lose
-    seconds: float = 0.0  # of its decoding
-
-    def trusted(self, plain: float) -> bool:
-        """Whether what is expected of its drafts may be believed: not while they have lost more than they may."""
-        return self.balance > -ALLOWANCE * plain - FORGIVEN * self.seconds
-
-    def may_try(self, loss: float) -> bool:
-        """Whether it may verify what is expected to lose so many seconds, to learn whether that is still so."""
-        if self.tries >= FIRST_TRIES and self.spent + loss > EXPLORE * self.seconds:
-            return False
-        self.tries += 1
-        self.spent += loss
-        return True
-
-    def ask_again(self, saved: float, timing: Timing, rows: int) -> None:
-        """When it asks for drafts next: every step while that pays, ever more rarely while it does not.
-
-        ``saved``: seconds that its proposal is expected to save; asking takes its share of what it takes ``rows``.
-        """
-        self.value += (saved - self.value) / 16
-        if saved > 0:
-            self.fruitless, self.waited = 0, 4
-            return
-        self.fruitless += 1
-        if self.fruitless >= PATIENCE:
-            asking = timing.drafting(1)
-            if self.value < max(asking - timing.drafting(0), asking / 3) / rows:
-                self.wait = self.waited = min(2 * self.waited, LONGEST_WAIT)
 
 
 @dataclass(slots=True)
@@ -118,7 +67,7 @@ class Adaptive:
         self.timing = Timing(cost)
         self._stepwise, self._mixed, self._whole = stepwise, mixed, whole
         self._calibration = Calibration()
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self._step = _Step()
         self._quiet = 0  # steps in which nothing was proposed
         self._advantage = 1.0  # the long-run rate over plain decoding's
@@ -157,10 +106,10 @@ class Adaptive:
             step.asked = 1 if self._stepwise is None else max(depths)
         return np.array(sizes, np.int32), np.array(depths, np.int32)
 
-    def _row(self, view: RowView) -> _Row:
+    def _row(self, view: RowView) -> Row:
         found = self._rows.get(view.row)
         if found is None:
-            found = self._rows[view.row] = _Row(kind_of(view.chooser.params))
+            found = self._rows[view.row] = Row(kind_of(view.chooser.params))
         return found
 
     def _asleep(self, rows: Sequence[RowView]) -> bool:
@@ -172,7 +121,7 @@ class Adaptive:
             row.wait -= 1
         return True
 
-    def _depth(self, i: int, row: _Row, source: str, most: int, load: Load) -> int:
+    def _depth(self, i: int, row: Row, source: str, most: int, load: Load) -> int:
         """How many forwards the drafter is worth for a row, by the acceptance of its past drafts at each depth."""
         timing, table = self.timing, self._calibration.table(source, row.kind)
         rate = self._rate()
@@ -366,7 +315,7 @@ class Adaptive:
         self._average((rows + sum(accepted)) / rows, total / step.plain)
         return step.decisions
 
-    def _count(self, row: _Row, look: _Look, path: list[int]) -> None:
+    def _count(self, row: Row, look: _Look, path: list[int]) -> None:
         """Every node that was tried: a child of the pending token or of an accepted node. ``path``: as verified."""
         good = {look.kept[new] for new in path}
         for node in look.kept:
