@@ -51,7 +51,13 @@ def wait_for(happened: Callable[[], bool], seconds: float = 120) -> None:
 
 def spawn(*args: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "outpace", *map(str, args)], stdout=-1, stderr=-1, stdin=-1, text=True, env=os.environ
+        [sys.executable, "-m", "outpace", *map(str, args)],
+        stdout=-1,
+        stderr=-1,
+        stdin=-1,
+        text=True,
+        env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
     )
 
 
@@ -231,7 +237,7 @@ def test_verify_fails_on_a_difference(
     """The check can fail: a rule that accepts whatever was drafted is found out."""
     import numpy as np
 
-    from outpace import engine as engine_module
+    from outpace import verifier
     from outpace.types import Drafts, Verdicts
 
     def gullible(choose: Any, drafts: Drafts) -> Verdicts:
@@ -241,9 +247,9 @@ def test_verify_fails_on_a_difference(
             tokens, drafts.widths, np.tile(np.arange(drafts.tokens.shape[1], dtype=np.int32), (len(drafts), 1))
         )
 
-    true_walk = engine_module.walk
+    true_walk = verifier.walk
     monkeypatch.setattr(
-        engine_module,
+        verifier,
         "walk",
         lambda choose, drafts: (gullible if drafts.tokens.shape[1] else true_walk)(choose, drafts),
     )
