@@ -398,7 +398,10 @@ BAD = {
     "plan of nothing": (("plan",), "--alpha"),
     "plan out of range": (("plan", "--alpha", "2"), "alpha 2"),
     "bad drafter option": (("generate", "hi", "--drafter", "ngram:min=9,max=2"), "1 <= min <= max"),
-    "wrong vocabulary": (("generate", "hi", "--drafter", "model:demo-gemma"), "does not share the target's vocabulary"),
+    "other tokenizer": (
+        ("generate", "hi", "--drafter", "model:demo-gemma", "--acceptance", "rejection", "-T", "1"),
+        "model:demo-gemma has another tokenizer",
+    ),
     "size": (("generate", "hi", "--size", "99"), "size=99"),
     "temperature": (("generate", "hi", "--temperature", "-1"), "temperature=-1"),
     "top-p": (("generate", "hi", "--top-p", "0"), "top_p"),

@@ -39,6 +39,10 @@ class ChainDrafter(Drafter):
         """Run new tokens of some rows; the output, and the packed index of each row's last token."""
         raise NotImplementedError
 
+    def _enough(self, view: RowView, drafted: I32) -> bool:
+        """Whether the row's draft int32 [n >= 1] ends here, whatever its size."""
+        return False
+
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         sizes = levels(rows, sizes)
         b, w = len(rows), int(sizes.max(initial=0))
@@ -51,6 +55,8 @@ class ChainDrafter(Drafter):
         active = list(range(b))
         for depth in range(w):
             active = [i for i in active if sizes[i] > depth == widths[i] and self._fits(rows[i], len(feed[i]))]
+            if depth:
+                active = [i for i in active if not self._enough(rows[i], tokens[i, :depth])]
             if not active:
                 break
             output, last = self._feed([rows[i].row for i in active], [feed[i] for i in active])

@@ -1,33 +1,14 @@
-"""``model:ID``: a smaller model with the same vocabulary drafts, in its own KV cache.
-
-What the draft model has in its cache is compared with what is committed before every draft, so it is in step after any
-verdict, including full acceptance, whoever drafted the tokens.
-"""
+"""``model:ID``: a smaller model drafts, in its own KV cache. Here: one with the target's vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from outpace.drafters.base import DraftContext, RowView
 from outpace.drafters.chain import ChainDrafter
-from outpace.errors import DrafterError
-from outpace.models.base import Batch, Model, Output
-from outpace.scheduler import common_prefix
+from outpace.drafters.own_cache import OwnCache
+from outpace.models.base import Model, Output
 from outpace.types import I32
-
-CATCH_UP = 512  # tokens of one row that are caught up with in one forward
-
-
-@dataclass(slots=True)
-class _Row:
-    """A target row's counterpart: its row in the draft model's cache, and the tokens whose KV is there."""
-
-    row: int
-    agreed: int = 0  # that many are known to equal the committed tokens
-    ahead: list[int] = field(default_factory=list)  # those after them: drafted, fate unknown
 
 
 class ModelDrafter(ChainDrafter):
@@ -35,97 +16,66 @@ class ModelDrafter(ChainDrafter):
 
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
         super().__init__(name, target_vocab, model.info.vocab_size)
-        self._model = model
-        self._rows: dict[int, _Row] = {}
-
-    @classmethod
-    def load(cls, spec: str, context: DraftContext) -> ModelDrafter:
-        """Load the draft model ``spec`` and check that its token ids mean what the target's mean."""
-        from dataclasses import replace
-
-        from outpace.models.loader import load
-        from outpace.models.tokenizer import differences
-
-        model, tokenizer = load(spec, replace(context.options, kv_memory=None, max_length=None))
-        if context.tokenizer is not None:
-            differing = differences(context.tokenizer, tokenizer)
-            if differing:
-                listed = ", ".join(f"{i}: {a!r} / {b!r}" for i, a, b in differing)
-                model.close()
-                raise DrafterError(
-                    f"{spec} does not share the target's vocabulary (id: target's / drafter's): {listed}. "
-                    "Use a draft model of the same family"
-                )
-        return cls(model, f"model:{spec}", context.target.info.vocab_size)
+        self._cache = OwnCache(model)
 
     @property
     def model(self) -> Model:
-        return self._model
+        return self._cache.model
 
     def _begin(self, view: RowView) -> I32:
         """Roll the row back to what is committed, and return the committed tokens it has not seen (at least one)."""
-        state = self._rows[view.row]
-        ahead = np.array(state.ahead, np.int32)
-        known = state.agreed + common_prefix(ahead, view.tokens[state.agreed :])
-        known = min(known, len(view.tokens) - 1)
-        self._model.kv.truncate(state.row, known)
-        state.agreed, state.ahead = known, []
-        return view.tokens[known:].copy()
+        return self._cache.begin(view.row, view.tokens)
 
     def _fits(self, view: RowView, n: int) -> bool:
-        longest = self._model.info.max_length
-        return len(view.tokens) < longest and self._model.kv.length(self._rows[view.row].row) + n <= longest
+        longest = self.model.info.max_length
+        return len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
-        while any(len(t) > CATCH_UP for t in tokens):
-            long = [i for i, t in enumerate(tokens) if len(t) > CATCH_UP]
-            self._forward([rows[i] for i in long], [tokens[i][:CATCH_UP] for i in long], wanted=False)
-            for i in long:
-                tokens[i] = tokens[i][CATCH_UP:]
-        output, batch = self._forward(rows, tokens, wanted=True)
-        return output, batch.starts[1:] - 1
-
-    def _forward(self, rows: list[int], tokens: list[I32], *, wanted: bool) -> tuple[Output, Batch]:
-        states = [self._rows[row] for row in rows]
-        starts = [self._model.kv.length(state.row) for state in states]
-        batch = Batch.pack([state.row for state in states], tokens, starts, [wanted] * len(rows), last_only=True)
-        output = self._model.forward(batch)
-        for state, its in zip(states, tokens, strict=True):
-            state.ahead.extend(its.tolist())
-        return output, batch
+        return self._cache.feed(rows, tokens)
 
     def admit(self, row: int, capacity: int) -> None:
-        self._rows[row] = _Row(self._model.kv.alloc(self._capacity(capacity)))
+        self._cache.admit(row, capacity)
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        if src not in self._rows:
-            return  # it was not drafted for: the new row catches up by itself
-        source, target = self._rows[src], self._rows[dst]
-        n = min(n, source.agreed)
-        self._model.kv.fork(source.row, target.row, n)
-        target.agreed = n
+        if src in self._cache:  # else it was not drafted for: the new row catches up by itself
+            self._cache.fork(src, dst, n)
 
     def release(self, row: int) -> None:
-        state = self._rows.pop(row, None)
-        if state is not None:
-            self._model.kv.free(state.row)
+        self._cache.release(row)
 
     def bytes_for(self, capacity: int) -> int:
-        return self._model.kv.bytes_for(self._capacity(capacity))
-
-    def _capacity(self, capacity: int) -> int:
-        return min(capacity, self._model.info.max_length)
+        return self._cache.bytes_for(capacity)
 
     @property
     def bytes(self) -> int:
-        return self._model.kv.bytes
+        return self._cache.bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"
-        assert self._model.kv.rows == sorted(state.row for state in self._rows.values())
-        for state in self._rows.values():
-            assert self._model.kv.length(state.row) == state.agreed + len(state.ahead)
-        self._model.kv.check()
+        self._cache.check(rows)
 
     def close(self) -> None:
-        self._model.close()
+        self.model.close()
+
+
+def load(spec: str, context: DraftContext) -> ChainDrafter:
+    """The drafter for the draft model ``spec``: by token ids if they mean what the target's mean, else through text.
+
+    Raises ModelError or DrafterError; then nothing stays loaded.
+    """
+    from dataclasses import replace
+
+    from outpace.drafters.translated import TranslatedDrafter
+    from outpace.models import loader
+    from outpace.models.tokenizer import differences
+
+    model, tokenizer = loader.load(spec, replace(context.options, kv_memory=None, max_length=None))
+    name = f"model:{spec}"
+    try:
+        if context.tokenizer is None or not differences(context.tokenizer, tokenizer, 1):
+            return ModelDrafter(model, name, context.target.info.vocab_size)
+        translated = TranslatedDrafter(model, tokenizer, name, context.tokenizer, context.target.info.vocab_size)
+        translated.check_acceptance(context.acceptance)
+    except BaseException:
+        model.close()
+        raise
+    return translated

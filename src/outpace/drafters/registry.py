@@ -182,10 +182,10 @@ def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.model import ModelDrafter
+    from outpace.drafters.model import load
 
     assert spec.argument is not None
-    return ModelDrafter.load(spec.argument, context)
+    return load(spec.argument, context)
 
 
 def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:

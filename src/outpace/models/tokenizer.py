@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,9 @@ class Tokenizer:
     """A model's tokenizer and chat template.
 
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
-    ``special_ids``: ids that stand for no text. Methods may be called from several threads.
+    ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
+    ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
+    Methods may be called from several threads.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Tokenizer:
         self._add_eos = add_eos
         added = fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_ids = frozenset(added)
+        self.spelling = _spelling(fast)
         size = fast.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, max(added, default=-1) + 1)
         tokens = dict(template_tokens or {})
@@ -176,6 +180,15 @@ def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, s
             if len(found) == limit:
                 break
     return found
+
+
+def _spelling(fast: Any) -> Literal["bytes", "pieces"] | None:
+    """What the decoder undoes."""
+    state = {} if fast.decoder is None else json.loads(fast.decoder.__getstate__())
+    kinds = {part.get("type") for part in state.get("decoders", [state])}
+    if "ByteLevel" in kinds:
+        return "bytes"
+    return "pieces" if kinds & {"ByteFallback", "Metaspace"} else None
 
 
 def _json(path: Path) -> dict[str, Any]:
