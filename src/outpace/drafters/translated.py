@@ -1,6 +1,6 @@
 """``model:ID`` with another tokenizer than the target's: what the draft model writes is re-encoded to the target's ids.
 
-String-level exact match (SLEM, arXiv 2502.05202, algorithm 2): the draft model reads the committed text in its own ids,
+String-level exact match (SLEM, arXiv 2502.05202): the draft model reads the committed text in its own ids,
 goes on, and the target's tokenizer encodes what it wrote. The draft model's probabilities are of other tokens, so each
 node is one-hot; then the likeliest token is the best one to draft at any temperature, since a node's chance of being
 accepted is the target's probability of it.
@@ -95,11 +95,8 @@ class TranslatedDrafter(ChainDrafter):
         row = self._rows[view.row]
         spelled = [self._own.of(token) for token in drafted.tolist()]
         silent = next((i for i, its in enumerate(spelled) if not its), len(spelled))
-        data, fragment = b"".join(spelled[:silent]), row.text.fragment
-        if not data.startswith(fragment):
-            return []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        ids = self._encode(view.tokens, fragment, decoder.decode(data))
+        ids = self._encode(view.tokens, row.text.fragment, decoder.decode(b"".join(spelled[:silent])))
         if silent < len(spelled) and int(drafted[silent]) in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:
             ids += self._target.tokenizer.eos_ids[:1]
         return ids[: row.size]

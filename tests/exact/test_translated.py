@@ -1,0 +1,212 @@
+"""Draft models with another tokenizer, under accidents: plain decoding's tokens, and a cache that is always in step.
+
+Toy models over two small byte-level tokenizers say nonsense, so most of their text is broken characters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
+from outpace.drafters.base import RowView
+from outpace.drafters.translated import TranslatedDrafter
+from outpace.errors import DrafterError
+from outpace.models.tokenizer import Tokenizer
+from outpace.noise import Noise
+from outpace.sampling import Chooser
+from tests.toy import ToyModel
+
+EOS, MERGES = 259, {"a": ["t h", "th e", "Ġ the"], "b": ["h e", "Ġ t", "Ġt he"]}
+
+
+def bpe(kind: str) -> Tokenizer:
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    merges = [tuple(line.split()) for line in MERGES[kind]]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    fast = Fast(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    return Tokenizer(fast, name=kind, eos_ids=[EOS])
+
+
+class Speller(ToyModel):
+    """Says ``said`` over and over in a tokenizer's ids, but for every ``slip``-th token, which is a hash's."""
+
+    def __init__(self, tokenizer: Tokenizer, said: str, slip: int = 5, **options: Any) -> None:
+        super().__init__(EOS + 1, **options)
+        self._cycle = tokenizer.encode(said).tolist()
+        self._slip = slip
+
+    def logits_after(self, prefix: list[int], layers: int | None = None) -> np.ndarray[Any, Any]:
+        logits = super().logits_after(prefix, layers).copy()
+        if len(prefix) % self._slip:
+            at = self._cycle.index(prefix[-1]) + 1 if prefix and prefix[-1] in self._cycle else 0
+            logits[self._cycle[at % len(self._cycle)]] += 20
+        return logits
+
+
+SAID = " the thé 👍 x"
+
+
+def drafter(model: ToyModel, own: str = "b", target: str = "a") -> TranslatedDrafter:
+    return TranslatedDrafter(model, bpe(own), "model:toy", bpe(target), EOS + 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_plain_decodings_tokens_whatever_happens(data: st.DataObject) -> None:
+    slips = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    longest = data.draw(st.sampled_from([16, 40, 512]))
+    tokenizer = bpe("a")
+    target = Speller(tokenizer, SAID, slips[0], max_length=512, eos=(EOS,))
+    draft = Speller(bpe("b"), SAID, slips[1], max_length=longest, eos=(EOS,))
+    engine = Engine(
+        target,
+        tokenizer,
+        drafter=drafter(draft),
+        size=data.draw(st.sampled_from([1, 2, 3, 5, 8, "auto"])),
+        max_rows=3,
+        prefill_chunk=8,
+        prefix_rows=data.draw(st.integers(0, 1)),
+        cost=Cost((1, 64), (1.0, 1.1)),
+    )
+    prompt = st.lists(st.integers(0, EOS), min_size=1, max_size=40)
+    temperature = st.sampled_from([0.0, 0.8])
+    with engine:
+        expected, requests = {}, {}
+        for prompt_ids in data.draw(st.lists(prompt, min_size=1, max_size=4)):
+            params = SamplingParams(
+                max_tokens=data.draw(st.integers(1, 60)),
+                temperature=data.draw(temperature),
+                n=data.draw(st.integers(1, 2)),
+                seed=7,
+                ignore_eos=True,
+            )
+            plain = engine.generate_many([prompt_ids], params, drafter=False)
+            expected[engine.add(prompt_ids, params)] = plain
+        cancelled = data.draw(st.sampled_from([None, *expected]))
+        steps = 0
+        while not engine.idle:
+            for delta in engine.step():
+                if delta.result is not None:
+                    requests[delta.request, delta.sample] = delta.result
+            engine.check()
+            steps += 1
+            if steps == 3 and cancelled is not None:
+                for delta in engine.cancel(cancelled):
+                    requests[delta.request, delta.sample] = delta.result
+                engine.check()
+        for (request, sample), result in requests.items():
+            whole = expected[request][sample].token_ids
+            assert result is not None
+            assert result.token_ids == (
+                whole[: len(result.token_ids)] if result.finish_reason == "cancelled" else whole
+            )
+    assert not draft.kv.rows
+
+
+def test_drafts_are_accepted_across_other_splits_of_the_text() -> None:
+    tokenizer = bpe("a")
+    target = Speller(tokenizer, SAID, 10**9, max_length=512)
+    for own in ("a", "b"):
+        draft = Speller(bpe(own), SAID, 10**9, max_length=512)
+        engine = Engine(target, tokenizer, drafter=drafter(draft, own), size=5)
+        found = engine.generate(tokenizer.encode(SAID), SamplingParams(max_tokens=100))
+        assert found.stats.accepted >= 0.8 * found.stats.drafted > 0
+
+
+def view(tokens: list[int], limit: int = 400) -> RowView:
+    chooser = Chooser(SamplingParams(temperature=0.0), Noise(0), 0)
+    return RowView(0, 0, np.array(tokens, np.int32), limit, chooser, "coupled")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_cache_holds_the_text_that_is_committed(data: st.DataObject) -> None:
+    """Random commits, some of them what was drafted. The toy's cache keeps ids, which have to spell the text."""
+    draft = Speller(bpe("b"), SAID, data.draw(st.integers(2, 9)), max_length=512)
+    translated = drafter(draft)
+    own, target = bpe("b"), bpe("a")
+    translated.admit(0, 400)
+    pieces = st.sampled_from([" ", "t", "h", "e", "he", " t", " th", "é", "👍", "\n"])
+    texts = st.lists(pieces, min_size=1, max_size=4).map("".join)
+    tokens = target.encode(data.draw(texts)).tolist()
+    for _ in range(data.draw(st.integers(1, 8))):
+        size = data.draw(st.integers(1, 6))
+        drafts = translated.propose([view(tokens)], np.array([size], np.int32))
+        drafted = drafts.row(0).tokens.tolist()
+        assert len(drafted) <= size
+        ids = own.encode(target.decode(tokens).rstrip("\ufffd")).tolist()
+        assert draft.kv.prefix(0, draft.kv.length(0))[: len(ids)] == ids
+        translated.check([0])
+        accepted = data.draw(st.integers(0, len(drafted)))
+        tokens += drafted[:accepted] + target.encode(data.draw(texts)).tolist()
+    translated.release(0)
+    translated.check([])
+
+
+def test_ids_that_more_text_changes_are_taken_back() -> None:
+    draft, own, target = Speller(bpe("b"), SAID, max_length=64), bpe("b"), bpe("a")
+    translated = drafter(draft)
+    translated.admit(0, 60)
+    tokens: list[int] = []
+    for text, more in (("x t", "x t"), ("x th", "h"), ("x the x", "e x")):
+        tokens += target.encode(more).tolist()
+        translated.propose([view(tokens)], np.array([3], np.int32))
+        ids = own.encode(text).tolist()
+        assert draft.kv.prefix(0, draft.kv.length(0))[: len(ids)] == ids
+
+
+def test_a_draft_goes_on_where_a_character_was_left() -> None:
+    target = bpe("a")
+    tokens = target.encode("x 👍").tolist()
+    for said, drafted in (("👍", 2), ("👎", 1), ("the", 0)):
+        translated = drafter(Speller(bpe("b"), said, 10**9, max_length=64))
+        translated.admit(0, 60)
+        found = translated.propose([view(tokens[:-2])], np.array([5], np.int32)).row(0).tokens.tolist()
+        expected = target.encode(said).tolist()[2:]
+        assert found[: len(expected)] == expected if drafted else not found
+
+
+def test_the_end_is_proposed_when_the_draft_model_ends() -> None:
+    draft = Speller(bpe("b"), " the", 10**9, max_length=64)
+    draft._cycle.append(EOS)
+    translated = drafter(draft)
+    translated.admit(0, 60)
+    drafts = translated.propose([view(bpe("a").encode("x").tolist())], np.array([5], np.int32))
+    assert drafts.row(0).tokens.tolist() == [*bpe("a").encode(" the").tolist(), EOS]
+
+
+def test_a_row_that_outgrows_the_draft_model_is_read_from_its_middle_on() -> None:
+    tokenizer = bpe("a")
+    target = Speller(tokenizer, SAID, 10**9, max_length=1024)
+    draft = Speller(bpe("b"), SAID, 10**9, max_length=300)
+    engine = Engine(target, tokenizer, drafter=drafter(draft), size=5)
+    request = engine.add(tokenizer.encode(SAID), SamplingParams(max_tokens=700))
+    drafted_late = 0
+    while not engine.idle:
+        for delta in engine.step():
+            assert delta.request == request
+            if delta.result is not None:
+                sources = delta.result.sources
+                drafted_late = sum(source != "target" for source in sources[-200:])
+        engine.check()
+    assert drafted_late > 100
+
+
+def test_rejection_is_refused_by_name() -> None:
+    tokenizer = bpe("a")
+    with pytest.raises(DrafterError, match=r"model:toy has another tokenizer .* use acceptance=coupled, or"):
+        Engine(ToyModel(EOS + 1), tokenizer, drafter=drafter(ToyModel(EOS + 1)), size=4, acceptance="rejection")
+    engine = Engine(ToyModel(EOS + 1), tokenizer, drafter=drafter(ToyModel(EOS + 1)), size=4)
+    with pytest.raises(DrafterError, match="another tokenizer"):
+        engine.add([1], acceptance="rejection")
