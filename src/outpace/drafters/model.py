@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from outpace.drafters.base import DraftContext, RowView
@@ -9,6 +10,8 @@ from outpace.drafters.chain import ChainDrafter
 from outpace.drafters.own_cache import OwnCache
 from outpace.models.base import Model, Output
 from outpace.types import I32
+
+log = logging.getLogger(__name__)
 
 
 class ModelDrafter(ChainDrafter):
@@ -75,6 +78,7 @@ def load(spec: str, context: DraftContext) -> ChainDrafter:
             return ModelDrafter(model, name, context.target.info.vocab_size)
         translated = TranslatedDrafter(model, tokenizer, name, context.tokenizer, context.target.info.vocab_size)
         translated.check_acceptance(context.acceptance)
+        log.info("%s has another tokenizer than the target: its text is re-encoded", name)
     except BaseException:
         model.close()
         raise
