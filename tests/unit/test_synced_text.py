@@ -102,6 +102,8 @@ def test_the_oldest_ids_are_forgotten(codes: dict[str, TokenBytes]) -> None:
     text.read(tokens)
     before = list(text.ids)
     assert text.shorten(10) is None  # the end may still change
+    assert text.shorten(len(before)) is None
+    assert text.shorten(len(before) + 5) is None
     assert text.ids == before
     assert text.shorten(300) == 1
     assert text.ids == [before[0], *before[-299:]]

@@ -76,11 +76,11 @@ class SyncedText:
     def shorten(self, most: int) -> int | None:
         """Forget the oldest ids, so that at most ``most`` are left; how many of them are as before.
 
-        None, and nothing is forgotten, when those that may still change are too many.
+        None, and nothing is forgotten, when there are no more, or those that may still change are too many.
         """
         opening = len(self._own.opening)
         forgotten = len(self.ids) - most
-        if self._settled - forgotten < opening:
+        if forgotten <= 0 or self._settled - forgotten < opening:
             return None
         del self.ids[opening : opening + forgotten]
         self._settled -= forgotten
