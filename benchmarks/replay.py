@@ -23,8 +23,8 @@ from outpace.drafters.registry import build, parse
 from outpace.models.loader import LoadOptions
 from outpace.noise import Noise
 from outpace.sampling import Chooser
-from outpace.types import Drafts, Verdict
-from outpace.verify import walk
+from outpace.types import Drafts
+from outpace.verify import walk_row
 
 VOCAB = 49_152
 EOS = 2
@@ -58,10 +58,10 @@ def replay(drafter: Drafter, row: dict[str, Any], request: int, size: int) -> tu
         seconds += time.perf_counter() - started
         draft = drafts.row(0)
 
-        def choose(_: Any, nodes: Any, at: int = at, draft: Any = draft) -> Any:
-            return tokens[[at + len(draft.path(int(node))) for node in nodes]]
+        def choose(node: int, at: int = at, draft: Any = draft) -> int:
+            return int(tokens[at + len(draft.path(node))])
 
-        verdict: Verdict = walk(choose, drafts).row(0)
+        verdict = walk_row(choose, draft)
         started = time.perf_counter()
         drafter.observe([Event(0, at, verdict.tokens, verdict)])
         seconds += time.perf_counter() - started

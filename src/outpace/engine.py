@@ -15,7 +15,7 @@ import numpy as np
 from outpace.control import cost as costs
 from outpace.control.adaptive import AUTO_SIZE, Adaptive
 from outpace.control.cost import Cost
-from outpace.control.policy import Fixed, Load, Policy
+from outpace.control.policy import PLAIN, Fixed, Load, Policy
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.drafters.none import NoDrafter
 from outpace.errors import ParameterError
@@ -251,7 +251,8 @@ class Engine:
 
     def _run(self, plan: Plan, clock: _Clock) -> list[Delta]:
         clock.start("draft")
-        drafts = self._draft(plan)
+        drafting = any(s.size for s in plan.decoding)
+        drafts = self._draft(plan) if drafting else Drafts.empty(len(plan.decoding))
         clock.start("target")
         batch = self._pack(plan, drafts)
         output = self.model.forward(batch)
@@ -265,7 +266,7 @@ class Engine:
         clock.start("draft")
         self.drafter.observe(events)
         clock.start("other")
-        decisions = self._policy.learn(verdicts, clock.so_far())
+        decisions = self._policy.learn(verdicts, clock.so_far()) if drafting else [PLAIN] * len(drafts)
         for sequence, decision in zip(plan.decoding, decisions, strict=True):
             sequence.stats.decide(decision.size, decision.expected)
         return self._deltas(plan, clock)
@@ -323,24 +324,24 @@ class Engine:
         for i, sequence in enumerate(plan.decoding):
             start = sequence.length
             draft, verdict = drafts.row(i), verdicts.row(i)
-            sources = [drafts.source_of(i, node) for node in range(len(draft))]
+            sources = drafts.sources_of(i)
             if i in failures:  # what was accepted before the dead end stays
                 verdict = Verdict(verdict.tokens[:-1], verdict.path)
             kept = sequence.append(verdict.tokens, [*(sources[n] for n in verdict.path), TARGET])
             if i in failures and sequence.finish_reason is None:  # a stop before the dead end comes first
                 sequence.finish_reason, sequence.error = "error", failures[i]
             sequence.stats.count(draft, sources, verdict, kept)
-            at = batch.starts[i] + np.concatenate([[0], verdict.path[: max(kept - 1, 0)] + 1])
-            if sequence.params.wants_logprobs and kept:
-                top = [sequence.params.top_logprobs] * kept
-                sequence.logprobs.extend(output.logprobs(at[:kept].astype(np.int32), verdict.tokens[:kept], top))
-            if kept == 0:
-                kv.truncate(sequence.row, start - 1)
-            elif draft.parents is None:
+            if draft.parents is None or not kept:
                 kv.truncate(sequence.row, start - 1 + kept)
             else:
-                kv.compact(sequence.row, start - 1, (at - batch.starts[i]).astype(np.int32))
-            taps = output.taps(at.astype(np.int32)) if batch.taps else None
+                kv.compact(sequence.row, start - 1, _new_tokens(verdict, kept))
+            taps = None
+            if batch.taps or (sequence.params.wants_logprobs and kept):
+                at = batch.starts[i] + _new_tokens(verdict, kept)
+                if sequence.params.wants_logprobs:
+                    top = [sequence.params.top_logprobs] * kept
+                    sequence.logprobs.extend(output.logprobs(at[:kept], verdict.tokens[:kept], top))
+                taps = output.taps(at) if batch.taps else None
             said = None if choices is None else choices[i]
             events.append(Event(sequence.row, start, verdict.tokens[:kept], verdict, taps, said))
         for j, chunk in enumerate(plan.chunks, len(plan.decoding)):
@@ -465,6 +466,11 @@ class _Clock:
     def so_far(self) -> dict[str, float]:
         self.start(self._phase)
         return self._seconds
+
+
+def _new_tokens(verdict: Verdict, kept: int) -> I32:
+    """Which of a row's new tokens in the batch (the pending one is 0) stay in its KV: int32 [max(kept, 1)]."""
+    return np.concatenate([[0], verdict.path[: max(kept - 1, 0)] + 1]).astype(np.int32)
 
 
 def _view(sequence: Sequence) -> RowView:

@@ -8,7 +8,7 @@ drafter, Daliri et al., arXiv 2408.07978). All arithmetic after the model's floa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +39,10 @@ class Chooser:
         return Chooser(params, noise, 0, rules, tuple(rule.start(prompt) for rule in rules))
 
     def advance(self, token: int) -> Chooser:
-        states = tuple(rule.advance(state, token) for rule, state in zip(self.rules, self.states, strict=True))
-        return replace(self, index=self.index + 1, states=states)
+        states = self.states
+        if states:
+            states = tuple(rule.advance(state, token) for rule, state in zip(self.rules, states, strict=True))
+        return Chooser(self.params, self.noise, self.index + 1, self.rules, states)
 
     @property
     def plain_greedy(self) -> bool:

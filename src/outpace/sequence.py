@@ -167,6 +167,8 @@ class TextSoFar:
     def __init__(self, decoder: Decoder | None, stops: tuple[str, ...]) -> None:
         self._decoder = decoder
         self._stops = stops
+        self._longest = max((len(stop) for stop in stops), default=1)
+        self._alone: dict[int, str] = {}  # texts of tokens decoded by themselves
         self._ids: list[int] = []
         self._context = 0  # ids before here are settled; those from here to ``_read`` give the next ones their context
         self._read = 0
@@ -195,9 +197,17 @@ class TextSoFar:
 
     def _unread(self) -> str:
         assert self._decoder is not None
-        before = self._decoder.decode(self._ids[self._context : self._read])
         after = self._decoder.decode(self._ids[self._context :])
-        return after[len(before) :]
+        return after[len(self._before(self._decoder)) :]
+
+    def _before(self, decoder: Decoder) -> str:
+        context = self._ids[self._context : self._read]
+        if len(context) != 1:
+            return decoder.decode(context) if context else ""
+        token = context[0]
+        if token not in self._alone:
+            self._alone[token] = decoder.decode(context)
+        return self._alone[token]
 
     def _extend(self, text: str) -> None:
         searched = len(self.whole)
@@ -210,8 +220,7 @@ class TextSoFar:
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for n in range(min(longest, len(self.whole)), 0, -1):
+        for n in range(min(self._longest - 1, len(self.whole)), 0, -1):
             if any(stop.startswith(self.whole[-n:]) for stop in self._stops):
                 return n
         return 0

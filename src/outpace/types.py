@@ -246,6 +246,10 @@ class Drafts:
         arrays = ("tokens", "widths", "parents", "q", "confidence", "source")
         return replace(self, **{name: wide(getattr(self, name)) for name in arrays})
 
+    def sources_of(self, i: int) -> list[str]:
+        """Who drafted each node of row i."""
+        return [self.source_of(i, node) for node in range(int(self.widths[i]))]
+
     def source_of(self, i: int, node: int) -> str:
         """Who drafted node ``node`` of row i."""
         if not self.sources:

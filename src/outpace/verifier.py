@@ -10,7 +10,7 @@ from outpace.models.base import Batch, Output
 from outpace.sampling import Chooser
 from outpace.sequence import Sequence
 from outpace.types import F64, I32, Drafts, Verdict, Verdicts
-from outpace.verify import reject, typical, walk
+from outpace.verify import reject, typical, walk, walk_row
 
 _FORBIDDEN = -1  # the choice of a row whose rules forbid every token: agrees with no draft
 
@@ -26,7 +26,7 @@ class Verifier:
         self._choosers = {(i, -1): s.chooser for i, s in enumerate(sequences)}
 
     def verdicts(self) -> Verdicts:
-        if all(s.acceptance == "coupled" for s in self._sequences):
+        if len(self._sequences) > 1 and all(s.acceptance == "coupled" for s in self._sequences):
             return walk(self._choose, self._drafts)
         return Verdicts.of([self._one(i) for i in range(len(self._sequences))])
 
@@ -49,12 +49,7 @@ class Verifier:
     def _one(self, i: int) -> Verdict:
         sequence, draft = self._sequences[i], self._drafts.row(i)
         if sequence.acceptance == "coupled":
-            alone = Drafts(
-                self._drafts.tokens[i : i + 1],
-                self._drafts.widths[i : i + 1],
-                None if self._drafts.parents is None else self._drafts.parents[i : i + 1],
-            )
-            return walk(lambda rows, nodes: self._choose(rows + i, nodes), alone).row(0)
+            return walk_row(lambda node: self._choose_one(i, node), draft)
         rule = reject if sequence.acceptance == "rejection" else typical
         chance = NoiseChance(sequence.chooser.noise, sequence.chooser.index)
         asked = -1
@@ -79,12 +74,12 @@ class Verifier:
         try:
             return self._output.choose(at, choosers)
         except (NoTokenAllowedError, FloatingPointError):
-            return np.array([self._choose_alone(*pair) for pair in pairs], np.int32)  # one bad row spares the others
+            return np.array([self._choose_one(*pair) for pair in pairs], np.int32)  # one bad row spares the others
 
-    def _choose_alone(self, i: int, node: int) -> int:
-        at = np.array([self._starts[i] + node + 1], np.int32)
+    def _choose_one(self, i: int, node: int) -> int:
+        at = self._starts[i : i + 1] + (node + 1)
         try:
-            return int(self._output.choose(at, [self._chooser(i, node)])[0])
+            return int(self._output.choose(at, (self._chooser(i, node),))[0])
         except (NoTokenAllowedError, FloatingPointError) as error:
             self._failures[i] = str(error)
             return _FORBIDDEN

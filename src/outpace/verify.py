@@ -27,8 +27,6 @@ def walk(choose: Choose, drafts: Drafts) -> Verdicts:
     gained are the choices themselves, so nothing about the draft can show in them. Among equal siblings the first wins.
     """
     b, w = drafts.tokens.shape
-    if b == 1:
-        return _walk_one(choose, drafts.row(0))
     parents = (
         drafts.parents if drafts.parents is not None else np.broadcast_to(np.arange(-1, w - 1, dtype=np.int32), (b, w))
     )
@@ -52,21 +50,25 @@ def walk(choose: Choose, drafts: Drafts) -> Verdicts:
     return Verdicts(gained, accepted, path)
 
 
-def _walk_one(choose: Choose, draft: Draft) -> Verdicts:
-    """``walk`` for one row, on plain lists: between two forwards of one request every microsecond shows."""
+def walk_row(choose: Callable[[int], int], draft: Draft) -> Verdict:
+    """``walk`` for one row, on plain lists: between two forwards of one request every microsecond shows.
+
+    ``choose(node)`` is the target's choice after a node, asked only for visited ones.
+    """
     tokens = draft.tokens.tolist()
-    parents = list(range(-1, len(tokens) - 1)) if draft.parents is None else draft.parents.tolist()
+    parents = None if draft.parents is None else draft.parents.tolist()
     gained: list[int] = []
     path: list[int] = []
-    row, at = np.zeros(1, np.int32), -1
+    k, at = len(tokens), -1
     while True:
-        choice = int(choose(row, np.array([at], np.int32))[0])
+        choice = choose(at)
         gained.append(choice)
-        after = range(at + 1, at + 2) if draft.parents is None else range(at + 1, len(tokens))
-        child = next((n for n in after if n < len(tokens) and parents[n] == at and tokens[n] == choice), None)
+        if parents is None:
+            child = at + 1 if at + 1 < k and tokens[at + 1] == choice else None
+        else:
+            child = next((n for n in range(at + 1, k) if parents[n] == at and tokens[n] == choice), None)
         if child is None:
-            kept = np.array([path], np.int32).reshape(1, -1)
-            return Verdicts(np.array([gained], np.int32), np.array([len(path)], np.int32), kept)
+            return Verdict(np.array(gained, np.int32), np.array(path, np.int32))
         path.append(child)
         at = child
 

@@ -12,8 +12,8 @@ import pytest
 from outpace.noise import Noise
 from outpace.rules import rules_for
 from outpace.sampling import Chooser
-from outpace.types import F32, F64, I32, Draft, Drafts, SamplingParams
-from outpace.verify import reject, typical, walk
+from outpace.types import F32, F64, I32, Draft, SamplingParams
+from outpace.verify import reject, typical, walk_row
 from tests.exact.outcomes import every_outcome
 from tests.exact.test_walk import shapes
 
@@ -200,11 +200,7 @@ def test_coupled_and_rejection_agree_when_greedy() -> None:
         for tokens in product(range(3), repeat=3):
             draft = Draft(np.array(tokens, np.int32), parents)
             ends = [(), *paths_of(draft)]
-            drafts = Drafts(draft.tokens[None], np.array([3], np.int32), None if parents is None else parents[None])
-            walked = walk(
-                lambda rows, nodes: np.array([greedy.p(ends[n + 1]).argmax() for n in nodes], np.int32),  # noqa: B023
-                drafts,
-            ).row(0)
+            walked = walk_row(lambda node: int(greedy.p(ends[node + 1]).argmax()), draft)  # noqa: B023
             (_, rejected), *more = every_outcome(lambda chance: reject(lambda n: greedy.p(ends[n + 1]), draft, chance))  # noqa: B023
             assert not more
             assert rejected.tokens.tolist() == walked.tokens.tolist()

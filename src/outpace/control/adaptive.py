@@ -16,7 +16,7 @@ import numpy as np
 
 from outpace.control.calibration import EDGES, UNKNOWN, Bucket, Calibration, biased, kind_of, moved, odds_of
 from outpace.control.cost import Cost
-from outpace.control.policy import Decision, Load
+from outpace.control.policy import PLAIN, Decision, Load
 from outpace.control.rows import Row
 from outpace.control.timing import Timing
 from outpace.drafters.base import RowView
@@ -26,7 +26,6 @@ AUTO_SIZE = 15  # most nodes a step that "auto" asks for
 FIRST_DEPTH = 4  # levels that a stepwise drafter drafts until its speed is known
 SAMPLED = 4  # every so many of the steps in which nothing was proposed, timing is learned
 HORIZON = 48.0  # steps over which the long-run rate is averaged
-_OFF = Decision(0, None)
 
 
 @dataclass(slots=True)
@@ -184,7 +183,7 @@ class Adaptive:
         """Nothing was proposed: a common step, which should cost next to nothing."""
         step = self._step
         step.decisions = [
-            Decision(0, ratio) if (ratio := self._rows[view.row].ratio) is not None else _OFF for view in rows
+            Decision(0, ratio) if (ratio := self._rows[view.row].ratio) is not None else PLAIN for view in rows
         ]
         step.looks = [None] * len(rows)
         self._quiet += 1
@@ -290,7 +289,7 @@ class Adaptive:
         if step.asleep:
             for view in step.rows:
                 self._rows[view.row].seconds += total / rows
-            return [_OFF] * rows
+            return [PLAIN] * rows
         if not any(step.looks):
             for view in step.rows:
                 self._rows[view.row].seconds += total / rows

@@ -28,6 +28,9 @@ class Decision(NamedTuple):
         return f"{'on' if self.size else 'off'}: expected {self.expected:.2f}x"
 
 
+PLAIN = Decision(0, None)  # nothing was proposed
+
+
 class Policy(Protocol):
     """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts."""
 
