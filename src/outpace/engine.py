@@ -274,16 +274,17 @@ class Engine:
     def _draft(self, plan: Plan) -> Drafts:
         """What the policy asks of the drafter, and keeps of what it proposes."""
         views = [_view(s) for s in plan.decoding]
-        most = np.array([min(s.size, s.room - 1) for s in plan.decoding], np.int32)
+        most = [min(s.size, s.room - 1) for s in plan.decoding]
         load = Load([s.length - 1 for s in plan.decoding], sum(chunk.count for chunk in plan.chunks))
         sizes, depths = self._policy.plan(views, most, load)
-        drafting = np.flatnonzero(sizes > 0).astype(np.int32)
+        drafting = [i for i, size in enumerate(sizes) if size]
         drafts = Drafts.empty(len(views))
-        if len(drafting):
+        if drafting:
             if self.drafter.stepwise is not None:
-                views = [replace(view, depth=depth) for view, depth in zip(views, depths.tolist(), strict=True)]
-            drafts = self.drafter.propose([views[i] for i in drafting], sizes[drafting])
-            assert (drafts.widths <= sizes[drafting]).all(), "a drafter proposed more than it was asked for"
+                views = [replace(view, depth=depth) for view, depth in zip(views, depths, strict=True)]
+            asked = np.array([sizes[i] for i in drafting], np.int32)
+            drafts = self.drafter.propose([views[i] for i in drafting], asked)
+            assert (drafts.widths <= asked).all(), "a drafter proposed more than it was asked for"
             drafts = drafts.among(drafting, len(views))
         return self._policy.trim(views, drafts, load)
 

@@ -109,12 +109,14 @@ def merge(proposals: Sequence[Tree], budget: int) -> Tree:
 
 def pack(trees: Sequence[Tree], sources: tuple[str, ...]) -> Drafts:
     """One tree a row as ``Drafts``; chains when every tree is one. ``sources``: names of the trees' source numbers."""
-    if len(trees) == 1 and len(sources) == 1 and is_chain(trees[0].parents):  # the step of one request
+    if len(trees) == 1:  # the step of one request, where every microsecond shows
         only = trees[0]
         return Drafts(
             np.array([only.tokens], np.int32).reshape(1, -1),
             np.array([len(only)], np.int32),
+            None if is_chain(only.parents) else np.array([only.parents], np.int32),
             confidence=np.array([only.gains], np.float32).reshape(1, -1),
+            source=np.array([only.sources], np.uint8).reshape(1, -1) if len(sources) > 1 else None,
             sources=sources,
         )
     b, w = len(trees), max((len(tree) for tree in trees), default=0)

@@ -231,8 +231,8 @@ class Drafts:
             None if self.q is None else self.q[i, :k],
         )
 
-    def among(self, where: I32, rows: int) -> Drafts:
-        """These drafts as those of rows ``where`` int32 [B] of a batch of ``rows``; the others have none."""
+    def among(self, where: Sequence[int], rows: int) -> Drafts:
+        """These drafts as those of rows ``where`` [B] of a batch of ``rows``; the others have none."""
         if len(where) == rows:
             return self
 

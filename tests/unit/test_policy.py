@@ -45,19 +45,19 @@ class Run:
         self.load = Load([400] * len(views))
 
     def step(self, propose: Callable[[int], Tree] = chain) -> None:
-        most = np.full(len(self.views), AUTO_SIZE, np.int32)
+        most = [AUTO_SIZE] * len(self.views)
         sizes, depths = self.policy.plan(self.views, most, self.load)
-        drafts = pack([propose(int(min(s, d))) if s else Tree() for s, d in zip(sizes, depths, strict=True)], ("toy",))
+        drafts = pack([propose(min(s, d)) if s else Tree() for s, d in zip(sizes, depths, strict=True)], ("toy",))
         drafts = self.policy.trim(self.views, drafts, self.load)
         verdicts = Verdicts.of([self._verdict(int(width)) for width in drafts.widths])
         target = self.policy.timing.cost.forward([1 + int(w) for w in drafts.widths], self.load.contexts)
-        draft = self.level * int(depths.max()) if sizes.any() else 0.0
+        draft = self.level * max(depths) if any(sizes) else 0.0
         decisions = self.policy.learn(verdicts, {"draft": draft, "target": target, "verify": 0.0, "other": 0.0})
         assert [d.size for d in decisions] == drafts.widths.tolist()
         self.decisions = decisions
         self.seconds += target + draft
         self.tokens += int(verdicts.accepted.sum()) + len(self.views)
-        self.asked += bool(sizes.any())
+        self.asked += any(sizes)
         self.widths.append(int(drafts.widths.sum()))
 
     def _verdict(self, width: int) -> Verdict:
@@ -130,7 +130,7 @@ def test_a_fixed_row_keeps_its_draft_and_sampled_nodes_are_never_dropped() -> No
     policy = Adaptive(DEAR)
     views = [view(0, adaptive=False), view(1), view(2, acceptance="rejection", t=1.0)]
     load = Load([10] * 3)
-    policy.plan(views, np.full(3, 5, np.int32), load)
+    policy.plan(views, [5] * 3, load)
     drafts = replace(pack([chain(5), chain(5, 0.1), chain(5)], ("toy",)), q=np.full((3, 5, 7), 1 / 7))
     kept = policy.trim(views, drafts, load)
     assert kept.widths[0] == kept.widths[2] == 5
@@ -159,7 +159,7 @@ def trees(draw: st.DrawFn) -> Tree:
 def test_what_is_kept_of_a_tree_is_a_tree(found: list[Tree], cost: Cost) -> None:
     policy, load = Adaptive(cost), Load([50] * len(found))
     views = [view(i) for i in range(len(found))]
-    policy.plan(views, np.full(len(found), AUTO_SIZE, np.int32), load)
+    policy.plan(views, [AUTO_SIZE] * len(found), load)
     drafts = pack(found, ("toy",))
     kept = policy.trim(views, drafts, load)
     for i, tree in enumerate(found):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from outpace.control.policy import PLAIN, Decision, Load
 from outpace.control.rows import Row
 from outpace.control.timing import Timing
 from outpace.drafters.base import RowView
-from outpace.types import I32, Drafts, Verdicts
+from outpace.types import Drafts, Verdicts
 
 AUTO_SIZE = 15  # most nodes a step that "auto" asks for
 FIRST_DEPTH = 4  # levels that a stepwise drafter drafts until its speed is known
@@ -74,16 +75,15 @@ class Adaptive:
 
     # -- before drafting ---------------------------------------------------------------------------------------------
 
-    def plan(self, rows: Sequence[RowView], most: I32, load: Load) -> tuple[I32, I32]:
+    def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
         self._calibration.tick()
         if not rows or self._asleep(rows):
             self._step = _Step(rows, asleep=True)
-            return np.zeros_like(most), np.zeros_like(most)
+            return [0] * len(most), [0] * len(most)
         self._step = step = _Step(rows)
         if self._stepwise is not None or self._whole:
             step.plain = self.timing.plain(load.contexts, load.prefill)
-        sizes = most.tolist()
-        depths = list(sizes)
+        sizes, depths = list(most), list(most)
         for i, view in enumerate(rows):
             row = self._row(view)
             if not view.adaptive or not sizes[i]:
@@ -103,7 +103,7 @@ class Adaptive:
         step.sizes = sizes
         if any(sizes):
             step.asked = 1 if self._stepwise is None else max(depths)
-        return np.array(sizes, np.int32), np.array(depths, np.int32)
+        return sizes, depths
 
     def _row(self, view: RowView) -> Row:
         found = self._rows.get(view.row)
@@ -364,20 +364,23 @@ def _kept(drafts: Drafts, keep: list[list[int]]) -> Drafts:
     widths = np.array([len(nodes) for nodes in keep], np.int32)
     if drafts.parents is None:  # a chain keeps its beginning
         return Drafts(drafts.tokens, widths, None, drafts.q, drafts.confidence, drafts.source, drafts.sources)
-    w = int(widths.max(initial=0))
-    at = np.zeros((len(keep), w), np.intp)
-    parents = np.full((len(keep), w), -1, np.int32)
-    for i, nodes in enumerate(keep):
-        at[i, : len(nodes)] = nodes
+    w = max(len(nodes) for nodes in keep)
+    parents = []
+    for nodes, old in zip(keep, drafts.parents.tolist(), strict=True):
         new = {node: n for n, node in enumerate(nodes)}
-        old = drafts.parents[i].tolist()
-        parents[i, : len(nodes)] = [new.get(old[node], -1) for node in nodes]
+        parents.append([new.get(old[node], -1) for node in nodes] + [-1] * (w - len(nodes)))
+    rows = np.arange(len(keep))[:, None]
+    nodes_of = np.array([nodes + [0] * (w - len(nodes)) for nodes in keep], np.intp).reshape(len(keep), w)
+
+    def only(values: Any) -> Any:
+        return None if values is None else values[rows, nodes_of]
+
     return Drafts(
-        np.take_along_axis(drafts.tokens, at, 1),
+        only(drafts.tokens),
         widths,
-        parents,
-        None if drafts.q is None else np.take_along_axis(drafts.q, at[:, :, None], 1),
-        None if drafts.confidence is None else np.take_along_axis(drafts.confidence, at, 1),
-        None if drafts.source is None else np.take_along_axis(drafts.source, at, 1),
+        np.array(parents, np.int32).reshape(len(keep), w),
+        only(drafts.q),
+        only(drafts.confidence),
+        only(drafts.source),
         drafts.sources,
     )

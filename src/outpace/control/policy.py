@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from outpace.drafters.base import RowView
-from outpace.types import I32, Drafts, Verdicts
+from outpace.types import Drafts, Verdicts
 
 
 class Load(NamedTuple):
@@ -34,8 +34,8 @@ PLAIN = Decision(0, None)  # nothing was proposed
 class Policy(Protocol):
     """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts."""
 
-    def plan(self, rows: Sequence[RowView], most: I32, load: Load) -> tuple[I32, I32]:
-        """Nodes to ask for and drafting forwards to allow, int32 [B] each, at most ``most``; 0 is plain decoding."""
+    def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
+        """Nodes to ask for and drafting forwards to allow, [B] each, at most ``most`` [B]; 0 is plain decoding."""
 
     def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
         """The part of ``drafts`` that is worth verifying. Keeps parents of what it keeps."""
@@ -53,7 +53,7 @@ class Fixed:
     def __init__(self) -> None:
         self._widths: list[int] = []
 
-    def plan(self, rows: Sequence[RowView], most: I32, load: Load) -> tuple[I32, I32]:
+    def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
         return most, most
 
     def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:

@@ -102,7 +102,7 @@ class ComposedDrafter(Drafter):
         at = np.flatnonzero(asked).astype(np.int32)
         if not len(at):
             return Drafts.empty(len(rows))
-        return self.parts[j].propose([rows[i] for i in at.tolist()], sizes[at]).among(at, len(rows))
+        return self.parts[j].propose([rows[i] for i in at.tolist()], sizes[at]).among(at.tolist(), len(rows))
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):
