@@ -84,8 +84,10 @@ class Adaptive:
         if self._stepwise is not None or self._whole:
             step.plain = self.timing.plain(load.contexts, load.prefill)
         sizes, depths = list(most), list(most)
-        for i, view in enumerate(rows):
-            row = self._row(view)
+        known = [self._row(view) for view in rows]
+        if len(rows) > 1 and min(row.slack for row in known) < 0:  # some row has lost what it may to others' drafts
+            sizes = depths = [0 if view.adaptive else size for view, size in zip(rows, sizes, strict=True)]
+        for i, (view, row) in enumerate(zip(rows, known, strict=True)):
             if not view.adaptive or not sizes[i]:
                 continue
             if row.wait:
@@ -93,7 +95,7 @@ class Adaptive:
                 sizes[i] = depths[i] = 0
             elif self._whole:
                 more = self.timing.more(len(rows) + load.prefill, sizes[i], load.contexts[i])
-                if not row.trusted(step.plain) and not row.may_try(more + self.timing.surcharge):
+                if not row.trusted(step.plain) and not row.may_try(more + self.timing.surcharge, len(rows)):
                     sizes[i] = depths[i] = 0
             elif self._stepwise is not None:
                 depths[i] = self._depth(i, row, self._stepwise, sizes[i], load)
@@ -135,7 +137,8 @@ class Adaptive:
                 best, worth = depth, tokens - rate * spent
         if best and row.trusted(self._step.plain):
             return best
-        return int(row.may_try(timing.drafting(1) + timing.more(width, 1, context) + timing.surcharge))
+        loss = timing.drafting(1) + timing.more(width, 1, context) + timing.surcharge
+        return int(row.may_try(loss, len(self._step.rows)))
 
     # -- after drafting ----------------------------------------------------------------------------------------------
 
@@ -165,6 +168,8 @@ class Adaptive:
         if len(rows) > 1 or drafts.parents is not None:
             free.sort()
         count, saved, expected = self._worth(free, width + fixed, load, rate, fixed > 0) if free else (0, 0.0, None)
+        if count and len(rows) > 1:
+            count = self._bearable(free[:count], width + fixed, load)
         for _, i, node in free[:count]:
             step.looks[i].kept.append(node)  # type: ignore[union-attr]  # free nodes come from looks
         self._settle(rows, load, width + fixed + count, rate, saved / count if count else 0.0)
@@ -258,6 +263,24 @@ class Adaptive:
             best = fastest
         return best, worth / rate, top * plain / rows
 
+    def _bearable(self, nodes: list[tuple[float, int, int]], width: int, load: Load) -> int:
+        """How many of ``nodes``, best first, leave every row with no more loss than it may have: one that gains
+        nothing waits for those that do."""
+        step, timing = self._step, self.timing
+        slack = [self._rows[view.row].slack for view in step.rows]
+        asked = timing.drafting(step.asked) - timing.drafting(0) + timing.surcharge
+        n = len(nodes)
+        while n:
+            after = list(slack)
+            for gain, i, _ in nodes[:n]:
+                after[i] -= gain * step.plain
+            contexts = sum(load.contexts[i] for _, i, _ in nodes[:n])
+            more = timing.cost.width(width + n) - timing.cost.width(width) + timing.cost.position_width * contexts
+            if min(after) >= asked + timing.scale * more:
+                break
+            n -= max(1, n // 4)
+        return n
+
     def _settle(self, rows: Sequence[RowView], load: Load, width: int, rate: float, saved: float) -> None:
         """Rows whose drafts are not worth verifying may try one node; all learn when to ask again.
 
@@ -274,10 +297,10 @@ class Adaptive:
                 if look.kept:
                     look.kept.sort()
                     worth = saved * len(look.kept)
-                elif row.may_try(
-                    max(timing.more(width, 1, load.contexts[i]) + timing.surcharge - look.gains[0] / rate, 0.0)
-                ):
-                    look.kept = [0]
+                else:
+                    loss = timing.more(width, 1, load.contexts[i]) + timing.surcharge - look.gains[0] / rate
+                    if row.may_try(max(loss, 0.0), len(rows)):
+                        look.kept = [0]
             if self._stepwise is None and step.sizes[i]:
                 row.ask_again(worth, timing, len(rows))
 
@@ -286,23 +309,24 @@ class Adaptive:
     def learn(self, verdicts: Verdicts, seconds: dict[str, float]) -> Sequence[Decision]:
         step, timing = self._step, self.timing
         total, rows = sum(seconds.values()), len(step.rows)
+        for view in step.rows:
+            self._rows[view.row].waited_for(total, rows)
         if step.asleep:
-            for view in step.rows:
-                self._rows[view.row].seconds += total / rows
             return [PLAIN] * rows
+        asking = timing.drafting(step.asked) - timing.drafting(0)
         if not any(step.looks):
             for view in step.rows:
-                self._rows[view.row].seconds += total / rows
+                self._rows[view.row].lead -= asking
             if step.forward:
-                timing.add(seconds, forward=step.forward, drafted=False, asked=None if step.first else step.asked)
+                self._time(seconds, drafted=False)
             self._average(1.0, 1.0)
             return step.decisions
         accepted = verdicts.accepted.tolist()
         drafted = sum(decision.size for decision in step.decisions)
-        lost = timing.scale * step.extra + timing.drafting(step.asked) - timing.drafting(0)
+        lost = timing.scale * step.extra + asking
         for i, (view, look) in enumerate(zip(step.rows, step.looks, strict=True)):
             row = self._rows[view.row]
-            row.seconds += total / rows
+            row.lead += accepted[i] * step.plain - lost - (timing.surcharge if drafted else 0.0)
             if look is not None and look.kept:
                 self._count(row, look, verdicts.path[i, : accepted[i]].tolist())
                 cost = lost * len(look.kept) / drafted
@@ -310,9 +334,20 @@ class Adaptive:
                 if self._whole and view.adaptive:
                     ratio = (accepted[i] + 1) * step.plain / (step.plain + cost * rows)
                     row.ratio = ratio if row.ratio is None else 0.9 * row.ratio + 0.1 * ratio
-        timing.add(seconds, forward=step.forward, drafted=drafted > 0, asked=None if step.first else step.asked)
+        self._time(seconds, drafted=drafted > 0)
         self._average((rows + sum(accepted)) / rows, total / step.plain)
         return step.decisions
+
+    def _time(self, seconds: dict[str, float], *, drafted: bool) -> None:
+        step = self._step
+        self.timing.add(
+            seconds,
+            forward=step.forward,
+            extra=step.extra,
+            rows=len(step.rows),
+            drafted=drafted,
+            asked=None if step.first else step.asked,
+        )
 
     def _count(self, row: Row, look: _Look, path: list[int]) -> None:
         """Every node that was tried: a child of the pending token or of an accepted node. ``path``: as verified."""
@@ -348,6 +383,8 @@ class Adaptive:
 
     def release(self, row: int) -> None:
         self._rows.pop(row, None)
+        for other in self._rows.values():  # the batch is another one: what did not pay may pay now
+            other.wait = 0
 
 
 def _depth_of(node: int, parents: list[int] | None) -> int:

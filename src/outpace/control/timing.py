@@ -10,6 +10,8 @@ from outpace.control.cost import Cost
 
 WINDOW = 15  # samples in a median
 EVERY = 4  # of a full window, every so many samples are taken
+FADING = 0.95  # of a sum over steps
+ALONE, TOGETHER = 1.25, 2.5  # the most that drafts may be slower than the table, over plain steps: one row; several
 FURTHEST = 16  # nodes that are looked at for the cheapest way to add some
 
 
@@ -40,6 +42,10 @@ class Timing:
         self._overhead = {False: Median(), True: Median()}  # outside drafting and the forward, by "drafted"
         self._slowness = {False: Median(1.0), True: Median(1.0)}  # measured over expected forwards, by "drafted"
         self._cheapest: dict[int, float] = {}
+        self._plain, self._extra = (
+            0.0,
+            0.0,
+        )  # decayed sums of what the table gives for drafted steps: without drafts, more
         self.scale = 1.0  # of the table's seconds: how slow the machine is now, as drafted steps show it
         self.surcharge = 0.0  # what a step with drafts takes longer than its nodes do: the engine's own work
 
@@ -80,16 +86,31 @@ class Timing:
     def knows_drafting(self) -> bool:
         return any(self._drafting)
 
-    def add(self, seconds: dict[str, float], *, forward: float, drafted: bool, asked: int | None) -> None:
-        """A step's seconds by phase. ``forward``: what the table says (0: do not compare); ``asked``: drafting forwards
-        (None: untypical, do not count)."""
+    def add(
+        self, seconds: dict[str, float], *, forward: float, extra: float, rows: int, drafted: bool, asked: int | None
+    ) -> None:
+        """A step's seconds by phase. ``forward``: what the table says (0: do not compare); ``extra``: the part of it
+        that drafts add; ``asked``: drafting forwards (None: untypical, do not count)."""
         if forward:
             self._slowness[drafted].add(seconds["target"] / forward)
-            plain = self._slowness[False].value
-            seen = self._slowness[True].value if self._slowness[True] else plain
-            self.scale = min(max(seen, 0.8 * plain), 1.25 * plain)
+            self._learn_scale(forward, extra, rows, drafted)
         if asked is not None:
             self._drafting.setdefault(asked, Median()).add(seconds["draft"])
         self._overhead[drafted].add(seconds["verify"] + seconds["other"])
         if self._overhead[False] and self._overhead[True]:
             self.surcharge = max(self._overhead[True].value - self._overhead[False].value, 0.0)
+
+    def _learn_scale(self, forward: float, extra: float, rows: int, drafted: bool) -> None:
+        """Charge drafts with what their steps take beyond plain ones. A batch leaves the widths of a request that were
+        measured further behind, so it may be further off."""
+        plain = self._slowness[False].value
+        if not self._slowness[True]:
+            self.scale = plain
+            return
+        if drafted:
+            self._plain = FADING * self._plain + forward - extra
+            self._extra = FADING * self._extra + extra
+        seen, most = self._slowness[True].value, ALONE if rows == 1 else TOGETHER
+        if rows > 1 and self._extra > 0:
+            seen += (seen - plain) * self._plain / self._extra
+        self.scale = min(max(seen, 0.8 * plain), most * plain)
