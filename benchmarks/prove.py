@@ -1,6 +1,8 @@
 """The full matrix: speculative decoding against plain decoding, and against transformers' own ``generate``.
 
 Example: ./scripts/prove --prompts ../shared/data/spec_bench_dev.jsonl --out results/prove.json
+Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d model:TRUNCATED -t 0 -t 0.8 --size auto --batch 1 --batch 8
+(TRUNCATED stands for the target's first 10 layers, a draft model that is often wrong.)
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference.
 """
@@ -23,7 +25,7 @@ from benchmarks.truncate import truncated
 from outpace.compare import NEAR_TIE, compare_tokens
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, parse
-from outpace.engine import Engine
+from outpace.engine import Engine, Size
 from outpace.errors import OutpaceError, ParameterError
 from outpace.files import write_json
 from outpace.models import demo
@@ -36,6 +38,7 @@ from outpace.types import SamplingParams
 TEMPERATURES = (0.0, 0.7, 1.2)
 SIZES = (1, 4, 8)
 BATCHES = (1, 7)
+DRAFTERS = ("ngram", "model:TRUNCATED")
 DRAFT_LAYERS = 10  # the first third of the demo model's
 
 
@@ -43,7 +46,7 @@ DRAFT_LAYERS = 10  # the first third of the demo model's
 class Case:
     drafter: str
     temperature: float
-    size: int
+    size: Size
     batch: int
 
     @property
@@ -69,6 +72,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
+    parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(DRAFTERS)}")
+    parser.add_argument("--temperature", "-t", action="append", type=float, help=f"default: {TEMPERATURES}")
+    parser.add_argument("--size", action="append", type=lambda s: s if s == "auto" else int(s), help=f"default: {SIZES}")
+    parser.add_argument("--batch", action="append", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
@@ -92,28 +99,31 @@ def _prove(given: argparse.Namespace) -> int:
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
     known = {"settings": settings, "plain": {}, "cases": {}, **known}
-    draft = f"model:{truncated(demo.smollm2(), DRAFT_LAYERS, cache_dir())}"
-    cases = [Case(*values) for values in product(("ngram", draft), TEMPERATURES, SIZES, BATCHES)]
+    draft = str(truncated(demo.smollm2(), DRAFT_LAYERS, cache_dir()))
+    drafters = [spec.replace("TRUNCATED", draft) for spec in given.drafter or DRAFTERS]
+    temperatures, sizes = given.temperature or TEMPERATURES, given.size or SIZES
+    cases = [Case(*values) for values in product(drafters, temperatures, sizes, given.batch or BATCHES)]
+    most = max(Engine.check_options(size) for size in sizes)
     with Progress() as progress:
-        task = progress.add_task("plain", total=len(cases) + len(TEMPERATURES) + 1)
-        for temperature in TEMPERATURES:
+        task = progress.add_task("plain", total=len(cases) + len(temperatures) + 1)
+        for temperature in temperatures:
             if str(temperature) not in known["plain"]:
                 results = [base.generate(p.tolist(), _params(temperature, i, given)) for i, p in enumerate(prompts)]
                 known["plain"][str(temperature)] = [list(r.token_ids) for r in results]
                 write_json(given.out, known)
             progress.advance(task)
-        drafters: dict[str, Drafter] = {}
+        built: dict[str, Drafter] = {}
         for case in cases:
-            progress.update(task, description=case.key.replace(draft, "model"))
+            progress.update(task, description=case.key.replace(draft, "TRUNCATED"))
             if case.key not in known["cases"]:
-                if case.drafter not in drafters:
-                    context = DraftContext(target, tokenizer, options, max(SIZES))
-                    drafters[case.drafter] = build(parse(case.drafter), context)
-                engine = Engine(target, tokenizer, drafter=drafters[case.drafter], size=case.size)
+                if case.drafter not in built:
+                    context = DraftContext(target, tokenizer, options, most)
+                    built[case.drafter] = build(parse(case.drafter), context)
+                engine = Engine(target, tokenizer, drafter=built[case.drafter], size=case.size)
                 known["cases"][case.key] = list(_run(engine, case, prompts, known["plain"], given))
                 write_json(given.out, known)
             progress.advance(task)
-        if given.backend == "transformers" and "generate" not in known:
+        if given.backend == "transformers" and given.drafter is None and "generate" not in known:
             progress.update(task, description="transformers generate")
             known["generate"] = list(_against_generate(base, prompts, known["plain"]["0.0"], given))
             write_json(given.out, known)
@@ -180,7 +190,7 @@ def _report(known: dict[str, Any], draft: str) -> int:
         totals += (same, ties, len(rows) - same - ties)
         steps, drafted, accepted = (sum(row.get(name, 0) for row in rows) for name in ("steps", "drafted", "accepted"))
         speed = f"{sum(row['tokens'] for row in rows) / steps:>11.2f} {accepted / drafted:>8.0%}" if drafted else ""
-        print(f"{key.replace(draft, 'model'):<40} {same:>9} {ties:>9} {len(rows) - same - ties:>9} {speed}")
+        print(f"{key.replace(draft, 'TRUNCATED'):<40} {same:>9} {ties:>9} {len(rows) - same - ties:>9} {speed}")
     print(f"{'all':<40} {totals[0]:>9} {totals[1]:>9} {totals[2]:>9}")
     print(f"near-tie: score gap under {NEAR_TIE:g}, noise included")
     allowed = known["settings"]["backend"] == "transformers"

@@ -265,8 +265,8 @@ class Engine:
         events = self._commit(plan, drafts, batch, output, verdicts, choices, failures)
         clock.start("draft")
         self.drafter.observe(events)
-        clock.start("other")
         decisions = self._policy.learn(verdicts, clock.so_far()) if drafting else [PLAIN] * len(drafts)
+        clock.start("other")
         for sequence, decision in zip(plan.decoding, decisions, strict=True):
             sequence.stats.decide(decision.size, decision.expected)
         return self._deltas(plan, clock)
@@ -278,14 +278,16 @@ class Engine:
         load = Load([s.length - 1 for s in plan.decoding], sum(chunk.count for chunk in plan.chunks))
         sizes, depths = self._policy.plan(views, most, load)
         drafting = [i for i, size in enumerate(sizes) if size]
-        drafts = Drafts.empty(len(views))
         if drafting:
             if self.drafter.stepwise is not None:
                 views = [replace(view, depth=depth) for view, depth in zip(views, depths, strict=True)]
-            asked = np.array([sizes[i] for i in drafting], np.int32)
-            drafts = self.drafter.propose([views[i] for i in drafting], asked)
-            assert (drafts.widths <= asked).all(), "a drafter proposed more than it was asked for"
+            asked = [sizes[i] for i in drafting]
+            drafts = self.drafter.propose([views[i] for i in drafting], np.array(asked, np.int32))
+            within = all(width <= size for width, size in zip(drafts.widths.tolist(), asked, strict=True))
+            assert within, "a drafter proposed more than it was asked for"
             drafts = drafts.among(drafting, len(views))
+        else:
+            drafts = Drafts.empty(len(views))
         return self._policy.trim(views, drafts, load)
 
     def _pack(self, plan: Plan, drafts: Drafts) -> Batch:
