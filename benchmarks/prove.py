@@ -74,12 +74,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
     parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(DRAFTERS)}")
     parser.add_argument("--temperature", "-t", action="append", type=float, help=f"default: {TEMPERATURES}")
-    parser.add_argument("--size", action="append", type=lambda s: s if s == "auto" else int(s), help=f"default: {SIZES}")
+    parser.add_argument(
+        "--size", action="append", type=lambda s: s if s == "auto" else int(s), help=f"default: {SIZES}"
+    )
     parser.add_argument("--batch", action="append", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
     return parser.parse_args()
+
+
+def _size(text: str) -> Size:
+    return "auto" if text == "auto" else int(text)
 
 
 def _prove(given: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ from outpace.types import Drafts, Verdicts
 
 AUTO_SIZE = 15  # most nodes a step that "auto" asks for
 FIRST_DEPTH = 4  # levels that a stepwise drafter drafts until its speed is known
-SAMPLED = 4  # every so many of the steps in which nothing was proposed, timing is learned
+SAMPLED = 4  # timing is learned from every so many steps; from all while it is new
+NEW = 64  # steps
 HORIZON = 48.0  # steps over which the long-run rate is averaged
 
 
@@ -51,7 +52,7 @@ class _Step:
     asked: int = 0  # drafting forwards, or 1 if anything was asked for
     sizes: list[int] = field(default_factory=list)  # nodes asked for, by row
     plain: float = 0.0  # seconds a plain step was expected to take
-    forward: float = 0.0  # seconds that the cost table gives for the step; 0: not to be compared
+    forward: float = 0.0  # seconds that the cost table gives for the step; 0: its times are not learned from
     extra: float = 0.0  # that part of them which the drafts add
     looks: list[_Look | None] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Adaptive:
         self._calibration = Calibration()
         self._rows: dict[int, Row] = {}
         self._step = _Step()
-        self._quiet = 0  # steps in which nothing was proposed
+        self._steps = 0
         self._advantage = 1.0  # the long-run rate over plain decoding's
         self._tokens = self._plain_tokens = HORIZON  # decayed sums behind it
 
@@ -178,11 +179,14 @@ class Adaptive:
             Decision(len(nodes), expected if look and look.trims else self._rows[view.row].ratio)
             for nodes, look, view in zip(kept, step.looks, rows, strict=True)
         ]
-        if not load.prefill:
-            plain = self._seconds([1] * len(rows), load)
-            step.forward = self._seconds([1 + len(nodes) for nodes in kept], load) if any(kept) else plain
-            step.extra = step.forward - plain
-        return drafts if [len(nodes) for nodes in kept] == widths else _kept(drafts, kept)
+        now = [len(nodes) for nodes in kept]
+        total, cost = sum(now), timing.cost
+        if total:
+            contexts = sum(context * n for context, n in zip(load.contexts, now, strict=True))
+            step.extra = cost.width(width + total) - cost.width(width) + cost.position_width * contexts
+        if self._timed(load):
+            step.forward = cost.forward([1] * len(rows), load.contexts) + step.extra
+        return drafts if now == widths else _kept(drafts, kept)
 
     def _nothing(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
         """Nothing was proposed: a common step, which should cost next to nothing."""
@@ -191,17 +195,18 @@ class Adaptive:
             Decision(0, ratio) if (ratio := self._rows[view.row].ratio) is not None else PLAIN for view in rows
         ]
         step.looks = [None] * len(rows)
-        self._quiet += 1
-        if self._quiet % SAMPLED == 0 and not load.prefill:
-            step.forward = self._seconds([1] * len(rows), load)
+        if self._timed(load):
+            step.forward = self.timing.cost.forward([1] * len(rows), load.contexts)
         if self._stepwise is None:
             for view, size in zip(rows, step.sizes, strict=True):
                 if size and view.adaptive:
                     self._rows[view.row].ask_again(0.0, self.timing, len(rows))
         return drafts
 
-    def _seconds(self, widths: list[int], load: Load) -> float:
-        return self.timing.cost.forward(widths, load.contexts)
+    def _timed(self, load: Load) -> bool:
+        """Whether this step's times are learned from."""
+        self._steps += 1
+        return (self._steps < NEW or self._steps % SAMPLED == 0) and not load.prefill
 
     def _look(self, view: RowView, drafts: Drafts, i: int, k: int, floor: float) -> _Look:
         row = self._rows[view.row]
@@ -317,8 +322,7 @@ class Adaptive:
         if not any(step.looks):
             for view in step.rows:
                 self._rows[view.row].lead -= asking
-            if step.forward:
-                self._time(seconds, drafted=False)
+            self._time(seconds, drafted=False)
             self._average(1.0, 1.0)
             return step.decisions
         accepted = verdicts.accepted.tolist()
@@ -340,14 +344,11 @@ class Adaptive:
 
     def _time(self, seconds: dict[str, float], *, drafted: bool) -> None:
         step = self._step
-        self.timing.add(
-            seconds,
-            forward=step.forward,
-            extra=step.extra,
-            rows=len(step.rows),
-            drafted=drafted,
-            asked=None if step.first else step.asked,
-        )
+        if step.forward:
+            asked = None if step.first else step.asked
+            self.timing.add(
+                seconds, forward=step.forward, extra=step.extra, rows=len(step.rows), drafted=drafted, asked=asked
+            )
 
     def _count(self, row: Row, look: _Look, path: list[int]) -> None:
         """Every node that was tried: a child of the pending token or of an accepted node. ``path``: as verified."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from outpace.control.cost import Cost
 
 WINDOW = 15  # samples in a median
-EVERY = 4  # of a full window, every so many samples are taken
 FADING = 0.95  # of a sum over steps
 ALONE, TOGETHER = 1.25, 2.5  # the most that drafts may be slower than the table, over plain steps: one row; several
 FURTHEST = 16  # nodes that are looked at for the cheapest way to add some
@@ -20,17 +19,14 @@ class Median:
 
     def __init__(self, otherwise: float = 0.0) -> None:
         self._samples: deque[float] = deque(maxlen=WINDOW)
-        self._added = 0
         self.value = otherwise
 
     def __bool__(self) -> bool:
         return bool(self._samples)
 
     def add(self, sample: float) -> None:
-        self._added += 1
-        if self._added <= WINDOW or self._added % EVERY == 0:
-            self._samples.append(sample)
-            self.value = sorted(self._samples)[len(self._samples) // 2]
+        self._samples.append(sample)
+        self.value = sorted(self._samples)[len(self._samples) // 2]
 
 
 class Timing:
@@ -42,10 +38,7 @@ class Timing:
         self._overhead = {False: Median(), True: Median()}  # outside drafting and the forward, by "drafted"
         self._slowness = {False: Median(1.0), True: Median(1.0)}  # measured over expected forwards, by "drafted"
         self._cheapest: dict[int, float] = {}
-        self._plain, self._extra = (
-            0.0,
-            0.0,
-        )  # decayed sums of what the table gives for drafted steps: without drafts, more
+        self._plain = self._extra = 0.0  # decayed sums of the table's seconds for drafted steps: bare, and more
         self.scale = 1.0  # of the table's seconds: how slow the machine is now, as drafted steps show it
         self.surcharge = 0.0  # what a step with drafts takes longer than its nodes do: the engine's own work
 
@@ -89,11 +82,10 @@ class Timing:
     def add(
         self, seconds: dict[str, float], *, forward: float, extra: float, rows: int, drafted: bool, asked: int | None
     ) -> None:
-        """A step's seconds by phase. ``forward``: what the table says (0: do not compare); ``extra``: the part of it
-        that drafts add; ``asked``: drafting forwards (None: untypical, do not count)."""
-        if forward:
-            self._slowness[drafted].add(seconds["target"] / forward)
-            self._learn_scale(forward, extra, rows, drafted)
+        """A step's seconds by phase. ``forward``: what the table says; ``extra``: the part of it that drafts add;
+        ``asked``: drafting forwards (None: untypical, do not count)."""
+        self._slowness[drafted].add(seconds["target"] / forward)
+        self._learn_scale(forward, extra, rows, drafted)
         if asked is not None:
             self._drafting.setdefault(asked, Median()).add(seconds["draft"])
         self._overhead[drafted].add(seconds["verify"] + seconds["other"])
