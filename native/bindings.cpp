@@ -11,6 +11,7 @@
 
 #include "choose.h"
 #include "cpu.h"
+#include "lookup.h"
 #include "model.h"
 #include "pack.h"
 #include "suffix.h"
@@ -299,6 +300,13 @@ NB_MODULE(_native, m) {
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
+    m.def(
+        "newest_match",
+        [](const Ints& tokens, int least, int most) -> nb::object {
+            const Match found = newest_match(tokens.data(), tokens.shape(0), least, most);
+            return found.length ? nb::object(nb::make_tuple(found.next, found.length)) : nb::none();
+        },
+        "tokens"_a, "least"_a, "most"_a);
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__",
              [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {

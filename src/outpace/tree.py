@@ -34,9 +34,9 @@ def ancestor_mask(parents: I32) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def is_chain(parents: Sequence[int]) -> bool:
+def is_chain(parents: list[int]) -> bool:
     """Whether every node follows the one before it."""
-    return all(parent == i - 1 for i, parent in enumerate(parents))
+    return parents == list(range(-1, len(parents) - 1))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
-from outpace.drafters.ngram import NgramDrafter, matches, newest
+from outpace.drafters.ngram import NgramDrafter, matches, newest, newest_match
 from outpace.noise import Noise
 from outpace.sampling import Chooser
 from outpace.types import SamplingParams
@@ -43,6 +43,8 @@ def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more
     ids = np.array(tokens, np.int32)
     found = newest(ids, least, least + more)
     assert ([] if found is None else [found]) == matches(ids, least, least + more, 1)
+    if newest_match is not None:
+        assert newest_match(ids, least, least + more) == found
 
 
 @pytest.mark.parametrize(

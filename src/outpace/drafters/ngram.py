@@ -14,6 +14,11 @@ from outpace.errors import DrafterError
 from outpace.tree import Tree, merge, pack
 from outpace.types import I32, Drafts
 
+try:
+    from outpace._native import newest_match
+except ImportError:  # no extension, or one from before it had the search: the reference, slower
+    newest_match = None  # type: ignore[assignment]
+
 # How often the token after a match of 0, 1, 2, ... tokens was right on outputs of the demo model (docs/notebook.md).
 HIT = (0.0, 0.21, 0.52, 0.6, 0.7, 0.71, 0.74, 0.78, 0.8, 0.84, 0.84, 0.85, 0.95)
 OLDER = 0.4  # the share of what the newer matches leave that the next older one gets
@@ -52,7 +57,7 @@ class NgramDrafter(Drafter):
 
     def _chain(self, tokens: I32, size: int) -> Tree:
         """The one best match, without the detours of several: this runs between two forwards."""
-        found = newest(tokens, self._least, self._most)
+        found = _newest(tokens, self._least, self._most)
         if found is None:
             return Tree()
         start, length = found
@@ -77,6 +82,9 @@ def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
         if at >= 0:
             return at // 4 + n, n
     return None
+
+
+_newest = newest if newest_match is None else newest_match
 
 
 def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, int]]:
