@@ -238,22 +238,17 @@ def test_verify_fails_on_a_difference(
     import numpy as np
 
     from outpace import verifier
-    from outpace.types import Drafts, Verdicts
+    from outpace.types import Draft, Verdict
 
-    def gullible(choose: Any, drafts: Drafts) -> Verdicts:
-        last = np.full((len(drafts), 1), 17, np.int32)
-        tokens = np.concatenate([drafts.tokens, last], axis=1)
-        return Verdicts(
-            tokens, drafts.widths, np.tile(np.arange(drafts.tokens.shape[1], dtype=np.int32), (len(drafts), 1))
-        )
+    true_walk = verifier.walk_row
 
-    true_walk = verifier.walk
-    monkeypatch.setattr(
-        verifier,
-        "walk",
-        lambda choose, drafts: (gullible if drafts.tokens.shape[1] else true_walk)(choose, drafts),
-    )
-    code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16")
+    def gullible(choose: Any, draft: Draft) -> Verdict:
+        if not len(draft.tokens):
+            return true_walk(choose, draft)
+        return Verdict(np.append(draft.tokens, np.int32(17)), np.arange(len(draft.tokens), dtype=np.int32))
+
+    monkeypatch.setattr(verifier, "walk_row", gullible)
+    code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--drafter", "ngram:size=7")
     assert code == 1
     assert "DIFFERENT" in out
 

@@ -32,7 +32,7 @@ def engine() -> Iterator[Engine]:
     """One thread: two spin against each other when the machine is busy. ``threads`` is torch's, so it is restored."""
     threads = torch.get_num_threads()
     with Engine.load(
-        "demo", drafter="ngram", dtype="float32", backend="transformers", max_length=512, threads=1
+        "demo", drafter="ngram:size=7", dtype="float32", backend="transformers", max_length=512, threads=1
     ) as engine:
         yield engine
     torch.set_num_threads(threads)

@@ -224,7 +224,7 @@ class Adaptive:
         for n in range(k):
             parent = n - 1 if parents is None else parents[n]
             above = gains[parent] if parent >= 0 else 1.0
-            if above < least and parents is None:
+            if above < least and parents is None and n:  # the first is looked at whatever drafts cost: it may be tried
                 break
             depth = depths[parent] + 1 if parent >= 0 else 0
             depths.append(depth)
