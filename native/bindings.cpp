@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +12,7 @@
 
 #include "choose.h"
 #include "cpu.h"
+#include "datastore.h"
 #include "lookup.h"
 #include "model.h"
 #include "pack.h"
@@ -289,6 +291,30 @@ auto locked(Model& model, F f) {
     return f(model.kv());
 }
 
+nb::tuple tuple_of(const TokenTree& tree) { return nb::make_tuple(tree.tokens, tree.parents, tree.gains); }
+
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
+
+// A datastore and the arrays that it reads.
+struct HeldDatastore {
+    HeldDatastore(std::vector<SegmentArrays> segments, VoteRules rules)
+        : arrays(std::move(segments)), store(views(arrays), std::move(rules)) {}
+
+    static std::vector<Datastore::Segment> views(const std::vector<SegmentArrays>& arrays) {
+        std::vector<Datastore::Segment> found;
+        for (const auto& [tokens, order, keys] : arrays) {
+            if (order.shape(0) != keys.shape(0)) throw std::invalid_argument("order and keys differ in length");
+            found.push_back({tokens.data(), static_cast<int64_t>(tokens.shape(0)), order.data(), keys.data(),
+                             static_cast<int64_t>(order.shape(0))});
+        }
+        return found;
+    }
+
+    std::vector<SegmentArrays> arrays;
+    Datastore store;
+};
+
 }  // namespace
 }  // namespace outpace
 
@@ -310,7 +336,7 @@ NB_MODULE(_native, m) {
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__",
              [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
-                 new (self) SuffixIndex(capacity, most, {nearest, few, std::move(weights), doubt});
+                 new (self) SuffixIndex(capacity, most, {nearest, few, {std::move(weights), doubt}});
              },
              "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
         .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
@@ -328,10 +354,20 @@ NB_MODULE(_native, m) {
              "context"_a)
         .def("propose",
              [](const SuffixIndex& x, const Ints& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
-                 const SuffixTree tree = x.propose(context.data(), context.shape(0), budget, others, wide);
-                 return nb::make_tuple(tree.tokens, tree.parents, tree.gains);
+                 return tuple_of(x.propose(context.data(), context.shape(0), budget, others, wide));
              },
              "context"_a, "budget"_a, "others"_a, "wide"_a);
+    nb::class_<HeldDatastore>(m, "Datastore")
+        .def("__init__",
+             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt) {
+                 new (self) HeldDatastore(std::move(segments), {std::move(weights), doubt});
+             },
+             "segments"_a, "weights"_a, "doubt"_a)
+        .def("propose",
+             [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
+                 return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
+             },
+             "context"_a, "places"_a, "least"_a, "budget"_a);
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Matrix>(m, "Matrix")
         .def_ro("rows", &Matrix::rows)

@@ -6,32 +6,26 @@
 #include <unordered_map>
 #include <vector>
 
+#include "votes.h"
+
 namespace outpace {
 
 // What the reference's module constants say; see there.
 struct SuffixRules {
     int nearest;
     int few;
-    std::vector<double> weights;  // by length of the match; the last counts for all longer ones
-    double doubt;
-};
-
-struct SuffixTree {
-    std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
-    std::vector<double> gains;             // path probabilities, falling
+    VoteRules votes;
 };
 
 class SuffixIndex {
 public:
-    static constexpr int32_t kEnd = -1;  // stands between sequences
-
     // Throws std::invalid_argument.
     SuffixIndex(int64_t capacity, int most, SuffixRules rules);
 
     void append(const int32_t* tokens, size_t n);
     void shrink(int64_t n);
-    SuffixTree propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others,
-                       bool wide) const;
+    TokenTree propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others,
+                      bool wide) const;
     const std::vector<int32_t>& tokens() const { return held_; }
 
     struct Place {

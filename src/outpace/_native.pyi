@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]
+_I64 = npt.NDArray[np.int64]
 _U8 = npt.NDArray[np.uint8]
 
 class MemoryLimit(RuntimeError): ...
@@ -119,6 +120,13 @@ class SuffixIndex:
     def propose(
         self, context: _I32, budget: int, others: list[SuffixIndex], wide: bool
     ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and gains of the tree."""
+
+class Datastore:
+    """The search of ``retrieval``; see drafters/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
+
+    def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
+    def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 
 def usable_isas() -> list[str]: ...

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from outpace.corpus import sequences
 from outpace.drafters import datastore
 from outpace.drafters.datastore import DEPTH, Datastore
 from outpace.drafters.registry import build, parse
-from outpace.drafters.retrieval import RetrievalDrafter, grow
+from outpace.drafters.retrieval import DOUBT, WEIGHTS, RetrievalDrafter, look_up
 from outpace.engine import Engine
 from outpace.errors import DrafterError, ParameterError
 from outpace.types import SamplingParams
@@ -64,6 +65,30 @@ def test_places_are_those_of_a_search_by_hand(
             assert 1 <= len(place.following) <= 5
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(TOKEN, min_size=2, max_size=60), min_size=1, max_size=5),
+    st.lists(st.lists(TOKEN, min_size=1, max_size=30), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from([7, 40, 10_000]),
+)
+def test_the_search_in_cpp_equals_the_reference(
+    texts: list[list[int]], contexts: list[list[int]], places: int, least: int, budget: int, segment: int
+) -> None:
+    import tempfile
+
+    native = pytest.importorskip("outpace._native", exc_type=ImportError)
+    with tempfile.TemporaryDirectory() as folder:
+        store = make(Path(folder) / "store", texts, segment=segment)
+        search = native.Datastore(store.arrays, WEIGHTS, DOUBT)
+        for wanted in (*contexts, *(text[:-1] for text in texts)):
+            expected = look_up(store, wanted, places, least, budget)
+            found = search.propose(np.array(wanted, np.int32), places, least, budget)
+            assert found == (expected.tokens, expected.parents, expected.gains)
+
+
 def test_adding_keeps_what_was_there_and_other_vocabularies_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
     make(path, [[1, 2, 3, 4]])
@@ -100,7 +125,7 @@ def test_a_failing_build_leaves_nothing_and_damage_is_named(tmp_path: Path) -> N
 
 def test_the_tree_has_the_likeliest_nodes_and_no_more_than_asked(tmp_path: Path) -> None:
     store = make(tmp_path / "store", [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 9]])
-    tree = grow(store.places([1, 2], 8, 3), 3)
+    tree = look_up(store, [1, 2], 8, 1, 3)
     assert tree.tokens[0] == 3  # two votes of three
     assert len(tree) == 3
     assert tree.gains == sorted(tree.gains, reverse=True)

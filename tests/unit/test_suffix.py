@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
 from outpace.drafters.suffix import SuffixDrafter
-from outpace.drafters.suffix_index import DOUBT, END, FEW, NEAREST, WEIGHTS, SuffixIndex
+from outpace.drafters.suffix_index import DOUBT, FEW, NEAREST, WEIGHTS, SuffixIndex
+from outpace.drafters.votes import END
 from outpace.errors import DrafterError
 from outpace.noise import Noise
 from outpace.sampling import Chooser

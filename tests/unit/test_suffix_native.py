@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.suffix_index import END, SuffixIndex
+from outpace.drafters.suffix_index import SuffixIndex
+from outpace.drafters.votes import END
 
 pytest.importorskip("outpace.drafters.suffix_native", exc_type=ImportError)  # no extension, or an older one
 from outpace.drafters.suffix_native import NativeSuffixIndex

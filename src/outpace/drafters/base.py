@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.sampling import Chooser
+from outpace.tree import Tree, pack
 from outpace.types import F32, I32, Acceptance, Drafts, Verdict
 
 if TYPE_CHECKING:
@@ -115,3 +116,17 @@ class Drafter:
 
     def close(self) -> None:
         """Give back memory and threads."""
+
+
+class TreeDrafter(Drafter):
+    """Base of methods that look tokens up: what they propose is certain, and what became of it teaches them nothing.
+
+    A new one overrides ``trees`` instead of ``propose``; its ``observe`` may go by an event's tokens, not by the path.
+    """
+
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+        """At most ``sizes[i]`` nodes for ``rows[i]``."""
+        raise NotImplementedError
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        return pack(self.trees(rows, sizes.tolist()), (self.name,))

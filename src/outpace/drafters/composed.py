@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
 from outpace.tree import Tree, depths, merge, pack
 from outpace.types import F64, I32, Acceptance, Draft, Drafts, Verdict
@@ -51,7 +51,7 @@ class ComposedDrafter(Drafter):
         stepwise = [part.stepwise for part in parts if part.stepwise is not None]
         self.stepwise = stepwise[0] if stepwise else None
         self.mixed = len(stepwise) < len(parts)
-        self._last: dict[int, list[Draft]] = {}  # what each part proposed for a row in this step
+        self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for lookups
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
         for part in self.parts:
@@ -65,47 +65,61 @@ class ComposedDrafter(Drafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         exact = [self.needs.draws and v.acceptance == "rejection" and not v.chooser.params.greedy for v in rows]
-        proposals: dict[int, Drafts] = {}
-        left = sizes.copy()  # for the parts that draw
+        trees: dict[int, list[Tree]] = {}  # what each part proposes, by row
+        whole: dict[int, Drafts] = {}  # the same, of parts that propose drafts
         for j, part in enumerate(self.parts):
             if not part.needs.draws:
-                proposals[j] = self._ask(j, rows, sizes, proposals)
+                self._ask(j, rows, sizes.tolist(), trees, whole)
         still: list[Tree] = []
+        left = sizes.tolist()  # for the parts that draw
         for i, is_exact in enumerate(exact):
-            budget = int(sizes[i]) // 2 if is_exact else int(sizes[i])
-            still.append(merge([_tree(proposals[j], i, j) for j in proposals], budget))
+            budget = left[i] // 2 if is_exact else left[i]
+            still.append(merge([trees[j][i] for j in trees], budget))
             if is_exact:
                 left[i] -= len(still[i])
-        drawn: dict[int, Drafts] = {}
-        for j, part in enumerate(self.parts):
-            if part.needs.draws:
-                drawn[j] = proposals[j] = self._ask(j, rows, left, proposals)
-        trees = still
-        for i, is_exact in enumerate(exact) if drawn else ():
-            late = [_tree(drawn[j], i, j) for j in drawn]
-            if is_exact:
-                trees[i] = _side_by_side([*late, still[i]])
-            else:
-                trees[i] = merge([still[i], *late], int(sizes[i]))
-        for i, view in enumerate(rows):
-            self._last[view.row] = [proposals[j].row(i) for j in range(len(self.parts))]
-        drafts = pack(trees, self._names)
-        q = next((d.q for d in drawn.values() if d.q is not None), None)
-        return drafts if q is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
+        drawing = [j for j, part in enumerate(self.parts) if part.needs.draws]
+        for j in drawing:
+            self._ask(j, rows, left, trees, whole)
+        for i, is_exact in enumerate(exact) if drawing else ():
+            late = [trees[j][i] for j in drawing]
+            still[i] = _side_by_side([*late, still[i]]) if is_exact else merge([still[i], *late], int(sizes[i]))
+        for i, view in enumerate(rows) if whole else ():
+            self._last[view.row] = {j: drafts.row(i) for j, drafts in whole.items()}
+        drafts = pack(still, self._names)
+        drawn = next((whole[j] for j in drawing if whole[j].q is not None), None)
+        return drafts if drawn is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
 
-    def _ask(self, j: int, rows: Sequence[RowView], sizes: I32, proposals: dict[int, Drafts]) -> Drafts:
+    def _ask(
+        self,
+        j: int,
+        rows: Sequence[RowView],
+        sizes: list[int],
+        trees: dict[int, list[Tree]],
+        whole: dict[int, Drafts],
+    ) -> None:
         """What part j proposes for the rows that it is asked for."""
-        asked = sizes > 0
+        part, at = self.parts[j], [i for i, size in enumerate(sizes) if size]
         if self._fallback[j]:
-            for earlier in range(j):
-                asked &= proposals[earlier].widths == 0
-        at = np.flatnonzero(asked).astype(np.int32)
-        if not len(at):
-            return Drafts.empty(len(rows))
-        return self.parts[j].propose([rows[i] for i in at.tolist()], sizes[at]).among(at.tolist(), len(rows))
+            at = [i for i in at if not any(trees[earlier][i] for earlier in range(j))]
+        asked, their = [rows[i] for i in at], [sizes[i] for i in at]
+        trees[j] = [Tree() for _ in rows]
+        if isinstance(part, TreeDrafter):
+            for i, tree in zip(at, part.trees(asked, their) if at else (), strict=True):
+                tree.sources = [j] * len(tree)
+                trees[j][i] = tree
+            return
+        proposed = (
+            part.propose(asked, np.array(their, np.int32)).among(at, len(rows)) if at else Drafts.empty(len(rows))
+        )
+        whole[j] = proposed
+        for i in at:
+            trees[j][i] = _tree(proposed, i, j)
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):
+            if isinstance(part, TreeDrafter):
+                part.observe(events)
+                continue
             columns = [self.needs.taps.index(layer) for layer in part.needs.taps]
             part.observe([self._seen_by(j, columns, event) for event in events])
         for event in events:
@@ -188,10 +202,9 @@ def _side_by_side(trees: Sequence[Tree]) -> Tree:
     return joined
 
 
-def _distributions(drafts: Drafts, exact: list[bool], drawn: dict[int, Drafts]) -> F64:
-    """q float64 [B, W, V]: what each drawn node was drawn from, one-hot for the others. In exact rows drawn nodes
+def _distributions(drafts: Drafts, exact: list[bool], own: Drafts) -> F64:
+    """q float64 [B, W, V]: what each node of ``own`` was drawn from, one-hot for the others. In exact rows drawn nodes
     come first, in their own order."""
-    (own,) = (d for d in drawn.values() if d.q is not None)
     assert own.q is not None
     q = np.zeros((*drafts.tokens.shape, own.q.shape[2]))
     for i, is_exact in enumerate(exact):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from outpace.drafters.votes import END
 from outpace.errors import DrafterError
 from outpace.files import write_json
 from outpace.types import I32
@@ -29,7 +30,6 @@ from outpace.types import I32
 if TYPE_CHECKING:
     from outpace.models.tokenizer import Tokenizer
 
-END = -1  # between sequences: nothing is matched or continued across it
 DEPTH = 16  # tokens of a context that order the places
 SEGMENT = 4_000_000  # tokens; building one takes about 40 bytes a token
 _BITS, _KEYED = 21, 3  # of a token in a key; tokens in a key
@@ -64,6 +64,11 @@ class Datastore:
     def __len__(self) -> int:
         """Tokens in it."""
         return sum(len(segment.tokens) for segment in self._segments)
+
+    @property
+    def arrays(self) -> list[tuple[I32, I32, I64]]:
+        """tokens, order and keys of every segment."""
+        return [(segment.tokens, segment.order, segment.keys) for segment in self._segments]
 
     def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
         """At most ``count`` places that end like ``context``, longest matches first, and ``follow`` tokens of each."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.drafters.base import Drafter, RowView
+from outpace.drafters.base import RowView, TreeDrafter
 from outpace.errors import DrafterError
-from outpace.tree import Tree, merge, pack
-from outpace.types import I32, Drafts
+from outpace.tree import Tree, merge
+from outpace.types import I32
 
 try:
     from outpace._native import newest_match
@@ -24,7 +24,7 @@ HIT = (0.0, 0.21, 0.52, 0.6, 0.7, 0.71, 0.74, 0.78, 0.8, 0.84, 0.84, 0.85, 0.95)
 OLDER = 0.4  # the share of what the newer matches leave that the next older one gets
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TreeDrafter):
     """Longest match of the sequence's end, ``least`` to ``most`` tokens long; among equally long ones the newest.
 
     With ``candidates`` > 1 that many matches are looked at, longer before shorter and newer before older, and merged
@@ -40,9 +40,8 @@ class NgramDrafter(Drafter):
             raise DrafterError(f"ngram: candidates={candidates} is out of range: give 1 (a chain) to 64")
         self._least, self._most, self._candidates = least, most, candidates
 
-    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        trees = [self._tree(row.tokens, int(size)) for row, size in zip(rows, sizes, strict=True)]
-        return pack(trees, (self.name,))
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+        return [self._tree(row.tokens, size) for row, size in zip(rows, sizes, strict=True)]
 
     def _tree(self, tokens: I32, size: int) -> Tree:
         if self._candidates == 1:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.drafters.base import Drafter, Event, RowView
-from outpace.drafters.suffix_index import END, PLACE_BYTES
+from outpace.drafters.base import Event, RowView, TreeDrafter
+from outpace.drafters.suffix_index import PLACE_BYTES
+from outpace.drafters.votes import END
 from outpace.errors import DrafterError
-from outpace.tree import pack
-from outpace.types import I32, Drafts
+from outpace.tree import Tree
 
 if TYPE_CHECKING:
     from outpace.drafters.suffix_index import SuffixIndex
@@ -44,7 +44,7 @@ class _Row:
     output: list[int]  # for the history
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(TreeDrafter):
     """Trees (or chains) by counting continuations. ``memory``: bytes that all indexes may take together.
 
     ``most``: longest match that counts; ``vocab``: size of the target's vocabulary. Raises DrafterError.
@@ -75,10 +75,10 @@ class SuffixDrafter(Drafter):
         if file is not None and Path(file).exists():
             self.load(file)
 
-    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
         others = [self._history] if self._history is not None and len(self._history) else []
         trees = []
-        for view, size in zip(rows, sizes.tolist(), strict=True):
+        for view, size in zip(rows, sizes, strict=True):
             row = self._rows.get(view.row)
             if row is None or row.request != view.request:
                 index = SuffixIndex(self._capacity, self._most)
@@ -89,7 +89,7 @@ class SuffixDrafter(Drafter):
             context = view.tokens[-self._most :].tolist()
             trees.append(row.index.propose(context, size, others, self._tree))
         self._bound()
-        return pack(trees, (self.name,))
+        return trees
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:

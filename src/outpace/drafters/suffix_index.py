@@ -9,12 +9,11 @@ children are what stands next in them. Only nodes that are drafted are counted.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
+from outpace.drafters.votes import END, Place, grow
 from outpace.tree import Tree
 
-END = -1  # stands between sequences: nothing is matched or continued across it
 NEAREST = 32  # newest places looked at for the last pair of tokens
 FEW = 8  # with fewer than that, also so many newest places of the last token alone
 PLACE_BYTES = 400  # what a token takes at most, with its share of the tables
@@ -97,7 +96,10 @@ class SuffixIndex:
 
         ``others``: indexes of other sequences that vote too. ``wide=False``: only the likeliest path.
         """
-        return _grow([self, *others], context, budget, wide)
+        places: list[Place] = [
+            (index.tokens, at, length) for index in (self, *others) for at, length in index.places(context)
+        ]
+        return grow(places, WEIGHTS, DOUBT, budget, wide=wide, own=self.tokens)
 
 
 def _push(table: dict[int, list[int]], key: int, at: int, most: int) -> None:
@@ -108,51 +110,3 @@ def _push(table: dict[int, list[int]], key: int, at: int, most: int) -> None:
         places.append(at)
         if len(places) > 2 * most:
             del places[: -most - 1]  # one to spare: the newest may be the context itself
-
-
-def _grow(indexes: list[SuffixIndex], context: Sequence[int], budget: int, wide: bool) -> Tree:
-    """Best-first search: the node of highest path probability is drafted, then its children are counted."""
-    weights, longest = WEIGHTS, len(WEIGHTS) - 1
-    own, own_end = indexes[0].tokens, len(indexes[0])
-    tree = Tree()
-    # (-probability, order, parent, token, path to it, its places: (tokens, index of what follows, match length))
-    heap: list[tuple[float, int, int, int, list[int], list[tuple[list[int], int, int]]]] = []
-    order = 0
-    path: list[int] = []
-    places = [(index.tokens, at, length) for index in indexes for at, length in index.places(context)]
-    node, probability = -1, 1.0
-    while True:
-        total = DOUBT
-        votes: dict[int, float] = {}
-        groups: dict[int, list[tuple[list[int], int, int]]] = {}
-        for held, at, length in places:
-            if at < len(held):
-                token = held[at]
-                if token == END:
-                    continue
-            elif held is own and at - own_end < len(path):
-                token = path[at - own_end]  # a loop: its next turn is what was drafted
-            else:
-                continue
-            weight = weights[length] if length < longest else weights[longest]
-            total += weight
-            place = (held, at + 1, length + 1)
-            if token in votes:
-                votes[token] += weight
-                groups[token].append(place)
-            else:
-                votes[token] = weight
-                groups[token] = [place]
-        scale = probability / total
-        if not wide and votes:
-            best = max(votes, key=votes.__getitem__)
-            votes = {best: votes[best]}
-        for token, weight in votes.items():
-            order += 1
-            heapq.heappush(heap, (-weight * scale, order, node, token, path, groups[token]))
-        if not heap or len(tree) >= budget:
-            return tree
-        negative, _, parent, token, before, places = heapq.heappop(heap)
-        probability = -negative
-        node = tree.add(token, parent, probability)
-        path = [*before, token]
