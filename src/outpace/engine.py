@@ -291,11 +291,12 @@ class Engine:
         return self._policy.trim(views, drafts, load)
 
     def _pack(self, plan: Plan, drafts: Drafts) -> Batch:
-        if len(plan.decoding) == 1 and not plan.chunks and drafts.parents is None:
+        if len(plan.decoding) == 1 and not plan.chunks:
             only, width = plan.decoding[0], int(drafts.widths[0])
             tokens_of = np.empty(1 + width, np.int32)
             tokens_of[0], tokens_of[1:] = only.tokens[-1], drafts.tokens[0, :width]
-            return Batch.chain(only.row, tokens_of, only.length - 1, self.drafter.needs.taps)
+            tree = None if drafts.parents is None else [-1, *(p + 1 for p in drafts.parents[0, :width].tolist())]
+            return Batch.single(only.row, tokens_of, only.length - 1, tree, self.drafter.needs.taps)
         rows, tokens, starts, wanted, parents = [], [], [], [], []
         for i, sequence in enumerate(plan.decoding):
             draft = drafts.row(i)

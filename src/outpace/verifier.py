@@ -9,7 +9,7 @@ from outpace.errors import NoTokenAllowedError
 from outpace.models.base import Batch, Output
 from outpace.sampling import Chooser
 from outpace.sequence import Sequence
-from outpace.types import F64, I32, Drafts, Verdict, Verdicts
+from outpace.types import F64, I32, Draft, Drafts, Verdict, Verdicts
 from outpace.verify import reject, typical, walk, walk_row
 
 _FORBIDDEN = -1  # the choice of a row whose rules forbid every token: agrees with no draft
@@ -49,7 +49,7 @@ class Verifier:
     def _one(self, i: int) -> Verdict:
         sequence, draft = self._sequences[i], self._drafts.row(i)
         if sequence.acceptance == "coupled":
-            return walk_row(lambda node: self._choose_one(i, node), draft)
+            return self._walk(i, draft)
         rule = reject if sequence.acceptance == "rejection" else typical
         chance = NoiseChance(sequence.chooser.noise, sequence.chooser.index)
         asked = -1
@@ -65,6 +65,16 @@ class Verifier:
             self._failures[i] = str(error)
             path = draft.path(asked)  # its tokens were accepted before the dead end was met
             return Verdict(np.append(draft.tokens[path], np.int32(_FORBIDDEN)), path)
+
+    def _walk(self, i: int, draft: Draft) -> Verdict:
+        """``walk_row``, by what the forward found already where it did."""
+        start = int(self._starts[i])
+        at = np.arange(start, start + len(draft) + 1, dtype=np.int32)
+        found = self._output.greedy(at) if self._sequences[i].chooser.plain_greedy else None
+        if found is None:
+            return walk_row(lambda node: self._choose_one(i, node), draft)
+        best: list[int] = found.tolist()
+        return walk_row(lambda node: best[node + 1] if best[node + 1] >= 0 else self._choose_one(i, node), draft)
 
     def _choose(self, rows: I32, nodes: I32) -> I32:
         """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""

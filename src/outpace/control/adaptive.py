@@ -24,6 +24,7 @@ from outpace.drafters.base import RowView
 from outpace.types import Drafts, Verdicts
 
 AUTO_SIZE = 15  # most nodes a step that "auto" asks for
+LEAST_REACH = 6  # nodes that a row may always ask for
 FIRST_DEPTH = 4  # levels that a stepwise drafter drafts until its speed is known
 SAMPLED = 4  # timing is learned from every so many steps; from all while it is new
 NEW = 64  # steps
@@ -102,6 +103,8 @@ class Adaptive:
                 depths[i] = self._depth(i, row, self._stepwise, sizes[i], load)
                 if not self._mixed:
                     sizes[i] = depths[i]
+            if self._stepwise is None and not self._whole:
+                sizes[i] = min(sizes[i], row.reach)
             step.first |= bool(sizes[i]) and not row.proposals
         step.sizes = sizes
         if any(sizes):
@@ -299,6 +302,7 @@ class Adaptive:
                 continue
             worth = 0.0
             if look is not None:
+                row.reach = max(LEAST_REACH, 2 * len(look.kept))
                 if look.kept:
                     look.kept.sort()
                     worth = saved * len(look.kept)
@@ -407,8 +411,8 @@ def _kept(drafts: Drafts, keep: list[list[int]]) -> Drafts:
     for nodes, old in zip(keep, drafts.parents.tolist(), strict=True):
         new = {node: n for n, node in enumerate(nodes)}
         parents.append([new.get(old[node], -1) for node in nodes] + [-1] * (w - len(nodes)))
-    rows = np.arange(len(keep))[:, None]
     nodes_of = np.array([nodes + [0] * (w - len(nodes)) for nodes in keep], np.intp).reshape(len(keep), w)
+    rows = np.arange(len(keep))[:, None] if len(keep) > 1 else 0
 
     def only(values: Any) -> Any:
         return None if values is None else values[rows, nodes_of]

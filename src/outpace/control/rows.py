@@ -26,6 +26,7 @@ class Row:
     fruitless: int = 0  # proposals in a row of which nothing was worth verifying
     wait: int = 0  # steps until it asks again
     waited: int = 4  # how long it waited the last time
+    reach: int = 64  # nodes worth asking for: about twice what was verified last
     value: float = 0.0  # seconds that a proposal saves, lately
     lead: float = 0.0  # seconds that it is ahead of plain decoding, by its own drafts less what all drafts took
     balance: float = 0.0  # seconds that drafting has saved so far: what was accepted, less what it took

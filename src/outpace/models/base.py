@@ -98,15 +98,24 @@ class Batch:
         )
 
     @staticmethod
-    def chain(row: int, tokens: I32, start: int, taps: tuple[int, ...] = ()) -> Batch:
-        """One row's ``tokens`` int32 [n], one after another from position ``start``, with all logits: what ``pack``
-        would give, in a third of the time. A step of one request is this."""
+    def single(
+        row: int, tokens: I32, start: int, parents: list[int] | None = None, taps: tuple[int, ...] = ()
+    ) -> Batch:
+        """One row's ``tokens`` int32 [n] from position ``start``, with all logits: what ``pack`` would give, in a third
+        of the time. A step of one request is this. ``parents`` [n] as in the class (None: a chain)."""
         n = len(tokens)
+        if parents is None:
+            position, parent = np.arange(start, start + n, dtype=np.int32), np.arange(-1, n - 1, dtype=np.int32)
+        else:
+            at: list[int] = []
+            for above in parents:
+                at.append(start if above < 0 else at[above] + 1)
+            position, parent = np.array(at, np.int32), np.array(parents, np.int32)
         return Batch(
             token=tokens,
             row=np.full(n, row, np.int32),
-            position=np.arange(start, start + n, dtype=np.int32),
-            parent=np.arange(-1, n - 1, dtype=np.int32),
+            position=position,
+            parent=parent,
             starts=np.array([0, n], np.int32),
             wanted=np.arange(n, dtype=np.int32),
             taps=taps,
@@ -126,6 +135,10 @@ class Output(Protocol):
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """The target's choice int32 [n] after each token ``at`` int32 [n], under ``choosers[i]``."""
+
+    def greedy(self, at: I32) -> I32 | None:
+        """The likeliest token int32 [n] after each ``at`` where the forward found them anyway (below 0: ask ``choose``,
+        which says what is wrong), else None."""
 
     def logits(self, at: I32) -> F32:
         """float32 [n, V] on the host."""
@@ -203,6 +216,9 @@ class HostOutput:
     def __init__(self, wanted: I32, logits: F32) -> None:
         self._wanted = wanted
         self._logits = logits
+
+    def greedy(self, at: I32) -> I32 | None:
+        return None
 
     def logits(self, at: I32) -> F32:
         found = np.searchsorted(self._wanted, at)

@@ -372,6 +372,10 @@ class NativeOutput:
             chosen[i] = token
         return chosen
 
+    def greedy(self, at: I32) -> I32 | None:
+        best: I32 = self._result.best(at)
+        return best
+
     def logits(self, at: I32) -> F32:
         values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))
         return values

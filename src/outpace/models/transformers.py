@@ -173,6 +173,9 @@ class TorchOutput:
             return self._greedy(self._found(at))
         return choose_on_host(self.logits(at), choosers)
 
+    def greedy(self, at: I32) -> I32 | None:
+        return None
+
     def logits(self, at: I32) -> F32:
         if self._host is None:
             self._host = self._logits.float().cpu().numpy()
