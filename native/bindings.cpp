@@ -1,40 +1,16 @@
 // What Python sees: outpace._native. Everything that comes from Python is checked here or in what it calls.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
+#include "bindings.h"
 #include "choose.h"
 #include "cpu.h"
-#include "datastore.h"
-#include "lookup.h"
 #include "model.h"
 #include "pack.h"
-#include "suffix.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace outpace {
 namespace {
-
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Matrixf = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.begin(), owner));
-}
 
 std::vector<float> floats(const nb::dict& d, const char* key) {
     if (!d.contains(key)) return {};
@@ -291,30 +267,6 @@ auto locked(Model& model, F f) {
     return f(model.kv());
 }
 
-nb::tuple tuple_of(const TokenTree& tree) { return nb::make_tuple(tree.tokens, tree.parents, tree.gains); }
-
-using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
-
-// A datastore and the arrays that it reads.
-struct HeldDatastore {
-    HeldDatastore(std::vector<SegmentArrays> segments, VoteRules rules)
-        : arrays(std::move(segments)), store(views(arrays), std::move(rules)) {}
-
-    static std::vector<Datastore::Segment> views(const std::vector<SegmentArrays>& arrays) {
-        std::vector<Datastore::Segment> found;
-        for (const auto& [tokens, order, keys] : arrays) {
-            if (order.shape(0) != keys.shape(0)) throw std::invalid_argument("order and keys differ in length");
-            found.push_back({tokens.data(), static_cast<int64_t>(tokens.shape(0)), order.data(), keys.data(),
-                             static_cast<int64_t>(order.shape(0))});
-        }
-        return found;
-    }
-
-    std::vector<SegmentArrays> arrays;
-    Datastore store;
-};
-
 }  // namespace
 }  // namespace outpace
 
@@ -326,48 +278,7 @@ NB_MODULE(_native, m) {
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
-    m.def(
-        "newest_match",
-        [](const Ints& tokens, int least, int most) -> nb::object {
-            const Match found = newest_match(tokens.data(), tokens.shape(0), least, most);
-            return found.length ? nb::object(nb::make_tuple(found.next, found.length)) : nb::none();
-        },
-        "tokens"_a, "least"_a, "most"_a);
-    nb::class_<SuffixIndex>(m, "SuffixIndex")
-        .def("__init__",
-             [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
-                 new (self) SuffixIndex(capacity, most, {nearest, few, {std::move(weights), doubt}});
-             },
-             "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
-        .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
-        .def("append", [](SuffixIndex& x, const Ints& tokens) { x.append(tokens.data(), tokens.shape(0)); }, "tokens"_a)
-        .def("shrink", &SuffixIndex::shrink, "n"_a)
-        .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
-        .def("places",
-             [](const SuffixIndex& x, const Ints& context) {
-                 std::vector<SuffixIndex::Place> found;
-                 x.places(context.data(), context.shape(0), found);
-                 nb::list listed;
-                 for (const auto& place : found) listed.append(nb::make_tuple(place.at, place.length));
-                 return listed;
-             },
-             "context"_a)
-        .def("propose",
-             [](const SuffixIndex& x, const Ints& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
-                 return tuple_of(x.propose(context.data(), context.shape(0), budget, others, wide));
-             },
-             "context"_a, "budget"_a, "others"_a, "wide"_a);
-    nb::class_<HeldDatastore>(m, "Datastore")
-        .def("__init__",
-             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt) {
-                 new (self) HeldDatastore(std::move(segments), {std::move(weights), doubt});
-             },
-             "segments"_a, "weights"_a, "doubt"_a)
-        .def("propose",
-             [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
-                 return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
-             },
-             "context"_a, "places"_a, "least"_a, "budget"_a);
+    bind_drafting(m);
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Matrix>(m, "Matrix")
         .def_ro("rows", &Matrix::rows)

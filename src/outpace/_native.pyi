@@ -1,5 +1,6 @@
 """The C++ runtime (native/bindings.cpp). Only models/native.py, tests and benchmarks use it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,43 @@ class Datastore:
     def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
+
+class Policy:
+    """What is behind ``--size auto``; see control/adaptive.py, the reference. Raises ValueError."""
+
+    def __init__(
+        self,
+        rules: dict[str, Any],
+        table: list[float],
+        last_width: float,
+        last_seconds: float,
+        slope: float,
+        row: float,
+        position: float,
+        position_width: float,
+    ) -> None: ...
+    def plan(
+        self, rows: list[tuple[int, int, bool]], most: list[int], contexts: Sequence[int], prefill: int
+    ) -> list[int]:
+        """``rows``: row, kind of sampling, whether the policy decides for it. Nodes to ask for."""
+
+    def trim(
+        self,
+        widths: _I32,
+        width: int,
+        parents: _I32 | None,
+        said: _F32 | None,
+        source: _U8 | None,
+        sources: list[int],
+        sampled: list[bool],
+    ) -> tuple[list[list[int]], float | None, list[bool]]:
+        """Nodes to verify by row, the speed expected of the best draft, and by row whether the policy chose."""
+
+    def learn(
+        self, accepted: list[int], path: _I32, total: float, draft: float, target: float, rest: float
+    ) -> None: ...
+    def release(self, row: int) -> None: ...
+    def __len__(self) -> int: ...
 
 def usable_isas() -> list[str]: ...
 def kernels(isa: str = "") -> str: ...

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from outpace.control import cost as costs
-from outpace.control.adaptive import AUTO_SIZE, Adaptive
+from outpace.control.adaptive import AUTO_SIZE
+from outpace.control.auto import policy_for
 from outpace.control.cost import Cost
 from outpace.control.policy import PLAIN, Fixed, Load, Policy
 from outpace.drafters.base import Drafter, Event, RowView
@@ -87,9 +88,7 @@ class Engine:
         self._policy: Policy = Fixed()
         if self.adaptive:
             cost = costs.of(model) if cost is None else cost
-            self._policy = Adaptive(
-                cost, stepwise=self.drafter.stepwise, mixed=self.drafter.mixed, whole=self.drafter.explores
-            )
+            self._policy = policy_for(self.drafter, cost)
         self._ids = itertools.count()
         self._finished = Stats(requests=0)
         self._closed = False

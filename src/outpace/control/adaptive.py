@@ -189,7 +189,7 @@ class Adaptive:
             step.extra = cost.width(width + total) - cost.width(width) + cost.position_width * contexts
         if self._timed(load):
             step.forward = cost.forward([1] * len(rows), load.contexts) + step.extra
-        return drafts if now == widths else _kept(drafts, kept)
+        return drafts if now == widths else kept_of(drafts, kept)
 
     def _nothing(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
         """Nothing was proposed: a common step, which should cost next to nothing."""
@@ -401,7 +401,7 @@ def _depth_of(node: int, parents: list[int] | None) -> int:
     return depth
 
 
-def _kept(drafts: Drafts, keep: list[list[int]]) -> Drafts:
+def kept_of(drafts: Drafts, keep: list[list[int]]) -> Drafts:
     """Only the nodes ``keep[i]`` (ascending, with their parents) of each row i."""
     widths = np.array([len(nodes) for nodes in keep], np.int32)
     if drafts.parents is None:  # a chain keeps its beginning

@@ -61,9 +61,14 @@ class Cost:
     def _line(self, n: int) -> float:
         xs, ys = self.widths, self.seconds
         if n >= xs[-1]:
-            slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else ys[-1] / xs[-1]
-            return ys[-1] + slope * (n - xs[-1])
+            return ys[-1] + self.last_slope * (n - xs[-1])
         return float(np.interp(n, xs, ys)) if n else 0.0
+
+    @property
+    def last_slope(self) -> float:
+        """Seconds a token beyond the table."""
+        xs, ys = self.widths, self.seconds
+        return (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else ys[-1] / xs[-1]
 
     def forward(self, widths: Sequence[int], contexts: Sequence[int]) -> float:
         """Seconds of a forward of rows with ``widths`` [B] new tokens after ``contexts`` [B] cached ones."""
