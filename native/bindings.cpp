@@ -1,4 +1,6 @@
 // What Python sees: outpace._native. Everything that comes from Python is checked here or in what it calls.
+#include <nanobind/stl/optional.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -213,6 +215,37 @@ int choose_from(const Floats& logits, const nb::list& rules, double temperature,
                       sample, index, stream, kernels_for(isa));
 }
 
+// verify.walk_row on the target's own choices, of a request without rules: tokens gained and nodes kept, or None where
+// that is not decided here (see choose.h). Node n's logits are those of packed index start + 1 + n.
+nb::object walk(const Result& result, int32_t start, const Ints& tokens, const std::optional<Ints>& parents, double temperature,
+                int top_k, double top_p, double log_min_p, uint64_t seed, uint32_t sample, uint32_t index, uint32_t stream) {
+    const auto k = static_cast<int>(tokens.shape(0));
+    if (parents && parents->shape(0) != tokens.shape(0)) throw std::invalid_argument("tokens and parents differ in length");
+    std::vector<int32_t> gained, path;
+    for (int at = -1;;) {
+        const int found = result.find(start + 1 + at);
+        int choice;
+        if (temperature == 0.0) {
+            const Best& best = result.best[static_cast<size_t>(found)];
+            choice = best.nan || best.value == -INFINITY ? kNaN : best.index;
+        } else {
+            const Sampling sampling{temperature, top_k, top_p, log_min_p, seed, sample, index + static_cast<uint32_t>(gained.size()), stream};
+            nb::gil_scoped_release release;
+            choice = choose(result.logits(found), result.vocab, {}, sampling, *result.kernels);
+        }
+        if (choice < 0) return nb::none();
+        gained.push_back(choice);
+        int child = at + 1;
+        while (child < k && (tokens.data()[child] != choice || (parents ? parents->data()[child] : child - 1) != at))
+            child = parents ? child + 1 : k;
+        if (child >= k) break;
+        path.push_back(child);
+        at = child;
+    }
+    const size_t n = gained.size(), m = path.size();
+    return nb::make_tuple(numpy(std::move(gained), {n}), numpy(std::move(path), {m}));
+}
+
 nb::object logits_of(const Result& result, const Ints& at) {
     const size_t vocab = static_cast<size_t>(result.vocab);
     std::vector<float> values(at.shape(0) * vocab);
@@ -295,6 +328,8 @@ NB_MODULE(_native, m) {
         .def("best", &best_of, "at"_a)
         .def("choose", &choose_of, "at"_a, "rules"_a, "temperature"_a, "top_k"_a, "top_p"_a, "log_min_p"_a, "seed"_a,
              "sample"_a, "index"_a, "stream"_a)
+        .def("walk", &walk, "start"_a, "tokens"_a, "parents"_a.none(), "temperature"_a, "top_k"_a, "top_p"_a, "log_min_p"_a,
+             "seed"_a, "sample"_a, "index"_a, "stream"_a)
         .def("logits", &logits_of, "at"_a)
         .def("taps", &taps_of, "at"_a);
     nb::class_<Model>(m, "Model")

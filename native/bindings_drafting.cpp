@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "datastore.h"
 #include "lookup.h"
+#include "merge.h"
 #include "policy.h"
 #include "suffix.h"
 
@@ -36,6 +37,8 @@ struct HeldDatastore {
     std::vector<SegmentArrays> arrays;
     Datastore store;
 };
+
+using TreeLists = std::tuple<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>, std::vector<int>>;
 
 template <class T>
 using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -93,6 +96,19 @@ void bind_drafting(nb::module_& m) {
             return found.length ? nb::object(nb::make_tuple(found.next, found.length)) : nb::none();
         },
         "tokens"_a, "least"_a, "most"_a);
+    m.def(
+        "merge",
+        [](const std::vector<TreeLists>& proposals, int budget) {
+            std::vector<SourcedTree> trees;
+            for (const auto& [tokens, parents, gains, sources] : proposals) {
+                if (parents.size() != tokens.size() || gains.size() != tokens.size() || sources.size() != tokens.size())
+                    throw std::invalid_argument("a tree's lists differ in length");
+                trees.push_back({tokens, parents, gains, sources});
+            }
+            SourcedTree merged = merge(trees, budget);
+            return TreeLists(std::move(merged.tokens), std::move(merged.parents), std::move(merged.gains), std::move(merged.sources));
+        },
+        "proposals"_a, "budget"_a);
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__",
              [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {

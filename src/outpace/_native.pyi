@@ -39,6 +39,22 @@ class Result:
     def best(self, at: _I32) -> _I32:
         """Argmax int32 [n]; -1: all are -inf; -2: NaN."""
 
+    def walk(
+        self,
+        start: int,
+        tokens: _I32,
+        parents: _I32 | None,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        log_min_p: float,
+        seed: int,
+        sample: int,
+        index: int,
+        stream: int,
+    ) -> tuple[_I32, _I32] | None:
+        """Tokens gained and nodes kept of a draft that starts after packed index ``start``; None: not decided here."""
+
     def choose(
         self,
         at: int,
@@ -193,5 +209,10 @@ def choose(
     stream: int,
     isa: str = "",
 ) -> int: ...
+def merge(
+    proposals: list[tuple[list[int], list[int], list[float], list[int]]], budget: int
+) -> tuple[list[int], list[int], list[float], list[int]]:
+    """See tree.py, the reference: tokens, parents, gains and sources."""
+
 def newest_match(tokens: _I32, least: int, most: int) -> tuple[int, int] | None: ...
 def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

@@ -473,7 +473,7 @@ class _Clock:
 
 def _new_tokens(verdict: Verdict, kept: int) -> I32:
     """Which of a row's new tokens in the batch (the pending one is 0) stay in its KV: int32 [max(kept, 1)]."""
-    return np.concatenate([[0], verdict.path[: max(kept - 1, 0)] + 1]).astype(np.int32)
+    return np.array([0, *(node + 1 for node in verdict.path.tolist()[: max(kept - 1, 0)])], np.int32)
 
 
 def _view(sequence: Sequence) -> RowView:

@@ -44,6 +44,15 @@ class Chooser:
             states = tuple(rule.advance(state, token) for rule, state in zip(self.rules, states, strict=True))
         return Chooser(self.params, self.noise, self.index + 1, self.rules, states)
 
+    def after(self, tokens: Sequence[int]) -> Chooser:
+        """``advance`` over all of ``tokens``."""
+        if not self.states:
+            return Chooser(self.params, self.noise, self.index + len(tokens), self.rules)
+        chooser = self
+        for token in tokens:
+            chooser = chooser.advance(token)
+        return chooser
+
     @property
     def plain_greedy(self) -> bool:
         """Whether the choice is the argmax of the raw logits, so that it can be taken where they lie."""

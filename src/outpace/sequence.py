@@ -93,12 +93,11 @@ class Sequence:
 
     def append(self, tokens: I32, sources: SequenceOf[str]) -> int:
         """Commit ``tokens`` up to the first that ends the sequence; returns how many were kept (at least 1)."""
-        kept = 0
-        for token in tokens.tolist():
+        given, kept = tokens.tolist(), 0
+        for token in given:
             self._tokens[self.length] = token
             self.length += 1
             kept += 1
-            self.chooser = self.chooser.advance(token)
             if token in self._stop_ids:
                 self.finish_reason, self.stopped_by = "stop", token
                 self._text.add(self._tokens[self.length - 1 : self.length - 1])
@@ -110,6 +109,7 @@ class Sequence:
                     self.finish_reason = "length"
             if self.finish_reason:
                 break
+        self.chooser = self.chooser.after(given[:kept])
         self.sources.extend(sources[:kept])
         return kept
 

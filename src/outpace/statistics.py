@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.tree import depths
 from outpace.types import Draft, Verdict
 
 PHASES = ("draft", "target", "verify", "other")
@@ -74,10 +73,9 @@ class Stats:
         self.steps += 1
         self.tokens += kept
         self.drafted += len(draft)
-        used = verdict.path[:kept]
+        used = verdict.path.tolist()[:kept]
         self.accepted += len(used)
-        deepest = len(draft) if draft.parents is None else int(depths(draft.parents).max(initial=-1)) + 1
-        for d in range(deepest):
+        for d in range(len(draft) if draft.parents is None else _levels(draft.parents.tolist())):
             if d == len(self.drafted_at):
                 self.drafted_at.append(0)
                 self.accepted_at.append(0)
@@ -174,3 +172,11 @@ def _add_floats(a: list[float], b: list[float]) -> list[float]:
 def _add(a: list[int], b: list[int]) -> list[int]:
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
+
+
+def _levels(parents: list[int]) -> int:
+    """Levels of a tree [k], parents before children."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 1)
+    return max(depth, default=0)

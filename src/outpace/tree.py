@@ -14,6 +14,11 @@ import numpy.typing as npt
 
 from outpace.types import F32, I32, Draft, Drafts
 
+try:
+    from outpace._native import merge as _merge
+except ImportError:  # no extension, or one from before it could merge: the reference, slower
+    _merge = None  # type: ignore[assignment]
+
 
 def depths(parents: I32) -> I32:
     """Depth int32 [k] of each node of ``parents`` int32 [k]: 0 for a child of the pending token."""
@@ -78,6 +83,13 @@ def merge(proposals: Sequence[Tree], budget: int) -> Tree:
     any proposal gives it, and its source that proposal's. A gain above the parent's is cut to it. Ties: the node that
     was proposed first. Deterministic.
     """
+    if _merge is None:
+        return merge_reference(proposals, budget)
+    return Tree(*_merge([(t.tokens, t.parents, t.gains, t.sources) for t in proposals], budget))
+
+
+def merge_reference(proposals: Sequence[Tree], budget: int) -> Tree:
+    """``merge`` without the extension."""
     tokens: list[int] = []
     gains: list[float] = []
     sources: list[int] = []

@@ -248,7 +248,10 @@ class Drafts:
 
     def sources_of(self, i: int) -> list[str]:
         """Who drafted each node of row i."""
-        return [self.source_of(i, node) for node in range(int(self.widths[i]))]
+        k = int(self.widths[i])
+        if self.source is None:
+            return [self.sources[0] if self.sources else "draft"] * k
+        return [self.sources[number] for number in self.source[i, :k].tolist()]
 
     def source_of(self, i: int, node: int) -> str:
         """Who drafted node ``node`` of row i."""
@@ -289,6 +292,9 @@ class Verdicts:
 
     @staticmethod
     def of(rows: Sequence[Verdict]) -> Verdicts:
+        if len(rows) == 1:  # the step of one request, where every microsecond shows
+            tokens, path = rows[0].tokens, rows[0].path
+            return Verdicts(tokens[None], np.array([len(path)], np.int32), path[None])
         deepest = max((v.accepted for v in rows), default=0)
         tokens = np.zeros((len(rows), deepest + 1), np.int32)
         path = np.zeros((len(rows), deepest), np.int32)

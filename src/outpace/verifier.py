@@ -23,7 +23,7 @@ class Verifier:
     ) -> None:
         self._sequences, self._drafts, self._starts = sequences, drafts, batch.starts
         self._output, self._failures = output, failures
-        self._choosers = {(i, -1): s.chooser for i, s in enumerate(sequences)}
+        self._choosers: dict[tuple[int, int], Chooser] = {}  # after a node, as they are asked for
 
     def verdicts(self) -> Verdicts:
         if len(self._sequences) > 1 and all(s.acceptance == "coupled" for s in self._sequences):
@@ -67,14 +67,9 @@ class Verifier:
             return Verdict(np.append(draft.tokens[path], np.int32(_FORBIDDEN)), path)
 
     def _walk(self, i: int, draft: Draft) -> Verdict:
-        """``walk_row``, by what the forward found already where it did."""
-        start = int(self._starts[i])
-        at = np.arange(start, start + len(draft) + 1, dtype=np.int32)
-        found = self._output.greedy(at) if self._sequences[i].chooser.plain_greedy else None
-        if found is None:
-            return walk_row(lambda node: self._choose_one(i, node), draft)
-        best: list[int] = found.tolist()
-        return walk_row(lambda node: best[node + 1] if best[node + 1] >= 0 else self._choose_one(i, node), draft)
+        """``walk_row``, in one go where the logits lie if that is possible."""
+        found = self._output.walk(int(self._starts[i]), draft, self._sequences[i].chooser)
+        return walk_row(lambda node: self._choose_one(i, node), draft) if found is None else found
 
     def _choose(self, rows: I32, nodes: I32) -> I32:
         """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""
@@ -100,6 +95,8 @@ class Verifier:
 
     def _chooser(self, i: int, node: int) -> Chooser:
         """The chooser after a node: its parent's, one token further."""
+        if node < 0:
+            return self._sequences[i].chooser
         found = self._choosers.get((i, node))
         if found is None:
             draft = self._drafts.row(i)

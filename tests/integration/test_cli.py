@@ -240,14 +240,14 @@ def test_verify_fails_on_a_difference(
     from outpace import verifier
     from outpace.types import Draft, Verdict
 
-    true_walk = verifier.walk_row
+    true_walk = verifier.Verifier._walk
 
-    def gullible(choose: Any, draft: Draft) -> Verdict:
+    def gullible(self: Any, i: int, draft: Draft) -> Verdict:
         if not len(draft.tokens):
-            return true_walk(choose, draft)
+            return true_walk(self, i, draft)
         return Verdict(np.append(draft.tokens, np.int32(17)), np.arange(len(draft.tokens), dtype=np.int32))
 
-    monkeypatch.setattr(verifier, "walk_row", gullible)
+    monkeypatch.setattr(verifier.Verifier, "_walk", gullible)
     code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--drafter", "ngram:size=7")
     assert code == 1
     assert "DIFFERENT" in out

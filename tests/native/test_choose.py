@@ -17,7 +17,8 @@ from outpace.models.native import _UNDECIDED, describe_rules, describe_sampling
 from outpace.noise import Noise
 from outpace.rules import rules_for
 from outpace.sampling import Chooser
-from outpace.types import SamplingParams
+from outpace.types import Draft, SamplingParams
+from outpace.verify import walk_row
 
 
 def fused(logits: Any, chooser: Chooser, isa: str = "") -> int:
@@ -124,3 +125,40 @@ def test_an_output_chooses_as_its_logits_say(tiny: Tiny, rng: np.random.Generato
     logits = output.logits(at)
     assert output.choose(at, choosers).tolist() == [c.choose(row) for c, row in zip(choosers, logits, strict=True)]
     assert output.logprobs(at[:2], np.array([5, 6]), [0, 3])[1].top[0][0] == logits[1].argmax()
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 3, "top_p": 0.9}])
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_walk_is_walk_row_on_the_choices(
+    params: dict[str, Any], chain: bool, tiny: Tiny, rng: np.random.Generator
+) -> None:
+    model = tiny.load("Q4_1", threads=1, sizes={"vocab": 6})
+    row, deepest = model.kv.alloc(64), 0
+    for seed in range(30):
+        chooser = chooser_for(SamplingParams(**params), 6, seed, [1], [2, 2])
+        true = [seed % 6]  # what is chosen, token by token
+        for at in range(int(rng.integers(0, 8))):
+            output = model.forward(Batch.single(row, np.array(true[-1:], np.int32), at))
+            true += output.choose(np.zeros(1, np.int32), [chooser.after(true[1:])]).tolist()
+        model.kv.truncate(row, 0)
+        k = int(rng.integers(0, 16))
+        tokens = np.array(true[1:] + rng.integers(0, 6, k).tolist(), np.int32)
+        above = list(range(-1, len(true) - 2))
+        parents = None if chain else np.array(above + [rng.integers(-1, len(true) - 1 + i) for i in range(k)], np.int32)
+        draft = Draft(tokens, parents)
+        tree = None if parents is None else [-1, *(parents + 1).tolist()]
+        output = model.forward(Batch.single(row, np.append(np.int32(true[0]), tokens), 0, tree))
+
+        def choose(node: int, output: Any = output, chooser: Chooser = chooser, draft: Draft = draft) -> int:
+            at = chooser.after(draft.tokens[draft.path(node)].tolist())
+            return int(output.choose(np.array([node + 1], np.int32), [at])[0])
+
+        expected, found = walk_row(choose, draft), output.walk(0, draft, chooser)
+        assert found is not None
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.path.tolist() == expected.path.tolist()
+        deepest = max(deepest, found.accepted)
+        model.kv.truncate(row, 0)
+    assert deepest > 5
+    penalised = chooser_for(SamplingParams(repetition_penalty=1.5), 6, 0, [1], [2])
+    assert output.walk(0, Draft(np.zeros(0, np.int32)), penalised) is None  # its state changes with every token

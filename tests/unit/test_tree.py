@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.tree import Tree, ancestor_mask, depths, is_chain, merge, pack
+from outpace.tree import Tree, ancestor_mask, depths, is_chain, merge, merge_reference, pack
 
 Path = tuple[int, ...]
 
@@ -58,6 +58,7 @@ def test_merge_is_its_definition(proposals: list[Tree], budget: int) -> None:
             gains[path] = max(gain, gains.get(path, 0.0))
     capped = {path: min(gains[path[:n]] for n in range(1, len(path) + 1)) for path in gains}
     merged = merge(proposals, budget)
+    assert merged == merge_reference(proposals, budget), "C++ and its reference differ"
     found = paths(merged)
     assert len(merged) == min(budget, len(gains))
     assert len(set(found)) == len(found), "equal siblings were not merged"

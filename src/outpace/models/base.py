@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from outpace.sampling import Chooser
-from outpace.types import F32, I32, TokenLogprob
+from outpace.types import F32, I32, Draft, TokenLogprob, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,9 @@ class Output(Protocol):
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """The target's choice int32 [n] after each token ``at`` int32 [n], under ``choosers[i]``."""
 
-    def greedy(self, at: I32) -> I32 | None:
-        """The likeliest token int32 [n] after each ``at`` where the forward found them anyway (below 0: ask ``choose``,
-        which says what is wrong), else None."""
+    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
+        """``verify.walk_row`` where the logits lie: for a draft whose nodes are packed from ``start`` + 1 on, after the
+        pending token at ``start``. None: it cannot be done there, so ask ``choose`` node by node."""
 
     def logits(self, at: I32) -> F32:
         """float32 [n, V] on the host."""
@@ -217,7 +217,7 @@ class HostOutput:
         self._wanted = wanted
         self._logits = logits
 
-    def greedy(self, at: I32) -> I32 | None:
+    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
         return None
 
     def logits(self, at: I32) -> F32:

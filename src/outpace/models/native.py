@@ -21,7 +21,7 @@ from outpace.models.gguf import TYPES, GGUFFile
 from outpace.noise import Stream
 from outpace.rules import AllowedTokens, Bias, Penalties
 from outpace.sampling import Chooser
-from outpace.types import F32, I32, TokenLogprob
+from outpace.types import F32, I32, Draft, TokenLogprob, Verdict
 
 try:
     from outpace import _native
@@ -372,9 +372,11 @@ class NativeOutput:
             chosen[i] = token
         return chosen
 
-    def greedy(self, at: I32) -> I32 | None:
-        best: I32 = self._result.best(at)
-        return best
+    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
+        if chooser.rules:  # their states change along the path
+            return None
+        found = self._result.walk(start, draft.tokens, draft.parents, *describe_sampling(chooser))
+        return None if found is None else Verdict(*found)
 
     def logits(self, at: I32) -> F32:
         values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))

@@ -18,7 +18,7 @@ from outpace.models.base import Batch, ModelInfo, choose_on_host, logprobs_on_ho
 from outpace.models.kv import TorchKV
 from outpace.models.probe import Reference, agree
 from outpace.sampling import Chooser
-from outpace.types import F32, I32, TokenLogprob
+from outpace.types import F32, I32, Draft, TokenLogprob, Verdict
 
 
 class TransformersModel:
@@ -173,7 +173,7 @@ class TorchOutput:
             return self._greedy(self._found(at))
         return choose_on_host(self.logits(at), choosers)
 
-    def greedy(self, at: I32) -> I32 | None:
+    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
         return None
 
     def logits(self, at: I32) -> F32:
