@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -402,27 +402,30 @@ def _depth_of(node: int, parents: list[int] | None) -> int:
 
 
 def kept_of(drafts: Drafts, keep: list[list[int]]) -> Drafts:
-    """Only the nodes ``keep[i]`` (ascending, with their parents) of each row i."""
+    """Only the nodes ``keep[i]`` (ascending, with their parents) of each row i; confidence has served its purpose."""
     widths = np.array([len(nodes) for nodes in keep], np.int32)
     if drafts.parents is None:  # a chain keeps its beginning
-        return Drafts(drafts.tokens, widths, None, drafts.q, drafts.confidence, drafts.source, drafts.sources)
+        return replace(drafts, widths=widths)
     w = max(len(nodes) for nodes in keep)
     parents = []
     for nodes, old in zip(keep, drafts.parents.tolist(), strict=True):
         new = {node: n for n, node in enumerate(nodes)}
         parents.append([new.get(old[node], -1) for node in nodes] + [-1] * (w - len(nodes)))
-    nodes_of = np.array([nodes + [0] * (w - len(nodes)) for nodes in keep], np.intp).reshape(len(keep), w)
-    rows = np.arange(len(keep))[:, None] if len(keep) > 1 else 0
+    at: Any = np.array(keep[0], np.intp)
+    if len(keep) > 1:
+        at = np.array([nodes + [0] * (w - len(nodes)) for nodes in keep], np.intp).reshape(len(keep), w)
 
     def only(values: Any) -> Any:
-        return None if values is None else values[rows, nodes_of]
+        if values is None:
+            return None
+        return values[:, at] if len(keep) == 1 else values[np.arange(len(keep))[:, None], at]
 
     return Drafts(
         only(drafts.tokens),
         widths,
         np.array(parents, np.int32).reshape(len(keep), w),
         only(drafts.q),
-        only(drafts.confidence),
+        None,
         only(drafts.source),
         drafts.sources,
     )
