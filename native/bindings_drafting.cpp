@@ -171,6 +171,7 @@ void bind_drafting(nb::module_& m) {
                  x.learn(accepted, path.data(), path.shape(1), {total, draft, target, rest});
              },
              "accepted"_a, "path"_a, "total"_a, "draft"_a, "target"_a, "rest"_a)
+        .def("waited", &Policy::waited, "seconds"_a)
         .def("release", &Policy::release, "row"_a)
         .def("__len__", &Policy::rows);
 }

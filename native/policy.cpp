@@ -21,7 +21,7 @@ std::vector<int> Policy::plan(std::vector<View> rows, std::vector<int> most, std
     views_ = std::move(rows);
     contexts_ = std::move(contexts);
     prefill_ = prefill;
-    asleep_ = first_ = any_ = false;
+    first_ = any_ = false;
     asked_ = verified_ = 0;
     plain_ = forward_ = extra_ = 0.0;
     looks_.clear();
@@ -35,8 +35,7 @@ std::vector<int> Policy::plan(std::vector<View> rows, std::vector<int> most, std
     for (const View& view : views_) known_.push_back(&rows_.try_emplace(view.row, Row{view.kind}).first->second);
     if (all_wait) {
         for (Row* row : known_) --row->wait;
-        asleep_ = true;
-        return sizes_;
+        return {};
     }
     sizes_ = std::move(most);
     if (views_.size() > 1) {
@@ -65,7 +64,6 @@ std::vector<int> Policy::plan(std::vector<View> rows, std::vector<int> most, std
 Policy::Choice Policy::trim(const Proposal& drafts) {
     const size_t rows = views_.size();
     Choice choice{std::vector<std::vector<int>>(rows), std::nullopt, std::vector<bool>(rows, false)};
-    if (asleep_) return choice;
     looks_.assign(rows, Look{});
     if (std::none_of(drafts.widths, drafts.widths + rows, [](int32_t width) { return width > 0; })) {
         if (timed()) forward_ = forward(contexts_);
@@ -212,11 +210,7 @@ void Policy::settle(int64_t width, double saved) {
 
 void Policy::learn(const std::vector<int>& accepted, const int32_t* path, size_t depth, const Seconds& seconds) {
     const double rows = static_cast<double>(views_.size());
-    for (Row* row : known_) {
-        row->seconds += seconds.total / rows;
-        row->wall += seconds.total;
-    }
-    if (asleep_) return;
+    waited(seconds.total);
     const double asking = drafting(asked_) - drafting(0);
     if (!any_) {
         for (Row* row : known_) row->lead -= asking;
@@ -239,6 +233,13 @@ void Policy::learn(const std::vector<int>& accepted, const int32_t* path, size_t
     }
     time(seconds, verified_ > 0);
     average((rows + static_cast<double>(all)) / rows, seconds.total / plain_);
+}
+
+void Policy::waited(double seconds) {
+    for (Row* row : known_) {
+        row->seconds += seconds / static_cast<double>(views_.size());
+        row->wall += seconds;
+    }
 }
 
 void Policy::count(Row& row, const Look& seen, const int32_t* path, int accepted) const {

@@ -62,11 +62,13 @@ public:
 
     Policy(PolicyRules rules, PolicyCost cost);
 
-    // Nodes to ask for. Nothing is asked, and nothing will be learned, while all rows wait.
+    // Nodes to ask for, by row; none at all while all rows wait: then there is nothing to trim or to learn, and `waited`
+    // ends the step.
     std::vector<int> plan(std::vector<View> rows, std::vector<int> most, std::vector<int64_t> contexts, int64_t prefill);
     Choice trim(const Proposal& drafts);
     // `accepted` [rows]; `path` [rows, depth]: nodes of what `trim` kept.
     void learn(const std::vector<int>& accepted, const int32_t* path, size_t depth, const Seconds& seconds);
+    void waited(double seconds);
     void release(int row);
     size_t rows() const { return rows_.size(); }  // that it knows
     size_t planned() const { return views_.size(); }
@@ -148,7 +150,7 @@ private:
     std::vector<int> sizes_;
     std::vector<int64_t> contexts_;
     int64_t prefill_ = 0;
-    bool asleep_ = false, first_ = false, any_ = false;
+    bool first_ = false, any_ = false;
     int asked_ = 0, verified_ = 0;
     double plain_ = 0.0, forward_ = 0.0, extra_ = 0.0;
     std::vector<Look> looks_;

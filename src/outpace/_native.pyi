@@ -163,7 +163,8 @@ class Policy:
     def plan(
         self, rows: list[tuple[int, int, bool]], most: list[int], contexts: Sequence[int], prefill: int
     ) -> list[int]:
-        """``rows``: row, kind of sampling, whether the policy decides for it. Nodes to ask for."""
+        """``rows``: row, kind of sampling, whether the policy decides for it. Nodes to ask for; none at all while all
+        rows wait: then ``waited`` ends the step."""
 
     def trim(
         self,
@@ -180,6 +181,7 @@ class Policy:
     def learn(
         self, accepted: list[int], path: _I32, total: float, draft: float, target: float, rest: float
     ) -> None: ...
+    def waited(self, seconds: float) -> None: ...
     def release(self, row: int) -> None: ...
     def __len__(self) -> int: ...
 

@@ -37,6 +37,7 @@ class NativeAdaptive:
         self._policy = _Policy(_RULES, table, *line, cost.row, cost.position, cost.position_width)
         self._sources: dict[str, int] = {}
         self._numbers: dict[tuple[str, ...], list[int]] = {(): [self._number("draft")]}
+        self._asleep = False  # all rows wait, and nothing was asked for in this step
         self._decisions: list[Decision] = []
 
     def _number(self, source: str) -> int:
@@ -45,9 +46,15 @@ class NativeAdaptive:
     def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
         views = [(view.row, kind_of(view.chooser.params), view.adaptive) for view in rows]
         sizes = self._policy.plan(views, most, load.contexts, load.prefill)
+        self._asleep = not sizes
+        if self._asleep:
+            self._decisions = [PLAIN] * len(rows)
+            sizes = [0] * len(rows)
         return sizes, sizes
 
     def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
+        if self._asleep:
+            return drafts
         numbers = self._numbers.get(drafts.sources)
         if numbers is None:
             numbers = self._numbers[drafts.sources] = [self._number(source) for source in drafts.sources]
@@ -68,6 +75,9 @@ class NativeAdaptive:
         return drafts if drafts.widths.tolist() == widths else kept_of(drafts, kept)
 
     def learn(self, verdicts: Verdicts, seconds: dict[str, float]) -> Sequence[Decision]:
+        if self._asleep:
+            self._policy.waited(sum(seconds.values()))
+            return self._decisions
         self._policy.learn(
             verdicts.accepted.tolist(),
             verdicts.path,

@@ -92,6 +92,8 @@ class SuffixDrafter(TreeDrafter):
         return trees
 
     def observe(self, events: Sequence[Event]) -> None:
+        if self._history is None:
+            return  # a row learns what it missed when it is asked to draft: while it is not, it costs nothing
         for event in events:
             row = self._rows.get(event.row)
             if row is not None and event.verdict is not None and event.start == row.known:
