@@ -292,6 +292,8 @@ void Policy::average(double tokens, double plain_steps) {
 }
 
 void Policy::release(int row) {
+    views_.clear();  // between two steps: what was known of the last one's rows is over
+    known_.clear();
     rows_.erase(row);
     for (auto& [number, other] : rows_) other.wait = 0;
 }
