@@ -19,8 +19,8 @@ import numpy as np
 
 from outpace import _native
 from outpace.models.base import Batch
-from outpace.models.loader import LoadOptions, load
-from outpace.models.native import NativeModel
+from outpace.models.load import LoadOptions, load
+from outpace.models.native.model import NativeModel
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 

@@ -22,18 +22,17 @@ import numpy as np
 from rich.progress import Progress
 
 from benchmarks.truncate import truncated
-from outpace.compare import NEAR_TIE, compare_tokens
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, parse
-from outpace.engine import Engine, Size
+from outpace.engine.engine import Engine, Size
 from outpace.errors import OutpaceError, ParameterError
-from outpace.files import write_json
+from outpace.exact.noise import Noise
+from outpace.files import cache_dir, write_json
+from outpace.measure.compare import NEAR_TIE, compare_tokens
+from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
-from outpace.models.loader import LoadOptions, load
-from outpace.models.tokenizer import cache_dir
-from outpace.noise import Noise
-from outpace.prompts import encode_turns, read_prompts
-from outpace.types import SamplingParams
+from outpace.models.load import LoadOptions, load
+from outpace.params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.2)
 SIZES = (1, 4, 8)
@@ -168,8 +167,8 @@ def _against_generate(
     """Greedy ``generate`` of a fresh transformers model, from the same file, with its own attention and cache."""
     import torch
 
-    from outpace.models import gguf_transformers
-    from outpace.models.gguf import GGUFFile
+    from outpace.models.formats.gguf import GGUFFile
+    from outpace.models.torch import gguf as gguf_transformers
 
     module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
     for i, prompt in enumerate(prompts):

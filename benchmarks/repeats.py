@@ -21,7 +21,7 @@ from benchmarks.replay import VOCAB, replay
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
-from outpace.models.loader import LoadOptions
+from outpace.models.load import LoadOptions
 
 SUMMARY = (
     "Summarise the text below.",

@@ -20,11 +20,11 @@ import numpy as np
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext, Drafter, Event, RowView
 from outpace.drafters.registry import build, parse
-from outpace.models.loader import LoadOptions
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.types import Drafts
-from outpace.verify import walk_row
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.exact.verify import walk_row
+from outpace.models.load import LoadOptions
 
 VOCAB = 49_152
 EOS = 2

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from outpace.compare import scores_after
-from outpace.engine import Engine
+from outpace.arrays import F32, I32
+from outpace.engine.engine import Engine
+from outpace.exact.noise import Noise
 from outpace.files import write_json
+from outpace.measure.compare import scores_after
+from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models.base import Batch, Model
-from outpace.noise import Noise
-from outpace.prompts import encode_turns, read_prompts
-from outpace.types import F32, I32, SamplingParams
+from outpace.params import SamplingParams
 
 
 def logits_along(model: Model, prompt: I32, output: I32) -> F32:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from outpace.arrays import F32, I32
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch, HostOutput, ModelInfo
-from outpace.types import F32, I32
 
 BYTES = 8  # what a position takes
 

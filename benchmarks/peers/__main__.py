@@ -29,10 +29,9 @@ from benchmarks.peers import report
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.errors import OutpaceError, ParameterError
-from outpace.files import check_writable, write_json
+from outpace.files import cache_dir, check_writable, write_json
+from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
-from outpace.models.tokenizer import cache_dir
-from outpace.prompts import encode_turns, read_prompts
 
 HERE = Path(__file__).parent
 PACKAGES = {

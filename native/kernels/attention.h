@@ -11,10 +11,10 @@
 
 #include <cmath>
 
-#include "../halves.h"
-#include "math.h"
-#include "pack.h"
-#include "table.h"
+#include "weights/halves.h"
+#include "kernels/math.h"
+#include "kernels/range.h"
+#include "kernels/table.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "../halves.h"
-#include "math.h"
-#include "table.h"
+#include "weights/halves.h"
+#include "kernels/math.h"
+#include "kernels/table.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

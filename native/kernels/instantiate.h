@@ -1,11 +1,11 @@
 // One instruction-set path's table. A kernels_*.cpp defines OUTPACE_NS and its name, then includes this.
 #pragma once
 
-#include "attention.h"
-#include "elementwise.h"
-#include "matmul.h"
-#include "sampling.h"
-#include "store_kv.h"
+#include "kernels/attention.h"
+#include "kernels/elementwise.h"
+#include "kernels/matmul.h"
+#include "kernels/sampling.h"
+#include "kernels/store_kv.h"
 
 #define OUTPACE_TABLE(function, label)                                                             \
     namespace outpace {                                                                            \

@@ -1,5 +1,5 @@
 #define OUTPACE_AVX2
 #define OUTPACE_NS isa_avx2
-#include "instantiate.h"
+#include "kernels/instantiate.h"
 
 OUTPACE_TABLE(kernels_avx2, "avx2")

@@ -1,5 +1,5 @@
 #define OUTPACE_AVX512
 #define OUTPACE_NS isa_avx512bf16
-#include "instantiate.h"
+#include "kernels/instantiate.h"
 
 OUTPACE_TABLE(kernels_avx512bf16, "avx512-bf16")

@@ -1,5 +1,5 @@
 #define OUTPACE_PORTABLE
 #define OUTPACE_NS isa_portable
-#include "instantiate.h"
+#include "kernels/instantiate.h"
 
 OUTPACE_TABLE(kernels_portable, "portable")

@@ -1,7 +1,7 @@
 // Transcendentals from basic operations: a lane's result depends on that lane's input alone, never on its place.
 #pragma once
 
-#include "simd.h"
+#include "kernels/simd.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

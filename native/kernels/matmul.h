@@ -3,9 +3,9 @@
 // the width, the tile nor the thread can show in a result.
 #pragma once
 
-#include "pack.h"
-#include "simd.h"
-#include "table.h"
+#include "kernels/range.h"
+#include "kernels/simd.h"
+#include "kernels/table.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

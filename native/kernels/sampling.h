@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "math.h"
-#include "table.h"
+#include "kernels/math.h"
+#include "kernels/table.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

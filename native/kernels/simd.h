@@ -2,9 +2,9 @@
 #pragma once
 
 #if defined(OUTPACE_AVX512)
-#include "simd_avx512.h"
+#include "kernels/simd_avx512.h"
 #elif defined(OUTPACE_AVX2)
-#include "simd_avx2.h"
+#include "kernels/simd_avx2.h"
 #else
-#include "simd_portable.h"
+#include "kernels/simd_portable.h"
 #endif

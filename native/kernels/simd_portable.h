@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../halves.h"
+#include "weights/halves.h"
 
 #define INLINE static inline
 

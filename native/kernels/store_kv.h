@@ -1,9 +1,9 @@
 // One token's key and value into the cache's layout; see attention.h.
 #pragma once
 
-#include "../halves.h"
-#include "simd.h"
-#include "table.h"
+#include "weights/halves.h"
+#include "kernels/simd.h"
+#include "kernels/table.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../matrix.h"
+#include "weights/matrix.h"
 
 namespace outpace {
 

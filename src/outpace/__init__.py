@@ -6,35 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outpace.aio import AsyncEngine
-    from outpace.engine import Engine
-    from outpace.errors import (
-        DrafterError,
-        MemoryLimitError,
-        ModelError,
-        OutpaceError,
-        ParameterError,
-    )
-    from outpace.rules import LogitRule
-    from outpace.statistics import Stats
-    from outpace.types import Delta, Result, SamplingParams, TokenLogprob
+    from outpace.engine.aio import AsyncEngine
+    from outpace.engine.engine import Engine
+    from outpace.engine.results import Delta, Result
+    from outpace.engine.statistics import Stats
+    from outpace.errors import DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError
+    from outpace.exact.sampling import TokenLogprob
+    from outpace.params import LogitRule, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncEngine": "aio",
-    "Delta": "types",
+    "AsyncEngine": "engine.aio",
+    "Delta": "engine.results",
     "DrafterError": "errors",
-    "Engine": "engine",
-    "LogitRule": "rules",
+    "Engine": "engine.engine",
+    "LogitRule": "params",
     "MemoryLimitError": "errors",
     "ModelError": "errors",
     "OutpaceError": "errors",
     "ParameterError": "errors",
-    "Result": "types",
-    "SamplingParams": "types",
-    "Stats": "statistics",
-    "TokenLogprob": "types",
+    "Result": "engine.results",
+    "SamplingParams": "params",
+    "Stats": "engine.statistics",
+    "TokenLogprob": "exact.sampling",
 }
 __all__ = [
     "AsyncEngine",

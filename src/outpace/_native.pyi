@@ -1,4 +1,4 @@
-"""The C++ runtime (native/bindings.cpp). Only models/native.py, tests and benchmarks use it."""
+"""The C++ runtime (native/bindings/). Only models/native/model.py, tests and benchmarks use it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class Arena:
     def __init__(self) -> None: ...
 
 class Matrix:
-    """A packed weight matrix [rows, cols]; see native/matrix.h."""
+    """A packed weight matrix [rows, cols]; see native/weights/matrix.h."""
 
     rows: int
     cols: int
@@ -124,7 +124,7 @@ class Model:
     def kv_poison(self) -> None: ...
 
 class SuffixIndex:
-    """The index of ``suffix``; see drafters/suffix_index.py, the reference. Raises ValueError."""
+    """The index of ``suffix``; see drafters/lookup/suffix_index.py, the reference. Raises ValueError."""
 
     def __init__(
         self, capacity: int, most: int, nearest: int, few: int, weights: tuple[float, ...], doubt: float
@@ -140,7 +140,7 @@ class SuffixIndex:
         """Tokens, parents and gains of the tree."""
 
 class Datastore:
-    """The search of ``retrieval``; see drafters/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
+    """The search of ``retrieval``; see drafters/lookup/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
 
     def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:

@@ -28,3 +28,9 @@ def write_json(path: Path, value: Any) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def cache_dir() -> Path:
+    """Where derived files are kept: ``OUTPACE_CACHE``, or ``~/.cache/outpace``."""
+    named = os.environ.get("OUTPACE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "outpace"

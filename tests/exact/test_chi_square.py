@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import outpace.verifier
+import outpace.engine.verifier
 from outpace import Engine, SamplingParams
+from outpace.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, RowView
+from outpace.engine.results import Result
+from outpace.exact.drafts import Draft, Drafts, Verdict
+from outpace.exact.noise import Stream
+from outpace.exact.verify import Chance, Distribution
 from outpace.models.base import Batch, HostOutput, ModelInfo
-from outpace.noise import Stream
-from outpace.types import F32, F64, I32, Draft, Drafts, Result, Verdict
-from outpace.verify import Chance, Distribution
 from tests.toy import ToyKV
 
 VOCAB, CONTEXTS, SIZE = 49_152, 2, 2
@@ -180,5 +182,5 @@ def no_residual(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
 def test_a_sampler_that_skips_the_residual_fails(
     monkeypatch: pytest.MonkeyPatch, drafter: Callable[[], Drafter]
 ) -> None:
-    monkeypatch.setattr(outpace.verifier, "reject", no_residual)
+    monkeypatch.setattr(outpace.engine.verifier, "reject", no_residual)
     assert pvalue(sample(OWN, drafter(), "rejection")[0], OWN) < BIASED

@@ -17,15 +17,17 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from outpace import Engine, SamplingParams
+from outpace.arrays import F32, I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
-from outpace.drafters.model import ModelDrafter
-from outpace.drafters.ngram import NgramDrafter
+from outpace.drafters.forward.model import ModelDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.engine.results import TARGET, Delta, Result
 from outpace.errors import MemoryLimitError, NoTokenAllowedError, ParameterError
-from outpace.noise import Noise
-from outpace.rules import rules_for
-from outpace.sampling import Chooser
-from outpace.types import F32, I32, TARGET, Delta, Drafts, Result
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.rules import rules_for
+from outpace.exact.sampling import Chooser
 from tests.toy import BYTES, ToyError, ToyModel, ToyTokenizer
 
 VOCAB, LONGEST, SIZE = 6, 72, 6

@@ -9,13 +9,14 @@ import pytest
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
-from outpace.drafters.layers import LayersDrafter
-from outpace.drafters.ngram import NgramDrafter
-from outpace.engine import Engine
+from outpace.drafters.forward.layers import LayersDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.engine.engine import Engine
+from outpace.engine.results import Result
 from outpace.errors import DrafterError
-from outpace.models import native
-from outpace.models.loader import LoadOptions, load
-from outpace.types import Result, SamplingParams
+from outpace.models.load import LoadOptions, load
+from outpace.models.native import model as native
+from outpace.params import SamplingParams
 from tests.toy import ToyError, ToyModel
 
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]

@@ -9,11 +9,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outpace.noise import Noise
-from outpace.rules import rules_for
-from outpace.sampling import Chooser
-from outpace.types import F32, F64, I32, Draft, SamplingParams
-from outpace.verify import reject, typical, walk_row
+from outpace.arrays import F32, F64, I32
+from outpace.exact.drafts import Draft
+from outpace.exact.noise import Noise
+from outpace.exact.rules import rules_for
+from outpace.exact.sampling import Chooser
+from outpace.exact.verify import reject, typical, walk_row
+from outpace.params import SamplingParams
 from tests.exact.outcomes import every_outcome
 from tests.exact.test_walk import shapes
 

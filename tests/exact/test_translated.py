@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from outpace import Engine, SamplingParams
 from outpace.control.cost import Cost
 from outpace.drafters.base import RowView
-from outpace.drafters.translated import TranslatedDrafter
+from outpace.drafters.forward.translated import TranslatedDrafter
 from outpace.errors import DrafterError
-from outpace.models.tokenizer import Tokenizer
-from outpace.noise import Noise
-from outpace.sampling import Chooser
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.text.tokenizer import Tokenizer
 from tests.toy import ToyModel
 
 EOS, MERGES = 259, {"a": ["t h", "th e", "Ġ the"], "b": ["h e", "Ġ t", "Ġt he"]}

@@ -8,12 +8,13 @@ import pytest
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
-from outpace.drafters.lookahead import LookaheadDrafter
-from outpace.drafters.model import ModelDrafter
-from outpace.drafters.ngram import NgramDrafter
-from outpace.drafters.suffix import SuffixDrafter
-from outpace.engine import Engine, Size
-from outpace.types import Result, SamplingParams
+from outpace.drafters.forward.lookahead import LookaheadDrafter
+from outpace.drafters.forward.model import ModelDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.lookup.suffix import SuffixDrafter
+from outpace.engine.engine import Engine, Size
+from outpace.engine.results import Result
+from outpace.params import SamplingParams
 from tests.toy import ToyModel
 
 VOCAB = 5

@@ -7,8 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outpace.types import I32, Draft, Drafts
-from outpace.verify import walk, walk_row
+from outpace.arrays import I32
+from outpace.exact.drafts import Draft, Drafts
+from outpace.exact.verify import walk, walk_row
 
 Path = tuple[int, ...]
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.arrays import F32, I32
 from outpace.errors import ModelError
-from outpace.models.anatomy import max_length
 from outpace.models.base import Batch
-from outpace.models.transformers import TransformersModel
-from outpace.types import F32, I32
+from outpace.models.torch.anatomy import max_length
+from outpace.models.torch.model import TransformersModel
 
 VOCAB = 97
 CLOSE = 1e-5

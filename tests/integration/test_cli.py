@@ -202,7 +202,7 @@ def test_ctrl_c_in_an_answer_is_one_line() -> None:
 def test_a_bench_that_fails_midway_keeps_what_it_has(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outpace.engine import Engine
+    from outpace.engine.engine import Engine
     from outpace.errors import ParameterError
 
     calls = iter(range(100))
@@ -237,8 +237,8 @@ def test_verify_fails_on_a_difference(
     """The check can fail: a rule that accepts whatever was drafted is found out."""
     import numpy as np
 
-    from outpace import verifier
-    from outpace.types import Draft, Verdict
+    from outpace.engine import verifier
+    from outpace.exact.drafts import Draft, Verdict
 
     true_walk = verifier.Verifier._walk
 
@@ -295,8 +295,8 @@ def _sent(running: subprocess.Popen[str]) -> bool:
 
 def test_only_the_new_turn_is_tokenised_while_the_text_stands() -> None:
     from outpace.cli.conversation import Conversation
-    from outpace.engine import Engine
-    from outpace.types import SamplingParams
+    from outpace.engine.engine import Engine
+    from outpace.params import SamplingParams
 
     params = SamplingParams(max_tokens=12)
     with Engine.load("demo", drafter="ngram", prefix_rows=1) as engine:
@@ -485,7 +485,7 @@ def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_fault_of_our_own_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace.engine import Engine
+    from outpace.engine.engine import Engine
 
     for error, code, expected in (
         (ZeroDivisionError("oops"), 70, "internal error, ZeroDivisionError: oops: please report what --debug shows"),

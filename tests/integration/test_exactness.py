@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.truncate import truncated
-from outpace.compare import NEAR_TIE, compare, first_difference, scores_after
-from outpace.engine import Engine
-from outpace.loading import load_engines
-from outpace.models import demo, native
-from outpace.models.tokenizer import cache_dir
-from outpace.noise import Noise
-from outpace.types import SamplingParams
+from outpace.engine.engine import Engine
+from outpace.engine.load import load_engines
+from outpace.exact.noise import Noise
+from outpace.files import cache_dir
+from outpace.measure.compare import NEAR_TIE, compare, first_difference, scores_after
+from outpace.models import demo
+from outpace.models.native import model as native
+from outpace.params import SamplingParams
 
 PROMPTS = [
     "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",
@@ -109,8 +110,8 @@ def test_rejection_and_typical_run_on_the_real_model(engines: list[Engine]) -> N
 def test_greedy_is_what_transformers_generate_gives() -> None:
     import torch
 
-    from outpace.models import gguf_transformers
-    from outpace.models.gguf import GGUFFile
+    from outpace.models.formats.gguf import GGUFFile
+    from outpace.models.torch import gguf as gguf_transformers
 
     module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
     with Engine.load("demo", drafter="ngram", backend="transformers", threads=1) as engine:

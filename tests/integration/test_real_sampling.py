@@ -11,8 +11,8 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from outpace import Engine, SamplingParams
-from outpace.compare import compare, first_difference
-from outpace.types import Result
+from outpace.engine.results import Result
+from outpace.measure.compare import compare, first_difference
 
 PROMPT = "Repeat three times: The cat sat on the mat, and the dog lay by the door. Then count: one, two, three."
 TOKENS = 16

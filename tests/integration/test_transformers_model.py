@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError
-from outpace.models import gguf_transformers
+from outpace.exact.noise import Noise
+from outpace.exact.rules import Bias
+from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
-from outpace.models.gguf import GGUFFile
-from outpace.models.kv import LayerShape, TorchKV
-from outpace.models.loader import LoadOptions, estimate, load, resolve
-from outpace.models.transformers import TorchOutput, TransformersModel
-from outpace.noise import Noise
-from outpace.rules import Bias
-from outpace.sampling import Chooser
-from outpace.types import F32, I32, SamplingParams
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.load import LoadOptions, estimate, load, resolve
+from outpace.models.torch import gguf as gguf_transformers
+from outpace.models.torch.kv import LayerShape, TorchKV
+from outpace.models.torch.model import TorchOutput, TransformersModel
+from outpace.params import SamplingParams
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny
 

@@ -9,7 +9,7 @@ import pytest
 
 from outpace import Engine, SamplingParams
 from outpace.errors import DrafterError
-from outpace.models import native
+from outpace.models.native import model as native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend was not built")
 
@@ -87,7 +87,7 @@ def test_chat(engine: Engine) -> None:
 
 def test_a_composition(engine: Engine) -> None:
     from outpace.drafters.composed import ComposedDrafter
-    from outpace.drafters.ngram import NgramDrafter
+    from outpace.drafters.lookup.ngram import NgramDrafter
 
     prompt = "the cat, the dog, the cat, the dog, the cat,"
     plain = engine.generate(prompt, GREEDY, raw=True, drafter=False)

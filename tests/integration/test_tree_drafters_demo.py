@@ -7,9 +7,9 @@ import pytest
 from outpace import SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
-from outpace.engine import Engine
-from outpace.models import native
-from outpace.models.loader import LoadOptions, load
+from outpace.engine.engine import Engine
+from outpace.models.load import LoadOptions, load
+from outpace.models.native import model as native
 
 PROMPTS = ["Repeat three times: the quick brown fox jumps over the lazy dog.", "Count from one to ten, twice."]
 

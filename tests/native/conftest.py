@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_helpers import Tiny
 
-from outpace.models import native
+from outpace.models.native import model as native
 
 collect_ignore_glob = [] if native.available() else ["test_*.py"]
 

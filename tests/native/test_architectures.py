@@ -12,8 +12,8 @@ import transformers
 from native_helpers import Tiny, feed
 
 from outpace.errors import ModelError, ParameterError
-from outpace.models.gguf import GGUFFile
-from outpace.models.native import load_native
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.native.model import load_native
 
 COMMON: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -112,7 +112,7 @@ GGUF_CASES = [
 def test_gguf_against_transformers_on_the_same_values(
     architecture: str, kind: str, tiny: Tiny, rng: np.random.Generator
 ) -> None:
-    from outpace.models import gguf_transformers
+    from outpace.models.torch import gguf as gguf_transformers
 
     sizes = {"layers": 7, "window": 12} if architecture == "gemma3" else {}
     path = tiny.path(kind, architecture, **sizes)
@@ -129,7 +129,7 @@ def test_gguf_against_transformers_on_the_same_values(
 
 
 def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
-    from outpace.models import gguf_transformers
+    from outpace.models.torch import gguf as gguf_transformers
 
     for kind in ("Q4_K", "Q5_K", "Q6_K"):
         path = tiny.path(kind, "llama", hidden=256, inner=512, head_dim=64)

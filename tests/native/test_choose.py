@@ -12,13 +12,14 @@ from native_helpers import Tiny
 
 from outpace import _native
 from outpace.errors import NoTokenAllowedError
+from outpace.exact.drafts import Draft
+from outpace.exact.noise import Noise
+from outpace.exact.rules import rules_for
+from outpace.exact.sampling import Chooser
+from outpace.exact.verify import walk_row
 from outpace.models.base import Batch
-from outpace.models.native import _UNDECIDED, describe_rules, describe_sampling
-from outpace.noise import Noise
-from outpace.rules import rules_for
-from outpace.sampling import Chooser
-from outpace.types import Draft, SamplingParams
-from outpace.verify import walk_row
+from outpace.models.native.model import _UNDECIDED, describe_rules, describe_sampling
+from outpace.params import SamplingParams
 
 
 def fused(logits: Any, chooser: Chooser, isa: str = "") -> int:

@@ -12,10 +12,12 @@ from native_helpers import feed
 
 import outpace
 from outpace.errors import ModelError
-from outpace.models import demo, gguf_transformers
-from outpace.models.gguf import GGUFFile
-from outpace.models.native import NativeModel, load_native
-from outpace.models.tokenizer import Tokenizer, cache_dir
+from outpace.files import cache_dir
+from outpace.models import demo
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.native.model import NativeModel, load_native
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.torch import gguf as gguf_transformers
 
 pytestmark = pytest.mark.slow
 TOKENS, WINDOW = 2048, 512
@@ -116,7 +118,7 @@ def test_the_package_imports_no_torch() -> None:
 
     demo_path("smollm2")
     code = (
-        "import sys; from outpace.models.loader import load; load('demo'); "
+        "import sys; from outpace.models.load import load; load('demo'); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

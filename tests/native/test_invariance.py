@@ -142,9 +142,9 @@ def test_odd_shapes(sizes: dict[str, int], isa: str, tiny: Tiny, rng: np.random.
 
 
 def test_argmax_of_the_head_is_that_of_its_logits(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
-    from outpace.noise import Noise
-    from outpace.sampling import Chooser
-    from outpace.types import SamplingParams
+    from outpace.exact.noise import Noise
+    from outpace.exact.sampling import Chooser
+    from outpace.params import SamplingParams
 
     model = tiny.load("Q4_1", isa=isa, threads=2, sizes={"vocab": 1500})
     row = model.kv.alloc(200)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native_helpers import BLOCKS, dequantized, random_bytes
 
 from outpace import _native
-from outpace.models.gguf import TYPES
+from outpace.models.formats.gguf import TYPES
 
 IDS = {name: number for number, (name, _, _) in TYPES.items()}
 FORMATS = list(BLOCKS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from native_helpers import Tiny
 
-from outpace.models.native import estimate
+from outpace.models.native.model import estimate
 
 _CHILD = textwrap.dedent(
     """
@@ -20,7 +20,7 @@ _CHILD = textwrap.dedent(
     import numpy as np
     from outpace.errors import OutpaceError
     from outpace.models.base import Batch
-    from outpace.models.native import load_native
+    from outpace.models.native.model import load_native
 
     path, work, count, seed, header = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
     original = open(path, "rb").read()
@@ -70,7 +70,7 @@ def mutate(path: Path, work: Path, count: int, seed: int, header: int) -> tuple[
 def test_mutated_headers(tiny: Tiny, tmp_path: Path) -> None:
     for seed, (kind, architecture) in enumerate([("Q4_1", "llama"), ("Q8_0", "gemma3"), ("F16", "qwen2")]):
         path = tiny.path(kind, architecture, layers=1)
-        from outpace.models.gguf import GGUFFile
+        from outpace.models.formats.gguf import GGUFFile
 
         header = min(t.offset for t in GGUFFile.open(path).tensors.values())
         loaded, refused = mutate(path, tmp_path / "damaged.gguf", 1000, seed, header)

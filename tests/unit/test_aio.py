@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from outpace import AsyncEngine, Engine, SamplingParams
-from outpace.drafters.ngram import NgramDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.engine.results import Delta
 from outpace.errors import OutpaceError, ParameterError
-from outpace.types import Delta
 from tests.toy import ToyError, ToyModel, ToyTokenizer
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True, temperature=1.0, seed=1)

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outpace.bench import Bench, Configuration, speedup
-from outpace.drafters.model import ModelDrafter
-from outpace.drafters.ngram import NgramDrafter
-from outpace.engine import Engine
+from outpace.drafters.forward.model import ModelDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
 from outpace.files import check_writable, write_json
-from outpace.prompts import PromptRow, encode_turns, read_prompts
-from outpace.types import SamplingParams
+from outpace.measure.bench import Bench, Configuration, speedup
+from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
+from outpace.params import SamplingParams
 from tests.toy import ToyModel, ToyTokenizer
 
 

@@ -8,7 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from outpace.compare import (
+from outpace.engine.engine import Engine
+from outpace.errors import ParameterError
+from outpace.exact.noise import Noise, Stream
+from outpace.measure.compare import (
     NEAR_TIE,
     Difference,
     compare,
@@ -19,10 +22,7 @@ from outpace.compare import (
     score_gap,
     scores_after,
 )
-from outpace.engine import Engine
-from outpace.errors import ParameterError
-from outpace.noise import Noise, Stream
-from outpace.types import SamplingParams
+from outpace.params import SamplingParams
 from tests.toy import ToyModel
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)

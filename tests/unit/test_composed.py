@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from outpace.arrays import I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import ComposedDrafter, follow
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.tree import Tree, pack
-from outpace.types import I32, Acceptance, Draft, Drafts, SamplingParams, Verdict
+from outpace.exact.drafts import Draft, Drafts, Verdict
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.exact.tree import Tree, pack
+from outpace.params import Acceptance, SamplingParams
 from tests.exact.test_reject import Language, output, same, sampled_trees
 from tests.unit.test_registry import context
 

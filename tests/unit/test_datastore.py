@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.corpus import sequences
-from outpace.drafters import datastore
-from outpace.drafters.datastore import DEPTH, Datastore
+from outpace.drafters.lookup import datastore
+from outpace.drafters.lookup.datastore import DEPTH, Datastore
+from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS, RetrievalDrafter, look_up
 from outpace.drafters.registry import build, parse
-from outpace.drafters.retrieval import DOUBT, WEIGHTS, RetrievalDrafter, look_up
-from outpace.engine import Engine
+from outpace.engine.engine import Engine
 from outpace.errors import DrafterError, ParameterError
-from outpace.types import SamplingParams
+from outpace.measure.corpus import sequences
+from outpace.params import SamplingParams
 from tests.toy import ToyModel, ToyTokenizer
 from tests.unit.test_registry import context
 

@@ -11,9 +11,9 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
 from outpace.errors import ModelError
-from outpace.models import gguf_transformers
-from outpace.models.gguf import TYPES, GGUFFile
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.formats.gguf import TYPES, GGUFFile
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.torch import gguf as gguf_transformers
 
 WORDS = ["<s>", "</s>", "a", "b", "c", "ab", "Ġ", "Ġa"]
 

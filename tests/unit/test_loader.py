@@ -16,7 +16,7 @@ import torch
 from outpace.errors import ModelError, ParameterError
 from outpace.models import demo
 from outpace.models.base import Batch
-from outpace.models.loader import LoadOptions, estimate, load, resolve
+from outpace.models.load import LoadOptions, estimate, load, resolve
 from tests.unit.test_tokenizer import folder
 
 OFFLINE = LoadOptions(offline=True)
@@ -262,7 +262,7 @@ def test_gguf_that_cannot_be_served_names_its_architecture(tmp_path: Path) -> No
 
 
 def test_native_backend_is_the_default_where_it_was_built(saved: Path) -> None:
-    from outpace.models import native
+    from outpace.models.native import model as native
 
     if not native.available():
         with pytest.raises(ModelError, match=r"not built.*--backend transformers"):

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from outpace.arrays import I32
 from outpace.drafters.base import Event, RowView
-from outpace.drafters.lookahead import LookaheadDrafter
-from outpace.engine import Engine
+from outpace.drafters.forward.lookahead import LookaheadDrafter
+from outpace.engine.engine import Engine
 from outpace.errors import DrafterError
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.types import I32, Drafts, SamplingParams, Verdict
+from outpace.exact.drafts import Drafts, Verdict
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.params import SamplingParams
 from tests.toy import ToyModel
 
 

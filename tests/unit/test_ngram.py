@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
-from outpace.drafters.ngram import NgramDrafter, matches, newest, newest_match
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.types import SamplingParams
+from outpace.drafters.lookup.ngram import NgramDrafter, matches, newest, newest_match
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.params import SamplingParams
 
 
 def chain(tokens: list[int], size: int, least: int, most: int) -> list[int]:

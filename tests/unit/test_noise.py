@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outpace.noise import GUMBEL_MAX, Noise, Stream, fresh_seed, log, philox, to_uniform
+from outpace.exact.noise import GUMBEL_MAX, Noise, Stream, fresh_seed, log, philox, to_uniform
 
 # Random123, tests/kat_vectors, "philox4x32 10": counter, key, result.
 KNOWN = [

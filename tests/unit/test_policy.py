@@ -15,10 +15,11 @@ from outpace.control.adaptive import AUTO_SIZE, Adaptive
 from outpace.control.cost import Cost
 from outpace.control.policy import Load
 from outpace.drafters.base import RowView
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.tree import Tree, pack
-from outpace.types import Acceptance, Drafts, SamplingParams, Verdict, Verdicts
+from outpace.exact.drafts import Drafts, Verdict, Verdicts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.exact.tree import Tree, pack
+from outpace.params import Acceptance, SamplingParams
 
 FREE = Cost((1, 64), (1.0, 1.0 + 1e-6))
 CPU = Cost((1, 2, 4, 8, 16, 32), (1.0, 1.05, 1.15, 1.5, 2.5, 4.9))

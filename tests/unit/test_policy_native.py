@@ -15,8 +15,8 @@ from outpace.control.adaptive import AUTO_SIZE, Adaptive
 from outpace.control.cost import Cost
 from outpace.control.policy import Load, Policy
 from outpace.drafters.base import RowView
-from outpace.tree import Tree, pack
-from outpace.types import Drafts, Verdict, Verdicts
+from outpace.exact.drafts import Drafts, Verdict, Verdicts
+from outpace.exact.tree import Tree, pack
 from tests.unit.test_policy import CPU, DEAR, DEARER, FREE, view
 
 pytest.importorskip("outpace.control.adaptive_native", exc_type=ImportError)  # no extension, or an older one

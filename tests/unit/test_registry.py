@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from outpace.drafters.base import DraftContext
-from outpace.drafters.ngram import NgramDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
-from outpace.models.loader import LoadOptions
+from outpace.models.load import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
 
 

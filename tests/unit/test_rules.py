@@ -16,11 +16,12 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from outpace.arrays import F32
 from outpace.errors import ParameterError
-from outpace.noise import Noise
-from outpace.rules import Penalties, rules_for
-from outpace.sampling import Chooser
-from outpace.types import F32, SamplingParams
+from outpace.exact.noise import Noise
+from outpace.exact.rules import Penalties, rules_for
+from outpace.exact.sampling import Chooser
+from outpace.params import SamplingParams
 
 V = 9
 tokens = st.lists(st.integers(0, V - 1), max_size=12)

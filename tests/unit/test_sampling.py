@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from outpace.arrays import F32, F64
 from outpace.errors import NoTokenAllowedError
-from outpace.noise import GUMBEL_MAX, Noise, Stream
-from outpace.rules import rules_for
-from outpace.sampling import Chooser, choose, filtered, probabilities, scores, token_logprob
-from outpace.types import F32, F64, SamplingParams
+from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
+from outpace.exact.rules import rules_for
+from outpace.exact.sampling import Chooser, choose, filtered, probabilities, scores, token_logprob
+from outpace.params import SamplingParams
 
 FILTERS = {
     "none": {},

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace.arrays import common_prefix
 from outpace.drafters.base import Drafter
 from outpace.drafters.none import NoDrafter
+from outpace.engine.scheduler import MIN_SHARED, Plan, Scheduler
+from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.scheduler import MIN_SHARED, Plan, Scheduler, common_prefix
-from outpace.sequence import Sequence
-from outpace.types import SamplingParams
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.params import SamplingParams
 from tests.toy import BYTES, ToyKV
 
 

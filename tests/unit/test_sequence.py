@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.models.gguf import GGUFFile
-from outpace.models.loader import resolve
-from outpace.models.tokenizer import Tokenizer
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.sequence import Decoder, Sequence
-from outpace.types import Delta, SamplingParams
+from outpace.engine.results import Delta
+from outpace.engine.sequence import Sequence
+from outpace.engine.text import Decoder
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.load import resolve
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.params import SamplingParams
 from tests.toy import ToyTokenizer
 
 PROMPT = [1, 2]

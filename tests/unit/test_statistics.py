@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from outpace.statistics import PHASES, Stats, pooled
-from outpace.types import Draft, Verdict
+from outpace.engine.statistics import PHASES, Stats, pooled
+from outpace.exact.drafts import Draft, Verdict
 
 
 def verdict(tokens: list[int], path: list[int]) -> Verdict:

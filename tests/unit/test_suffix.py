@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
-from outpace.drafters.suffix import SuffixDrafter
-from outpace.drafters.suffix_index import DOUBT, FEW, NEAREST, WEIGHTS, SuffixIndex
-from outpace.drafters.votes import END
+from outpace.drafters.lookup.suffix import SuffixDrafter
+from outpace.drafters.lookup.suffix_index import DOUBT, FEW, NEAREST, WEIGHTS, SuffixIndex
+from outpace.drafters.lookup.votes import END
 from outpace.errors import DrafterError
-from outpace.noise import Noise
-from outpace.sampling import Chooser
-from outpace.tree import Tree
-from outpace.types import Drafts, SamplingParams
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.exact.tree import Tree
+from outpace.params import SamplingParams
 
 SEQUENCES = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(0, v), min_size=1, max_size=90))
 

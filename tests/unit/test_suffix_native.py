@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.suffix_index import SuffixIndex
-from outpace.drafters.votes import END
+from outpace.drafters.lookup.suffix_index import SuffixIndex
+from outpace.drafters.lookup.votes import END
 
-pytest.importorskip("outpace.drafters.suffix_native", exc_type=ImportError)  # no extension, or an older one
-from outpace.drafters.suffix_native import NativeSuffixIndex
+pytest.importorskip("outpace.drafters.lookup.suffix_native", exc_type=ImportError)  # no extension, or an older one
+from outpace.drafters.lookup.suffix_native import NativeSuffixIndex
 
 TOKENS = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(END, v), max_size=60))
 OPERATION = st.tuples(st.just("append"), TOKENS) | st.tuples(st.just("shrink"), st.integers(-1, 40))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.synced_text import KEEP, SyncedText
-from outpace.models.gguf import GGUFFile
-from outpace.models.loader import resolve
-from outpace.models.token_bytes import TokenBytes
-from outpace.models.tokenizer import Tokenizer
-from outpace.types import I32
+from outpace.arrays import I32
+from outpace.drafters.forward.synced_text import KEEP, SyncedText
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.load import resolve
+from outpace.models.text.token_bytes import TokenBytes
+from outpace.models.text.tokenizer import Tokenizer
 from tests.unit.test_token_bytes import llama
 from tests.unit.test_tokenizer import TEXTS
 

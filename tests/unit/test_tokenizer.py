@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.arrays import I32
 from outpace.errors import ModelError, ParameterError
-from outpace.models import gguf_tokenizer
-from outpace.models.chat_template import ChatTemplate
-from outpace.models.gguf import GGUFFile
-from outpace.models.loader import resolve
-from outpace.models.tokenizer import Tokenizer, differences
-from outpace.types import I32
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.load import resolve
+from outpace.models.text import gguf as gguf_tokenizer
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.tokenizer import Tokenizer, differences
 
 TEXTS = [
     "",

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.tree import Tree, ancestor_mask, depths, is_chain, merge, merge_reference, pack
+from outpace.exact.drafts import ancestor_mask, depths, is_chain
+from outpace.exact.tree import Tree, merge, merge_reference, pack
 
 Path = tuple[int, ...]
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from outpace.errors import ParameterError
-from outpace.noise import Noise, Stream
-from outpace.types import Draft, Drafts, SamplingParams, Verdict, Verdicts
+from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.noise import Noise, Stream
+from outpace.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 TOO_LARGE = 2**31

@@ -13,7 +13,7 @@ from outpace.cli.options import ACCEPTANCE, SIZE, BenchCommon, Load
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
-    from outpace.bench import Bench
+    from outpace.measure.bench import Bench
 
 
 def register(app: typer.Typer) -> None:
@@ -49,12 +49,12 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from outpace.bench import Bench, Configuration
     from outpace.cli.bench_table import show
-    from outpace.compare import promises_tokens
     from outpace.files import check_writable, write_json
-    from outpace.prompts import read_prompts
-    from outpace.types import SamplingParams
+    from outpace.measure.bench import Bench, Configuration
+    from outpace.measure.compare import promises_tokens
+    from outpace.measure.prompts import read_prompts
+    from outpace.params import SamplingParams
 
     if concurrency < 1:
         raise ParameterError(f"--concurrency {concurrency} is out of range: give at least 1")

@@ -13,7 +13,7 @@ from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
-    from outpace.types import Result
+    from outpace.engine.results import Result
 
 
 def register(app: typer.Typer) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from outpace.engine import Engine
-from outpace.types import I32, Result, SamplingParams
+from outpace.arrays import I32
+from outpace.engine.engine import Engine
+from outpace.engine.results import Result
+from outpace.params import SamplingParams
 
 
 class Conversation:

@@ -42,8 +42,8 @@ def build(
     ] = 4_000_000,
 ) -> int:
     """Index files for --drafter retrieval:OUT, with the model's tokenizer. A corpus may be larger than memory."""
-    from outpace.corpus import sequences
-    from outpace.drafters import datastore
+    from outpace.drafters.lookup import datastore
+    from outpace.measure.corpus import sequences
 
     if not 1000 <= segment <= 1 << 30:
         raise ParameterError(f"--segment-tokens {segment} is out of range: give 1,000 to {1 << 30:,}")
@@ -79,10 +79,10 @@ def answers(
     concurrency: Annotated[int, typer.Option("--concurrency", help="Prompts that run together.")] = 16,
 ) -> int:
     """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
-    from outpace.corpus import write_answers
     from outpace.files import check_writable
-    from outpace.prompts import read_prompts
-    from outpace.types import SamplingParams
+    from outpace.measure.corpus import write_answers
+    from outpace.measure.prompts import read_prompts
+    from outpace.params import SamplingParams
 
     if concurrency < 1:
         raise ParameterError(f"--concurrency {concurrency} is out of range: give at least 1")

@@ -52,7 +52,7 @@ def _version(name: str) -> str | None:
 
 
 def _backends() -> dict[str, str]:
-    from outpace.models import native
+    from outpace.models.native import model as native
 
     out = {"native": "available" if native.available() else "not built: install a C++17 compiler and reinstall outpace"}
     torch = _version("torch")
@@ -62,8 +62,8 @@ def _backends() -> dict[str, str]:
 
 def _demo(measure: bool) -> dict[str, Any]:
     from outpace.control import cost as costs
-    from outpace.engine import Engine
-    from outpace.types import SamplingParams
+    from outpace.engine.engine import Engine
+    from outpace.params import SamplingParams
 
     begun = time.perf_counter()
     try:

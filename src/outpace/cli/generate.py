@@ -15,8 +15,10 @@ from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
-    from outpace.engine import Engine
-    from outpace.types import I32, Result, SamplingParams
+    from outpace.arrays import I32
+    from outpace.engine.engine import Engine
+    from outpace.engine.results import Result
+    from outpace.params import SamplingParams
 
 _PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
 
@@ -46,7 +48,7 @@ def run(
     ] = False,
 ) -> int:
     """Answer a prompt."""
-    from outpace.compare import require_tokens
+    from outpace.measure.compare import require_tokens
 
     if prompt is None:
         prompt = _standard_input()
@@ -135,8 +137,8 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
     from rich.console import Console
     from rich.text import Text
 
-    from outpace.compare import compare
-    from outpace.noise import fresh_seed
+    from outpace.exact.noise import fresh_seed
+    from outpace.measure.compare import compare
 
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
     engine.generate(tokens.tolist(), params.with_(max_tokens=8), drafter=False)  # warm up: first touches are not speed
@@ -189,7 +191,7 @@ def pieces(engine: Engine, result: Result) -> Iterator[tuple[str, str]]:
     """``(text, source)`` of the result's tokens, in order: whole characters, credited to the token that ended them."""
     import numpy as np
 
-    from outpace.sequence import TextSoFar
+    from outpace.engine.text import TextSoFar
 
     text = TextSoFar(engine.tokenizer, ())
     stop = result.stopped_by if isinstance(result.stopped_by, int) else None

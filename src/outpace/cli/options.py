@@ -11,8 +11,8 @@ import typer
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
-    from outpace.engine import Engine
-    from outpace.types import SamplingParams
+    from outpace.engine.engine import Engine
+    from outpace.params import SamplingParams
 
 
 def _option(*names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
@@ -63,8 +63,8 @@ class Load:
 
     def engines(self, drafters: Sequence[str], **options: Any) -> list[Engine]:
         """Load the target once, and an engine a drafter over it."""
-        from outpace.engine import Engine
-        from outpace.loading import load_engines
+        from outpace.engine.engine import Engine
+        from outpace.engine.load import load_engines
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         given = {name: value for name, value in options.items() if value is not None}
@@ -125,7 +125,7 @@ class Sampling:
 
     def params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError that names the value."""
-        from outpace.types import SamplingParams
+        from outpace.params import SamplingParams
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("logit_bias", "stop", "stop_id")}
         return SamplingParams(

@@ -40,7 +40,7 @@ def run(
         raise ParameterError("give either --alpha (with --size, --draft-cost, --width-cost) or --from BENCH")
     if source is not None:
         return _from_bench(source, json)
-    from outpace.control.plan import Costs, outlook
+    from outpace.measure.plan import Costs, outlook
 
     assert alpha is not None
     found = outlook(alpha, size, Costs(draft_cost, width_cost, size))
@@ -55,7 +55,7 @@ def run(
 
 
 def _from_bench(source: Path, as_json: bool) -> int:
-    from outpace.control.plan import from_bench, outlook
+    from outpace.measure.plan import from_bench, outlook
 
     try:
         value = json_.loads(source.read_text(encoding="utf-8"))

@@ -40,10 +40,10 @@ def layers(
     from rich.console import Console
     from rich.progress import Progress
 
-    from outpace.bench import Bench, Configuration
-    from outpace.control.plan import from_bench, outlook
-    from outpace.prompts import read_prompts
-    from outpace.types import SamplingParams
+    from outpace.measure.bench import Bench, Configuration
+    from outpace.measure.plan import from_bench, outlook
+    from outpace.measure.prompts import read_prompts
+    from outpace.params import SamplingParams
 
     if not 1 <= size <= 15:
         raise ParameterError(f"--size {size} is out of range: give 1 to 15 tokens to draft while measuring")

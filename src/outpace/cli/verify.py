@@ -27,9 +27,9 @@ def run(
     limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
 ) -> int:
     """Check that drafting changes no token. Exit code 1 when a difference is more than a near-tie."""
-    from outpace.compare import compare, require_tokens
-    from outpace.noise import fresh_seed
-    from outpace.prompts import encode_turns, read_prompts
+    from outpace.exact.noise import fresh_seed
+    from outpace.measure.compare import compare, require_tokens
+    from outpace.measure.prompts import encode_turns, read_prompts
 
     params = sampling.params()
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from outpace.control.budget import Row
 from outpace.control.calibration import EDGES, UNKNOWN, Bucket, Calibration, biased, kind_of, moved, odds_of
 from outpace.control.cost import Cost
 from outpace.control.policy import PLAIN, Decision, Load
-from outpace.control.rows import Row
 from outpace.control.timing import Timing
 from outpace.drafters.base import RowView
-from outpace.types import Drafts, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts
 
 AUTO_SIZE = 15  # most nodes a step that "auto" asks for
 LEAST_REACH = 6  # nodes that a row may always ask for

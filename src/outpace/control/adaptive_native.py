@@ -1,4 +1,4 @@
-"""The policy behind ``--size auto`` in C++ (native/policy.h), for drafters that look tokens up: their drafts cost so
+"""The policy behind ``--size auto`` in C++ (native/drafting/policy.h), for drafters that look tokens up: their drafts cost so
 little that what the policy itself takes shows. ``Adaptive`` is the reference, decision for decision."""
 
 from __future__ import annotations
@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace._native import Policy as _Policy
-from outpace.control import adaptive, calibration, rows, timing
+from outpace.control import adaptive, calibration, timing
+from outpace.control import budget as rows
 from outpace.control.adaptive import kept_of
 from outpace.control.calibration import kind_of
 from outpace.control.cost import Cost
 from outpace.control.policy import PLAIN, Decision, Load
 from outpace.drafters.base import RowView
-from outpace.types import Drafts, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts
 
 _RULES = {
     "edges": calibration.EDGES, "levels": calibration.LEVELS, "fade_every": calibration.FADE_EVERY,

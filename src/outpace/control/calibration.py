@@ -11,7 +11,7 @@ import math
 from bisect import bisect
 from dataclasses import dataclass
 
-from outpace.types import SamplingParams
+from outpace.params import SamplingParams
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98)
 LEVELS = 8  # depths that are told apart where a drafter gives no confidence; with one: the first, and deeper

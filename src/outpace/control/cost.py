@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.errors import MemoryLimitError
-from outpace.files import write_json
+from outpace.files import cache_dir, write_json
 from outpace.models.base import Batch
-from outpace.models.tokenizer import cache_dir
 
 if TYPE_CHECKING:
     from outpace.models.base import Model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from outpace.drafters.base import RowView
-from outpace.types import Drafts, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts
 
 
 class Load(NamedTuple):

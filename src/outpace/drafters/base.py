@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.sampling import Chooser
-from outpace.tree import Tree, pack
-from outpace.types import F32, I32, Acceptance, Drafts, Verdict
+from outpace.arrays import F32, I32
+from outpace.exact.drafts import Drafts, Verdict
+from outpace.exact.sampling import Chooser
+from outpace.exact.tree import Tree, pack
+from outpace.params import Acceptance
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
-    from outpace.models.loader import LoadOptions
-    from outpace.models.tokenizer import Tokenizer
+    from outpace.models.load import LoadOptions
+    from outpace.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from outpace.arrays import F64, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
-from outpace.tree import Tree, depths, merge, pack
-from outpace.types import F64, I32, Acceptance, Draft, Drafts, Verdict
+from outpace.exact.drafts import Draft, Drafts, Verdict, depths
+from outpace.exact.tree import Tree, merge, pack
+from outpace.params import Acceptance
 
 ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its parent's
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outpace.arrays import I32
 from outpace.drafters.base import Drafter, RowView
-from outpace.types import I32, Drafts
+from outpace.exact.drafts import Drafts
 
 
 class NoDrafter(Drafter):

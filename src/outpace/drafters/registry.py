@@ -120,7 +120,7 @@ def _none(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _ngram(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.ngram import NgramDrafter
+    from outpace.drafters.lookup.ngram import NgramDrafter
 
     given = {
         "least": spec.integer("min", None),
@@ -131,7 +131,7 @@ def _ngram(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _suffix(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.suffix import SuffixDrafter
+    from outpace.drafters.lookup.suffix import SuffixDrafter
 
     given = {"most": spec.integer("max", None)}
     mebibytes = spec.integer("memory", None)
@@ -163,7 +163,7 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _lookahead(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.lookahead import LookaheadDrafter
+    from outpace.drafters.forward.lookahead import LookaheadDrafter
 
     given = {name: spec.integer(name, None) for name in ("window", "ngram", "guesses")}
     drafter = LookaheadDrafter(**{name: value for name, value in given.items() if value is not None})
@@ -172,8 +172,8 @@ def _lookahead(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.datastore import Datastore, fingerprint
-    from outpace.drafters.retrieval import RetrievalDrafter
+    from outpace.drafters.lookup.datastore import Datastore, fingerprint
+    from outpace.drafters.lookup.retrieval import RetrievalDrafter
 
     assert spec.argument is not None
     datastore = Datastore(spec.argument, fingerprint(context.tokenizer) if context.tokenizer is not None else None)
@@ -182,14 +182,14 @@ def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.model import load
+    from outpace.drafters.forward.model import load
 
     assert spec.argument is not None
     return load(spec.argument, context)
 
 
 def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.layers import LayersDrafter
+    from outpace.drafters.forward.layers import LayersDrafter
 
     assert spec.argument is not None
     try:

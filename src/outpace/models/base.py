@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from outpace.sampling import Chooser
-from outpace.types import F32, I32, Draft, TokenLogprob, Verdict
+from outpace.arrays import F32, I32
+from outpace.exact.drafts import Draft, Verdict
+from outpace.exact.sampling import Chooser, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,6 @@ def choose_on_host(logits: F32, choosers: Sequence[Chooser]) -> I32:
 
 def logprobs_on_host(logits: F32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
     """Raw log-softmax at ``tokens[i]`` in float32 ``logits`` [n, V]."""
-    from outpace.sampling import token_logprob
+    from outpace.exact.sampling import token_logprob
 
     return [token_logprob(row, int(t), k) for row, t, k in zip(logits, tokens, top, strict=True)]

@@ -1,0 +1,45 @@
+// The search of `retrieval` in a datastore's arrays; drafters/lookup/datastore.py writes them and is the reference, number for
+// number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "drafting/votes.h"
+
+namespace outpace {
+
+class Datastore {
+public:
+    static constexpr int kDepth = 16;  // tokens of a context that order the places
+    static constexpr int kKeyed = 3, kBits = 21;  // tokens in a key; bits of each
+
+    // Arrays of others, which must outlive the datastore. `order` may hold anything: what points outside is skipped.
+    struct Segment {
+        const int32_t* tokens;
+        int64_t size;
+        const int32_t* order;
+        const int64_t* keys;
+        int64_t places;  // in `order` and `keys`
+    };
+    struct Place {
+        const Segment* segment;
+        int64_t at;  // where what follows stands
+        int length;  // of the match
+    };
+
+    // Throws std::invalid_argument.
+    Datastore(std::vector<Segment> segments, VoteRules rules);
+
+    // At most `most` places that end like the context of `n` tokens, longest matches first.
+    std::vector<Place> places(const int32_t* context, size_t n, int most) const;
+    // The tree of what follows those with matches of at least `least` tokens.
+    TokenTree propose(const int32_t* context, size_t n, int most, int least, int budget) const;
+
+private:
+    std::vector<Segment> segments_;
+    VoteRules rules_;
+};
+
+}  // namespace outpace

@@ -1,0 +1,109 @@
+#include "drafting/suffix.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace outpace {
+
+namespace {
+
+int64_t pair_of(int32_t first, int32_t second) { return static_cast<int64_t>(first) << 32 | static_cast<uint32_t>(second); }
+
+}  // namespace
+
+SuffixIndex::SuffixIndex(int64_t capacity, int most, SuffixRules rules)
+    : capacity_(capacity), most_(most), rules_(std::move(rules)) {
+    if (capacity < 2 || capacity > INT32_MAX || most < 2)
+        throw std::invalid_argument("capacity=" + std::to_string(capacity) + " must be 2 to 2147483647 and most=" +
+                                    std::to_string(most) + " at least 2");
+    if (rules_.votes.weights.empty() || rules_.nearest < 1 || rules_.few < 1)
+        throw std::invalid_argument("weights must not be empty, nearest and few at least 1");
+}
+
+void SuffixIndex::push(Chain& chain, int32_t at, int most) {
+    chain.push_back(at);
+    const auto size = static_cast<int64_t>(chain.size());
+    if (size > 2 * most) chain.erase(chain.begin(), chain.begin() + (size - most - 1));  // one to spare
+}
+
+void SuffixIndex::add(int32_t token, int32_t before) {
+    held_.push_back(token);
+    if (token == kEnd) return;
+    const auto at = static_cast<int32_t>(held_.size());
+    push(singles_[token], at, rules_.few);
+    if (before != kEnd) push(pairs_[pair_of(before, token)], at, rules_.nearest);
+}
+
+void SuffixIndex::append(const int32_t* tokens, size_t n) {
+    int32_t before = held_.empty() ? kEnd : held_.back();
+    for (size_t i = 0; i < n; ++i) {
+        if (static_cast<int64_t>(held_.size()) >= capacity_) shrink(capacity_ / 2);
+        add(tokens[i], before);
+        before = tokens[i];
+    }
+}
+
+void SuffixIndex::shrink(int64_t n) {
+    const auto keep = std::min<int64_t>(std::max<int64_t>(n, 0), static_cast<int64_t>(held_.size()));
+    const std::vector<int32_t> kept(held_.end() - keep, held_.end());
+    std::vector<int32_t>().swap(held_);
+    decltype(pairs_)().swap(pairs_);
+    decltype(singles_)().swap(singles_);
+    int32_t before = kEnd;
+    for (const int32_t token : kept) {
+        add(token, before);
+        before = token;
+    }
+}
+
+void SuffixIndex::places(const int32_t* context, size_t count, std::vector<Place>& found) const {
+    const auto n = std::min<int64_t>(static_cast<int64_t>(count), most_);
+    if (n == 0) return;
+    const int32_t* last = context + count - 1;
+    const auto end = static_cast<int32_t>(held_.size());
+    const size_t begin = found.size();
+    const auto newest = [](const Chain& chain, int most) {
+        return std::max<int64_t>(0, static_cast<int64_t>(chain.size()) - most);
+    };
+    if (n > 1 && last[0] != kEnd && last[-1] != kEnd) {
+        const auto chain = pairs_.find(pair_of(last[-1], last[0]));
+        if (chain != pairs_.end())
+            for (auto i = static_cast<int64_t>(chain->second.size()); i-- > newest(chain->second, rules_.nearest);) {
+                const int32_t at = chain->second[static_cast<size_t>(i)];
+                if (at == end) continue;
+                int length = 2;
+                const auto stop = std::min<int64_t>(n, at);
+                while (length < stop && held_[static_cast<size_t>(at - 1 - length)] == *(last - length)) ++length;
+                found.push_back({this, at, length});
+            }
+    }
+    const size_t stop = found.size();
+    if (stop - begin >= static_cast<size_t>(rules_.few)) return;
+    const auto chain = singles_.find(last[0]);
+    if (chain == singles_.end()) return;
+    for (auto i = static_cast<int64_t>(chain->second.size()); i-- > newest(chain->second, rules_.few);) {
+        const int32_t at = chain->second[static_cast<size_t>(i)];
+        const auto same = [at](const Place& place) { return place.at == at; };
+        const auto from = found.begin() + static_cast<int64_t>(begin), to = found.begin() + static_cast<int64_t>(stop);
+        if (at != end && std::none_of(from, to, same)) found.push_back({this, at, 1});
+    }
+}
+
+TokenTree SuffixIndex::propose(const int32_t* context, size_t n, int budget,
+                               const std::vector<const SuffixIndex*>& others, bool wide) const {
+    std::vector<Place> arena;
+    places(context, n, arena);
+    for (const SuffixIndex* other : others) other->places(context, n, arena);
+    const auto own_end = static_cast<int64_t>(held_.size());
+    const auto next = [this, own_end](const Place& place, const std::vector<int32_t>& path) {
+        const auto& held = place.index->held_;
+        if (place.at < static_cast<int64_t>(held.size())) return held[static_cast<size_t>(place.at)];
+        const int64_t drafted = place.at - own_end;  // a loop: its next turn is what was drafted
+        return place.index == this && drafted < static_cast<int64_t>(path.size()) ? path[static_cast<size_t>(drafted)] : kEnd;
+    };
+    return grow(arena, rules_.votes, budget, wide, next);
+}
+
+}  // namespace outpace

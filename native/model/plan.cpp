@@ -1,0 +1,114 @@
+// What a forward needs to know before it computes: that the batch is well formed, what each token sees, and how attention
+// is cut into jobs.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "model/model.h"
+
+namespace outpace {
+
+void Model::prepare(const BatchView& batch) {
+    const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
+    const int n = batch.tokens;
+    if (batch.layers < 1 || batch.layers > static_cast<int>(layers_.size())) wrong("layers is out of range");
+    for (const int tap : batch.taps)
+        if (tap < 0 || tap >= batch.layers) wrong("tap " + std::to_string(tap) + " is not a layer that runs");
+    if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
+    std::vector<int> seen;
+    size_t path_length = 0;
+    for (int b = 0; b < batch.rows; ++b) {
+        const int begin = batch.starts[b], end = batch.starts[b + 1];
+        if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
+        const int row = batch.row[begin], cached = kv_.length(row);
+        seen.push_back(row);
+        if (end - begin > kv_.capacity(row) - cached)
+            wrong("row " + std::to_string(row) + " has " + std::to_string(cached) + " of " +
+                  std::to_string(kv_.capacity(row)) + " positions in use, " + std::to_string(end - begin) + " more do not fit");
+        for (int i = begin; i < end; ++i) {
+            const int parent = batch.parent[i], own = i - begin;
+            if (batch.row[i] != row) wrong("a row's tokens must stand together");
+            if (batch.token[i] < 0 || batch.token[i] >= config_.vocab)
+                wrong("token " + std::to_string(batch.token[i]) + " is not in the vocabulary");
+            if (parent < -1 || parent >= own) wrong("a parent must come before its child");
+            const int expected = parent < 0 ? cached : batch.position[begin + parent] + 1;
+            if (batch.position[i] != expected)
+                wrong("position " + std::to_string(batch.position[i]) + " should be " + std::to_string(expected));
+            if (expected >= config_.max_length)
+                wrong("position " + std::to_string(expected) + " is beyond the model's " +
+                      std::to_string(config_.max_length));
+            // In a chain slots are positions and no path is needed. expected - cached + 1 slots otherwise.
+            if (expected != cached + own) path_length += static_cast<size_t>(expected - cached) + 1;
+        }
+    }
+    std::sort(seen.begin(), seen.end());
+    if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("a row appears twice");
+    for (int i = 0; i < batch.wanted_count; ++i)
+        if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
+            wrong("wanted must ascend within the tokens");
+
+    tokens_.clear();
+    paths_.clear();
+    paths_.reserve(path_length);  // no reallocation below: tokens keep pointers
+    int last = 0, wanted = 0;
+    for (int b = 0; b < batch.rows; ++b) {
+        const int begin = batch.starts[b], end = batch.starts[b + 1];
+        const int row = batch.row[begin], cached = kv_.length(row);
+        const uint8_t* const* blocks = kv_.grow(row, end - begin);
+        for (int i = begin; i < end; ++i) {
+            Token token{batch.token[i], row, batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
+            // position == slot holds for a node exactly when its ancestors are the nodes before it, one a depth.
+            if (token.position != token.slot) {
+                const size_t start = paths_.size();
+                const int depth = token.position - cached;
+                paths_.resize(start + static_cast<size_t>(depth) + 1);
+                int node = i - begin;
+                for (int d = depth; d >= 0; --d, node = batch.parent[begin + node]) paths_[start + static_cast<size_t>(d)] = cached + node;
+                token.path = paths_.data() + start;
+            }
+            if (wanted < batch.wanted_count && batch.wanted[wanted] == i) token.wanted = wanted++;
+            last = std::max(last, token.position);
+            tokens_.push_back(token);
+        }
+    }
+    for (Rope& rope : ropes_) rope.cover(last + 1);
+}
+
+// Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
+// where even single tokens do not, by ranges of blocks too.
+void Model::plan_jobs(int first, int count) {
+    const int threads = pool_.team();
+    jobs_.clear();
+    const int group = config_.heads / config_.kv_heads;
+    int tile = std::max(1, std::min(8, kMaxQueries / group));
+    while (tile > 1 && (count + tile - 1) / tile * config_.kv_heads < 2 * threads) tile /= 2;
+    std::vector<Tile>& tiles = tiles_;
+    tiles.clear();
+    for (int t = first; t < first + count;) {
+        int end = t + 1, blocks = tokens_[static_cast<size_t>(t)].position / kBlock + 1;
+        for (; end < first + count && end - t < tile && tokens_[static_cast<size_t>(end)].row == tokens_[static_cast<size_t>(t)].row; ++end)
+            blocks = std::max(blocks, tokens_[static_cast<size_t>(end)].position / kBlock + 1);
+        tiles.push_back({t, end - t, blocks, 1, 0});
+        t = end;
+    }
+    const int base = static_cast<int>(tiles.size()) * config_.kv_heads;
+    const int missing = base >= 2 * threads ? 1 : 6 * threads / base;  // taken as threads become free
+    size_t parts = 0;
+    const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        Tile& t = tiles[i];
+        if (threads > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
+        if (t.ranges > 1) {
+            t.parts = parts;
+            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(config_.heads) * static_cast<size_t>(t.blocks) * record;
+        }
+        for (int head = 0; head < config_.kv_heads; ++head)
+            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
+    }
+    if (parts_.size() < parts) parts_ = Buffer<float>(parts + parts / 2);
+    const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
+    if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
+    for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
+}
+
+}  // namespace outpace

@@ -1,0 +1,102 @@
+// Working memory of a forward: allocated once for the largest chunk, aligned, never shrunk.
+#pragma once
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "weights/matrix.h"
+
+namespace outpace {
+
+constexpr int kChunk = 128;  // tokens that pass through the layers together; a longer forward takes several passes
+
+// Zeroed memory on cache-line boundaries.
+template <class T>
+class Buffer {
+public:
+    Buffer() = default;
+    explicit Buffer(size_t count) : count_(count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        void* raw = nullptr;
+        if (bytes > 0) {
+            if (posix_memalign(&raw, 64, bytes) != 0) throw std::bad_alloc();
+            std::memset(raw, 0, bytes);
+        }
+        data_.reset(static_cast<T*>(raw));
+    }
+    T* get() const { return data_.get(); }
+    size_t size() const { return count_; }
+
+private:
+    struct Free {
+        void operator()(T* p) const { std::free(p); }
+    };
+    std::unique_ptr<T, Free> data_;
+    size_t count_ = 0;
+};
+
+// Logits buffers go round: fresh memory for each forward would cost a page fault every 4 KiB.
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+public:
+    std::shared_ptr<Buffer<float>> take(size_t count) {
+        Buffer<float> buffer;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            for (size_t i = spare_.size(); i-- > 0;) {
+                if (spare_[i].size() < count) continue;
+                buffer = std::move(spare_[i]);
+                spare_.erase(spare_.begin() + static_cast<std::ptrdiff_t>(i));
+                break;
+            }
+        }
+        if (buffer.size() < count) buffer = Buffer<float>(count);
+        std::weak_ptr<BufferPool> home = weak_from_this();
+        return std::shared_ptr<Buffer<float>>(new Buffer<float>(std::move(buffer)), [home](Buffer<float>* used) {
+            if (const auto pool = home.lock()) pool->give(std::move(*used));
+            delete used;
+        });
+    }
+
+private:
+    void give(Buffer<float>&& buffer) {
+        constexpr size_t kept = 4, largest = size_t{64} << 20;  // buffers; floats
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (spare_.size() < kept && buffer.size() <= largest) spare_.push_back(std::move(buffer));
+    }
+    std::mutex mutex_;
+    std::vector<Buffer<float>> spare_;
+};
+
+// Encoded activations of one stage, in each encoding that the stage's matrices need.
+struct ActBuffer {
+    std::array<Buffer<uint8_t>, 3> of;
+    uint8_t* get(Acts acts) const { return of[static_cast<size_t>(acts)].get(); }
+    void need(Acts acts, int groups) {
+        Buffer<uint8_t>& buffer = of[static_cast<size_t>(acts)];
+        const size_t bytes = static_cast<size_t>(groups) * kChunk * static_cast<size_t>(act_bytes(acts));
+        if (buffer.size() < bytes) buffer = Buffer<uint8_t>(bytes);
+    }
+};
+
+constexpr int kGateRows = 128;  // rows of gate and up that a thread computes before it multiplies them
+
+struct Scratch {
+    int hidden_stride = 0;            // of x, in floats
+    // One for each thread where narrow forwards compute norms redundantly (see Run::solo), [kChunk][...].
+    std::vector<Buffer<float>> x;
+    std::vector<ActBuffer> in;
+    std::vector<Buffer<float>> line;  // a thread's own row
+    std::vector<Buffer<float>> pair;  // a thread's gate and up values
+    Buffer<float> q, k, v;            // products
+    Buffer<float> rotated;            // [kChunk][heads][dim_padded]
+    Buffer<float> attended;           // [kChunk][heads][dim_padded]
+    Buffer<float> y;                  // output and down projections
+    ActBuffer heads, middle;          // inputs of the output and down projections
+};
+
+}  // namespace outpace

@@ -1,0 +1,146 @@
+"""``lookahead``: the target drafts for itself, in the forward that verifies (lookahead decoding, arXiv 2402.02057).
+
+A window of guesses for the next ``window`` positions is refined by Jacobi iteration, ``ngram - 1`` generations deep.
+Its nodes are part of the draft: generation 0 is a chain, and the token of generation g in column i hangs under that of
+generation g - 1, so it sees generation 0 up to its column and its own ancestors. What the target says after the last
+generation makes each column an n-gram; n-grams go to a pool, and those that begin with the pending token are the
+guesses that stand beside the window. Window nodes may be accepted as well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outpace.arrays import I32
+from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.errors import DrafterError
+from outpace.exact.drafts import Drafts
+from outpace.exact.tree import Tree, pack
+from outpace.params import Acceptance
+
+POOL = 4096  # first tokens a row remembers n-grams of
+SURE, UNSURE = 0.3, 0.02  # what a guess and a window node are said to be worth, a level
+
+
+@dataclass(slots=True)
+class _Row:
+    request: int
+    generations: list[list[int]] = field(default_factory=list)  # [g][column], at position pending + 1 + column + g
+    pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)  # newest last
+    leaves: list[int] = field(default_factory=list)  # the draft's node of the last generation, by column
+    drafted: list[list[int]] = field(default_factory=list)  # the window as it was drafted
+
+
+class LookaheadDrafter(Drafter):
+    """``window`` columns, n-grams of ``ngram`` tokens, at most ``guesses`` of them a step. Raises DrafterError."""
+
+    name = "lookahead"
+    needs = DrafterNeeds(choices=True)
+    explores = True
+
+    def __init__(self, window: int = 4, ngram: int = 3, guesses: int = 3) -> None:
+        for name, value, low, high in (("window", window, 1, 32), ("ngram", ngram, 2, 8), ("guesses", guesses, 1, 32)):
+            if not low <= value <= high:
+                raise DrafterError(f"lookahead: {name}={value} is out of range: give {low} to {high}")
+        self._window, self._ngram, self._guesses = window, ngram, guesses
+        self._rows: dict[int, _Row] = {}
+
+    def check_acceptance(self, acceptance: Acceptance) -> None:
+        if acceptance == "rejection":
+            raise DrafterError(
+                "lookahead drafts from the target's own choices, so under rejection it would not be exact: "
+                "use acceptance=coupled"
+            )
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        trees = [self._tree(view, int(size)) for view, size in zip(rows, sizes, strict=True)]
+        return pack(trees, (self.name,))
+
+    def _tree(self, view: RowView, size: int) -> Tree:
+        row = self._rows.get(view.row)
+        if row is None or row.request != view.request:
+            row = self._rows[view.row] = _Row(view.request)
+        tree = Tree()
+        children: dict[tuple[int, int], int] = {}  # (parent, token) -> node: equal siblings are one node
+
+        def add(token: int, parent: int, worth: float) -> int:
+            node = children.get((parent, token))
+            if node is None:
+                above = tree.gains[parent] if parent >= 0 else 1.0
+                node = children[parent, token] = tree.add(token, parent, above * worth)
+            return node
+
+        for guess in list(reversed(row.pool.get(int(view.tokens[-1]), ())))[: self._guesses]:
+            if len(tree) + len(guess) > min(size, max(size // 2, self._ngram - 1)):
+                break  # the window needs the other half: without it no n-gram is found
+            parent = -1
+            for token in guess:
+                parent = add(token, parent, SURE)
+        self._seed(row, view.tokens)
+        columns = min(self._window, (size - len(tree)) // len(row.generations))
+        row.drafted = [generation[:columns] for generation in row.generations]
+        row.leaves = []
+        first = -1
+        for column in range(columns):
+            first = leaf = add(row.generations[0][column], first, UNSURE)
+            for generation in row.generations[1:]:
+                leaf = add(generation[column], leaf, UNSURE)
+            row.leaves.append(leaf)
+        return tree
+
+    def _seed(self, row: _Row, tokens: I32) -> None:
+        """Fill the window where it is short, with tokens of the sequence: likelier than random ones."""
+        if not row.generations:
+            row.generations.append([])
+        held = tokens.tolist()
+        for g, generation in enumerate(row.generations):
+            while len(generation) < self._window:
+                at = (7 * (len(generation) + 1) + 3 * g) % len(held)
+                generation.append(held[-1 - at])
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            row = self._rows.get(event.row)
+            if row is None or event.verdict is None:
+                continue
+            aged = event.choices is not None and bool(row.leaves) and self._refine(row, event.choices)
+            # The pending token moved on; a window that gave its oldest generation up has moved by one already.
+            drop = max(len(event.tokens) - aged, 0)
+            row.generations = [generation[drop:] for generation in row.generations]
+            row.leaves = []
+
+    def _refine(self, row: _Row, choices: I32) -> bool:
+        """One Jacobi step: what the target says after each column's last node is its next generation.
+
+        Returns whether the oldest generation was given up for it.
+        """
+        fresh = [int(choices[leaf + 1]) for leaf in row.leaves]
+        full = len(row.drafted) == self._ngram - 1
+        if full:
+            for column, last in enumerate(fresh):
+                first, *rest = (generation[column] for generation in row.drafted)
+                if last >= 0:
+                    self._remember(row, first, (*rest, last))
+            row.generations = [*row.generations[1:], fresh]
+        else:
+            row.generations.append(fresh)
+        row.generations = [[max(token, 0) for token in generation] for generation in row.generations]
+        return full
+
+    def _remember(self, row: _Row, first: int, rest: tuple[int, ...]) -> None:
+        held = row.pool.setdefault(first, OrderedDict())
+        row.pool.move_to_end(first)
+        held[rest] = None
+        held.move_to_end(rest)
+        while len(held) > self._guesses:
+            held.popitem(last=False)
+        while len(row.pool) > POOL:
+            row.pool.popitem(last=False)
+
+    def release(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"

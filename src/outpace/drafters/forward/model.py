@@ -1,0 +1,85 @@
+"""``model:ID``: a smaller model drafts, in its own KV cache. Here: one with the target's vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from outpace.arrays import I32
+from outpace.drafters.base import DraftContext, RowView
+from outpace.drafters.forward.chain import ChainDrafter
+from outpace.drafters.forward.own_cache import OwnCache
+from outpace.models.base import Model, Output
+
+log = logging.getLogger(__name__)
+
+
+class ModelDrafter(ChainDrafter):
+    """Chains from a draft model: the choices it makes itself under the request's own parameters, rules and noise."""
+
+    def __init__(self, model: Model, name: str, target_vocab: int) -> None:
+        super().__init__(name, target_vocab, model.info.vocab_size)
+        self._cache = OwnCache(model)
+
+    @property
+    def model(self) -> Model:
+        return self._cache.model
+
+    def _begin(self, view: RowView) -> I32:
+        """Roll the row back to what is committed, and return the committed tokens it has not seen (at least one)."""
+        return self._cache.begin(view.row, view.tokens)
+
+    def _fits(self, view: RowView, n: int) -> bool:
+        longest = self.model.info.max_length
+        return len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
+
+    def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
+        return self._cache.feed(rows, tokens)
+
+    def admit(self, row: int, capacity: int) -> None:
+        self._cache.admit(row, capacity)
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        if src in self._cache:  # else it was not drafted for: the new row catches up by itself
+            self._cache.fork(src, dst, n)
+
+    def release(self, row: int) -> None:
+        self._cache.release(row)
+
+    def bytes_for(self, capacity: int) -> int:
+        return self._cache.bytes_for(capacity)
+
+    @property
+    def bytes(self) -> int:
+        return self._cache.bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        self._cache.check(rows)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def load(spec: str, context: DraftContext) -> ChainDrafter:
+    """The drafter for the draft model ``spec``: by token ids if they mean what the target's mean, else through text.
+
+    Raises ModelError or DrafterError; then nothing stays loaded.
+    """
+    from dataclasses import replace
+
+    from outpace.drafters.forward.translated import TranslatedDrafter
+    from outpace.models import load as loader
+    from outpace.models.text.tokenizer import differences
+
+    model, tokenizer = loader.load(spec, replace(context.options, kv_memory=None, max_length=None))
+    name = f"model:{spec}"
+    try:
+        if context.tokenizer is None or not differences(context.tokenizer, tokenizer, 1):
+            return ModelDrafter(model, name, context.target.info.vocab_size)
+        translated = TranslatedDrafter(model, tokenizer, name, context.tokenizer, context.target.info.vocab_size)
+        translated.check_acceptance(context.acceptance)
+        log.info("%s has another tokenizer than the target: its text is re-encoded", name)
+    except BaseException:
+        model.close()
+        raise
+    return translated

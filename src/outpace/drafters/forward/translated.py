@@ -1,0 +1,160 @@
+"""``model:ID`` with another tokenizer than the target's: what the draft model writes is re-encoded to the target's ids.
+
+String-level exact match (SLEM, arXiv 2502.05202): the draft model reads the committed text in its own ids,
+goes on, and the target's tokenizer encodes what it wrote. The draft model's probabilities are of other tokens, so each
+node is one-hot; then the likeliest token is the best one to draft at any temperature, since a node's chance of being
+accepted is the target's probability of it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outpace.arrays import I32
+from outpace.drafters.base import DrafterNeeds, RowView, levels
+from outpace.drafters.forward.chain import ChainDrafter
+from outpace.drafters.forward.own_cache import OwnCache
+from outpace.drafters.forward.synced_text import SyncedText
+from outpace.errors import DrafterError, ModelError
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.base import Model, Output
+from outpace.models.text.token_bytes import TokenBytes
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.params import Acceptance, SamplingParams
+
+CONTEXT = 4  # committed tokens that are encoded again with what was drafted, so that it is split as the target would
+SLACK = 64  # positions of the draft model beyond 5/4 of the target's
+
+_GREEDY = Chooser(SamplingParams(temperature=0.0), Noise(0), 0)
+
+
+@dataclass(slots=True)
+class _Row:
+    text: SyncedText
+    size: int = 0  # nodes that are wanted now
+
+
+class TranslatedDrafter(ChainDrafter):
+    """Chains from a draft ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
+
+    A row of the target's that takes more of the draft model's ids than it has room for is read from its middle on.
+    """
+
+    needs = DrafterNeeds()
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, name: str, target: Tokenizer, target_vocab: int) -> None:
+        super().__init__(name, model.info.vocab_size, model.info.vocab_size)
+        try:
+            self._own = TokenBytes(tokenizer, model.info.vocab_size)
+            self._target = TokenBytes(target, target_vocab)
+        except ModelError as error:
+            raise DrafterError(
+                f"{name} has another tokenizer than the target, and {error}: use a draft model with the target's "
+                "vocabulary"
+            ) from error
+        self._cache = OwnCache(model)
+        self._rows: dict[int, _Row] = {}
+
+    def check_acceptance(self, acceptance: Acceptance) -> None:
+        if acceptance == "rejection":
+            raise DrafterError(
+                f"{self.name} has another tokenizer than the target, so it has no probabilities of the target's tokens "
+                "for rejection to compare: use acceptance=coupled, or a draft model with the target's vocabulary"
+            )
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        for view, size in zip(rows, sizes.tolist(), strict=True):
+            self._rows[view.row].size = size
+        own = super().propose([replace(view, chooser=_GREEDY) for view in rows], levels(rows, sizes))
+        return Drafts.chains([self._translated(view, own.row(i).tokens) for i, view in enumerate(rows)], self.name)
+
+    def _begin(self, view: RowView) -> I32:
+        row, room = self._rows[view.row], self._cache.capacity(view.row)
+        same = row.text.read(view.tokens)
+        if len(row.text.ids) + row.size > room:
+            shortened = row.text.shorten(room // 2)
+            same = same if shortened is None else shortened
+        self._cache.rewind(view.row, same)
+        return self._cache.begin(view.row, row.text.ids) if row.text.ids else np.zeros(0, np.int32)
+
+    def _fits(self, view: RowView, n: int) -> bool:
+        return 0 < n <= self._cache.capacity(view.row) - self._cache.length(view.row)
+
+    def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
+        return self._cache.feed(rows, tokens)
+
+    def _enough(self, view: RowView, drafted: I32) -> bool:
+        return not self._own.of(int(drafted[-1])) or len(self._translated(view, drafted)) >= self._rows[view.row].size
+
+    def _translated(self, view: RowView, drafted: I32) -> list[int]:
+        """The target's ids of the text that the draft model's ids ``drafted`` int32 [n] stand for."""
+        row = self._rows[view.row]
+        spelled = [self._own.of(token) for token in drafted.tolist()]
+        silent = next((i for i, its in enumerate(spelled) if not its), len(spelled))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ids = self._encode(view.tokens, row.text.fragment, decoder.decode(b"".join(spelled[:silent])))
+        if silent < len(spelled) and int(drafted[silent]) in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:
+            ids += self._target.tokenizer.eos_ids[:1]
+        return ids[: row.size]
+
+    def _encode(self, tokens: I32, fragment: bytes, text: str) -> list[int]:
+        """The target's ids of what ``text`` adds to ``tokens`` int32 [n], which end with the bytes ``fragment``."""
+        before: list[int] = []
+        for token in tokens[-CONTEXT:][::-1].tolist():
+            if not self._target.of(token):
+                break
+            before.insert(0, token)
+        while before:
+            context = self._target.join(before)
+            if not context.endswith(fragment):
+                break
+            known = _decoded(context.removesuffix(fragment))
+            if known is not None:
+                ids = self._target.encode(known + text, continued=True)
+                if ids is not None and ids[: len(before)] == before:
+                    return ids[len(before) :]
+            del before[0]
+        return [] if fragment else self._target.encode(text, continued=True) or []
+
+    def admit(self, row: int, capacity: int) -> None:
+        self._cache.admit(row, self._room(capacity))
+        self._rows[row] = _Row(SyncedText(self._target, self._own))
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        if src in self._rows:  # what the two have in common is found when dst reads its own tokens
+            ids = self._rows[src].text.ids
+            self._cache.fork(src, dst, len(ids), ids)
+
+    def release(self, row: int) -> None:
+        self._cache.release(row)
+        self._rows.pop(row, None)
+
+    def bytes_for(self, capacity: int) -> int:
+        return self._cache.bytes_for(self._room(capacity))
+
+    def _room(self, capacity: int) -> int:
+        return capacity + capacity // 4 + SLACK
+
+    @property
+    def bytes(self) -> int:
+        return self._cache.bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert self._rows.keys() <= set(rows), f"rows {self._rows.keys() - set(rows)} were never released"
+        self._cache.check(rows)
+
+    def close(self) -> None:
+        self._cache.model.close()
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

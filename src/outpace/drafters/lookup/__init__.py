@@ -1,0 +1,1 @@
+"""Drafters that look tokens up: in the sequence, in its history, in a datastore."""

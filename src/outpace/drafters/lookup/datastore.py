@@ -1,0 +1,266 @@
+"""A datastore of token sequences on disk, searched by the longest end of a context: what ``retrieval`` reads.
+
+A folder with ``datastore.json`` and segments. A segment is three memory-mapped arrays: ``tokens`` int32 [n], sequences
+with END between them; ``order`` int32 [m], the positions at which something follows something, sorted by what precedes
+them, read backwards (a suffix array of the reversed tokens, exact to DEPTH tokens); ``keys`` int64 [m], the last three
+of those tokens in one number. So the places that end like a context lie side by side, the longest matches nearest to
+where the context itself would stand, and one binary search finds them. Segments have a bounded size and are built one
+after another, so a corpus may be larger than memory; adding to a datastore adds segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outpace.arrays import I32
+from outpace.drafters.lookup.votes import END
+from outpace.errors import DrafterError
+from outpace.files import write_json
+
+if TYPE_CHECKING:
+    from outpace.models.text.tokenizer import Tokenizer
+
+DEPTH = 16  # tokens of a context that order the places
+SEGMENT = 4_000_000  # tokens; building one takes about 40 bytes a token
+_BITS, _KEYED = 21, 3  # of a token in a key; tokens in a key
+_MANIFEST = "datastore.json"
+_FORMAT = 1
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere in a datastore that a context ends like: what followed there, and how long the match is."""
+
+    following: list[int]
+    length: int
+
+
+class Datastore:
+    """An open datastore. Raises DrafterError when ``path`` is none, or is of another vocabulary."""
+
+    def __init__(self, path: str | os.PathLike[str], vocabulary: str | None = None) -> None:
+        """``vocabulary``: the target's fingerprint, or None to trust that it fits."""
+        self.path = Path(path)
+        self.manifest = _manifest(self.path)
+        if vocabulary is not None and self.manifest["vocabulary"] != vocabulary:
+            raise DrafterError(
+                f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
+                "build one with this model's, outpace datastore build --model"
+            )
+        self._segments = [_Segment(self.path / name) for name in self.manifest["segments"]]
+
+    def __len__(self) -> int:
+        """Tokens in it."""
+        return sum(len(segment.tokens) for segment in self._segments)
+
+    @property
+    def arrays(self) -> list[tuple[I32, I32, I64]]:
+        """tokens, order and keys of every segment."""
+        return [(segment.tokens, segment.order, segment.keys) for segment in self._segments]
+
+    def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
+        """At most ``count`` places that end like ``context``, longest matches first, and ``follow`` tokens of each."""
+        found = [place for segment in self._segments for place in segment.places(context, count, follow)]
+        found.sort(key=lambda place: -place.length)
+        return found[:count]
+
+
+class _Segment:
+    def __init__(self, path: Path) -> None:
+        try:
+            arrays = [np.load(f"{path}.{name}.npy", mmap_mode="r") for name in ("tokens", "order", "keys")]
+        except (OSError, ValueError) as error:
+            raise DrafterError(f"{path} is damaged or missing ({error}): build the datastore anew") from error
+        self.tokens: I32
+        self.order: I32
+        self.keys: I64
+        self.tokens, self.order, self.keys = (array.view(np.ndarray) for array in arrays)  # plain views index faster
+
+    def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
+        backwards = list(context[: -DEPTH - 1 : -1])
+        at = 0
+        for n in range(min(len(backwards), _KEYED), 0, -1):
+            low, high = _key_range(backwards[:n])
+            begin, end = np.searchsorted(self.keys, (low, high)).tolist()
+            if begin < end:
+                at = self._insertion(backwards, begin, end) if n == _KEYED else (begin + end) // 2
+                break
+        else:
+            return []
+        # The nearest neighbours on both sides are the longest matches.
+        near = self.order[max(begin, at - count) : min(end, at + count)]
+        back = np.arange(1, len(backwards) + 1, dtype=np.int32)
+        before = near[:, None] - back
+        same = (self.tokens[np.maximum(before, 0)] == backwards) & (before >= 0)
+        lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        best = np.argsort(-lengths, kind="stable")[:count]
+        after = np.minimum(near[best, None] + np.arange(follow, dtype=np.int32), len(self.tokens) - 1)
+        following = self.tokens[after].tolist()  # a segment ends with END, so what lies beyond is END, too
+        return [
+            Place(tokens[: tokens.index(END)] if END in tokens else tokens, length)
+            for tokens, length in zip(following, lengths[best].tolist(), strict=True)
+        ]
+
+    def _insertion(self, backwards: list[int], begin: int, end: int) -> int:
+        """Where the context would stand among places [begin, end), which agree with its last _KEYED tokens."""
+        rest = backwards[_KEYED:]
+        while begin < end:
+            middle = (begin + end) // 2
+            if self._before(int(self.order[middle]))[_KEYED:] < rest:
+                begin = middle + 1
+            else:
+                end = middle
+        return begin
+
+    def _before(self, position: int) -> list[int]:
+        """Up to DEPTH tokens before a position, backwards."""
+        before: list[int] = self.tokens[max(position - DEPTH, 0) : position][::-1].tolist()
+        return before
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Of a vocabulary: equal when every id means the same token."""
+    text = "\0".join(tokenizer.token(i) or "" for i in range(tokenizer.vocab_size))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def build(
+    path: str | os.PathLike[str],
+    sequences: Iterable[Sequence[int]],
+    *,
+    vocabulary: str,
+    model: str,
+    add: bool = False,
+    segment: int = SEGMENT,
+    done: Callable[[int], None] = lambda tokens: None,
+) -> Datastore:
+    """Write a datastore of ``sequences`` of token ids; ``add``: more segments to one that is there.
+
+    ``done(n)`` hears of every n tokens that are indexed. Whole or not at all: what was there stays until the end.
+    Raises DrafterError.
+    """
+    target = Path(path)
+    if add:
+        existing = Datastore(target, vocabulary)
+        manifest = existing.manifest
+    elif target.exists():
+        raise DrafterError(f"{target} exists: add to it with --add, or give another path")
+    else:
+        manifest = {"format": _FORMAT, "vocabulary": vocabulary, "model": model, "segments": [], "tokens": 0}
+    work = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        work.mkdir(parents=True)
+        names: list[str] = []
+        for tokens in _batches(sequences, segment):
+            names.append(f"{len(manifest['segments']) + len(names):05d}")
+            _write_segment(work / names[-1], tokens)
+            manifest["tokens"] += len(tokens)
+            done(len(tokens))
+        if not names:
+            raise DrafterError("the corpus has no text of at least two tokens: give files with some")
+        manifest["segments"] = [*manifest["segments"], *names]
+        if add:
+            for file in sorted(work.iterdir()):
+                os.replace(file, target / file.name)
+            write_json(target / _MANIFEST, manifest)  # only now are the new segments part of it
+        else:
+            write_json(work / _MANIFEST, manifest)
+            os.replace(work, target)
+    except OSError as error:
+        raise DrafterError(f"{target} cannot be written ({error}): check the folder and the disk") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Datastore(target, vocabulary)
+
+
+def _batches(sequences: Iterable[Sequence[int]], segment: int) -> Iterable[I32]:
+    """The sequences one after another, each with END behind it, in arrays of about ``segment`` tokens."""
+    held: list[I32] = []
+    size = 0
+    for sequence in sequences:
+        for start in range(0, len(sequence), segment):
+            part = np.append(np.asarray(sequence[start : start + segment], np.int32), np.int32(END))
+            if len(part) < 3:  # nothing follows anything
+                continue
+            held.append(part)
+            size += len(part)
+            if size >= segment:
+                yield np.concatenate(held)
+                held, size = [], 0
+    if held:
+        yield np.concatenate(held)
+
+
+def _write_segment(path: Path, tokens: I32) -> None:
+    order = _order(tokens)
+    np.save(f"{path}.tokens.npy", tokens)
+    np.save(f"{path}.order.npy", order)
+    np.save(f"{path}.keys.npy", _keys(tokens, order))
+
+
+def _order(tokens: I32) -> I32:
+    """Positions int32 [m] with something before and after them, sorted by the DEPTH tokens before them, backwards.
+
+    Prefix doubling: ranks of 1, 2, 4, ... tokens, each from two of the ranks before (Manber and Myers, 1993).
+    """
+    n = len(tokens)
+    rank = np.zeros(n, np.int64)
+    rank[1:] = tokens[:-1] + 1
+    length = 1
+    while True:
+        before = np.zeros(n, np.int64)
+        before[length:] = rank[:-length] if length < n else 0
+        pair = rank * (int(rank.max(initial=0)) + 2) + before + 1
+        order = np.argsort(pair, kind="stable")
+        steps = np.diff(pair[order]) != 0
+        length *= 2
+        if length >= DEPTH or steps.all():
+            break
+        rank = np.empty(n, np.int64)
+        rank[order] = np.concatenate([[1], np.cumsum(steps) + 1])
+    follows = (tokens != END) & (np.concatenate([[END], tokens[:-1]]) != END)
+    return np.asarray(order[follows[order]], np.int32)
+
+
+def _keys(tokens: I32, order: I32) -> I64:
+    """The last _KEYED tokens before each position, the nearest one in the highest bits; END and nothing are 0."""
+    keys = np.zeros(len(order), np.int64)
+    for back in range(1, _KEYED + 1):
+        at = order - back
+        token = np.where(at >= 0, tokens[np.maximum(at, 0)].astype(np.int64) + 1, 0)
+        keys |= token << (_BITS * (_KEYED - back))
+    return keys
+
+
+def _key_range(backwards: Sequence[int]) -> tuple[int, int]:
+    """Keys [low, high) of the places that end like a context of 1 to _KEYED tokens."""
+    key = 0
+    for token in backwards:
+        key = key << _BITS | (token + 1)
+    left = _BITS * (_KEYED - len(backwards))
+    return key << left, (key + 1) << left
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT or not {"vocabulary", "model", "segments", "tokens"} <= set(found):
+            raise ValueError(f"format {found['format']}")
+    except FileNotFoundError as error:
+        raise DrafterError(f"{path} is no datastore: make one with outpace datastore build") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DrafterError(f"{path} cannot be read as a datastore ({error}): build it anew") from error
+    manifest: dict[str, Any] = found
+    return manifest

@@ -1,0 +1,52 @@
+"""What callers get back: deltas as a request gains tokens, and its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outpace.engine.statistics import Stats
+from outpace.exact.sampling import TokenLogprob
+from outpace.params import Acceptance
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+TARGET = "target"  # the source of recovered and bonus tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a request gained since its last delta. The last one has a ``finish_reason`` and the ``result``."""
+
+    request: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]  # who wrote each token: a drafter's name, or "target"
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    result: Result | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finished sample of one request."""
+
+    request: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    seed: int
+    drafter: str
+    acceptance: Acceptance
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stopped_by: str | int | None = None  # the stop string or token id
+    error: str | None = None
+    notes: tuple[str, ...] = ()  # what was turned off or lossy, and why
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)

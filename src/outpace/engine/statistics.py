@@ -1,0 +1,182 @@
+"""What is counted and how it is defined, once, for a request, for an engine, and for reports.
+
+Definitions (docs/statistics.md has the same words):
+
+- step: one target forward in which a row decodes. Prefill chunks are not steps.
+- tokens per step: committed output tokens / steps.
+- acceptance rate: accepted / drafted.
+- acceptance by draft position i: of the drafts that had an i-th node on a path of that depth, how many accepted it.
+- seconds: a request that shares steps with others is charged each step's whole wall time, for it waits that long.
+- time to first token: from ``add`` to the first delta. decode tokens/s: (tokens after the first delta) / (time after
+  the first delta to the last). end-to-end tokens/s: tokens / (time from ``add`` to the last delta).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.exact.drafts import Draft, Verdict
+
+PHASES = ("draft", "target", "verify", "other")
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and times of one request, or of many when merged with ``pooled``. Times in seconds."""
+
+    steps: int = 0
+    tokens: int = 0  # committed output tokens
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # by depth in the draft, from 0
+    accepted_at: list[int] = field(default_factory=list)
+    accepted_by: dict[str, int] = field(default_factory=dict)  # by source
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # prompt tokens whose KV another row had
+    prefill_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of decoding, by phase
+    first_delta_tokens: int = 0
+    time_to_first_token: float = 0.0  # pooled: the mean
+    decode_seconds: float = 0.0  # first delta to last
+    total_seconds: float = 0.0  # add to last delta
+    steps_by_size: dict[int, int] = field(default_factory=dict)  # steps, by nodes verified
+    expected: dict[str, list[float]] = field(default_factory=dict)  # "on", "off" -> [steps, sum of log speed expected]
+    kv_bytes: int = 0  # reserved for the row, target and drafter; pooled: the maximum
+    requests: int = 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return (self.tokens - self.first_delta_tokens) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def end_to_end_tokens_per_second(self) -> float:
+        return self.tokens / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    def count(self, draft: Draft, sources: list[str], verdict: Verdict, kept: int) -> None:
+        """Add one step's outcome. ``kept``: how many of the verdict's tokens were committed (a stop cuts some)."""
+        self.steps += 1
+        self.tokens += kept
+        self.drafted += len(draft)
+        used = verdict.path.tolist()[:kept]
+        self.accepted += len(used)
+        for d in range(len(draft) if draft.parents is None else _levels(draft.parents.tolist())):
+            if d == len(self.drafted_at):
+                self.drafted_at.append(0)
+                self.accepted_at.append(0)
+            self.drafted_at[d] += 1
+            self.accepted_at[d] += int(d < len(used))
+        for source in sources:
+            self.drafted_by[source] = self.drafted_by.get(source, 0) + 1
+        for node in used:
+            source = sources[node]
+            self.accepted_by[source] = self.accepted_by.get(source, 0) + 1
+
+    def decide(self, size: int, expected: float | None) -> None:
+        """Add what the policy decided for one step: nodes verified, and the speed it expected of the best draft over
+        plain decoding (None: there was nothing to decide)."""
+        self.steps_by_size[size] = self.steps_by_size.get(size, 0) + 1
+        if expected is not None:
+            sums = self.expected.setdefault("on" if size else "off", [0.0, 0.0])
+            sums[0] += 1
+            sums[1] += math.log(max(expected, 1e-3))
+
+    @property
+    def decision(self) -> str:
+        """What the policy decided, and why: ``on in 150 of 200 steps: expected 1.62x; off: expected 0.92x``."""
+        total = sum(self.steps_by_size.values())
+        on = total - self.steps_by_size.get(0, 0)
+        if not self.expected:
+            return "" if on else "off: nothing was proposed"
+        means = {name: f"expected {math.exp(log / n):.2f}x" for name, (n, log) in self.expected.items()}
+        said = [f"on in {on} of {total} steps: {means['on']}"] if "on" in means else []
+        if on < total:
+            said.append(f"off: {means.get('off', 'nothing was proposed')}")
+        return "; ".join(said)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: the counts, and the figures derived from them."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_rate": self.acceptance_rate,
+            "drafted_at": self.drafted_at,
+            "accepted_at": self.accepted_at,
+            "acceptance_by_position": self.acceptance_by_position,
+            "drafted_by": self.drafted_by,
+            "accepted_by": self.accepted_by,
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "prefill_seconds": self.prefill_seconds,
+            "seconds": self.seconds,
+            "time_to_first_token": self.time_to_first_token,
+            "decode_seconds": self.decode_seconds,
+            "total_seconds": self.total_seconds,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "end_to_end_tokens_per_second": self.end_to_end_tokens_per_second,
+            "steps_by_size": {str(size): n for size, n in sorted(self.steps_by_size.items())},
+            "decision": self.decision,
+            "kv_bytes": self.kv_bytes,
+            "requests": self.requests,
+        }
+
+
+def pooled(parts: Iterable[Stats]) -> Stats:
+    """Sum counts and times, so that every ratio is pooled: total tokens / total steps, and so on."""
+    total = Stats(requests=0)
+    first_token = 0.0
+    for part in parts:
+        for name in ("steps", "tokens", "drafted", "accepted", "prompt_tokens", "reused_tokens", "first_delta_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        for name in ("prefill_seconds", "decode_seconds", "total_seconds", "requests"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.drafted_at = _add(total.drafted_at, part.drafted_at)
+        total.accepted_at = _add(total.accepted_at, part.accepted_at)
+        for mine, theirs in ((total.drafted_by, part.drafted_by), (total.accepted_by, part.accepted_by)):
+            for source, count in theirs.items():
+                mine[source] = mine.get(source, 0) + count
+        for size, steps in part.steps_by_size.items():
+            total.steps_by_size[size] = total.steps_by_size.get(size, 0) + steps
+        for name, sums in part.expected.items():
+            total.expected[name] = _add_floats(total.expected.get(name, [0.0, 0.0]), sums)
+        for phase in PHASES:
+            total.seconds[phase] += part.seconds[phase]
+        first_token += part.time_to_first_token * part.requests
+        total.kv_bytes = max(total.kv_bytes, part.kv_bytes)
+    total.time_to_first_token = first_token / total.requests if total.requests else 0.0
+    return total
+
+
+def _add_floats(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _add(a: list[int], b: list[int]) -> list[int]:
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
+
+
+def _levels(parents: list[int]) -> int:
+    """Levels of a tree [k], parents before children."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 1)
+    return max(depth, default=0)

@@ -1,0 +1,194 @@
+"""From logits to a choice: the one path that the target and every sampling drafter take.
+
+The choice after a prefix is ``argmax(logits' / T + g)``, lowest id on ties: logits' after all rules and filters, g
+the request's Gumbel noise at this output index, zero when greedy (the Gumbel-max trick; as a coupling of target and
+drafter, Daliri et al., arXiv 2408.07978). All arithmetic after the model's float32 logits is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outpace.arrays import F32, F64, I32
+from outpace.errors import NoTokenAllowedError
+from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
+from outpace.params import SamplingParams
+
+if TYPE_CHECKING:
+    from outpace.params import LogitRule
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Raw log-softmax of the target (before rules and temperature), in nats, at one committed token."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Everything that turns one row of logits into a token: parameters, rules with their state, noise, index.
+
+    Immutable: ``advance(token)`` is the chooser one token further along a path.
+    """
+
+    params: SamplingParams
+    noise: Noise
+    index: int  # the output index of the token to choose: 0 for the first one after the prompt
+    rules: Sequence[LogitRule] = ()
+    states: tuple[Any, ...] = ()
+
+    @staticmethod
+    def start(params: SamplingParams, noise: Noise, rules: Sequence[LogitRule], prompt: I32) -> Chooser:
+        return Chooser(params, noise, 0, rules, tuple(rule.start(prompt) for rule in rules))
+
+    def advance(self, token: int) -> Chooser:
+        states = self.states
+        if states:
+            states = tuple(rule.advance(state, token) for rule, state in zip(self.rules, states, strict=True))
+        return Chooser(self.params, self.noise, self.index + 1, self.rules, states)
+
+    def after(self, tokens: Sequence[int]) -> Chooser:
+        """``advance`` over all of ``tokens``."""
+        if not self.states:
+            return Chooser(self.params, self.noise, self.index + len(tokens), self.rules)
+        chooser = self
+        for token in tokens:
+            chooser = chooser.advance(token)
+        return chooser
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the choice is the argmax of the raw logits, so that it can be taken where they lie."""
+        return self.params.greedy and not self.rules
+
+    def apply_rules(self, logits: F32) -> F32:
+        """logits' [V]: a copy with every rule applied, or ``logits`` itself when there is none."""
+        if not self.rules:
+            return logits
+        ruled = logits.copy()
+        for rule, state in zip(self.rules, self.states, strict=True):
+            rule.apply(state, ruled)
+        return ruled
+
+    def choose(self, logits: F32, stream: Stream = Stream.CHOICE) -> int:
+        """The token chosen from float32 ``logits`` [V]. Raises NoTokenAllowedError."""
+        return choose(self.apply_rules(logits), self.params, self.noise, self.index, stream)
+
+    def probabilities(self, logits: F32) -> F64:
+        """p [V] float64: the distribution that ``choose`` draws from."""
+        return probabilities(self.apply_rules(logits), self.params)
+
+    def scores(self, logits: F32) -> F64:
+        """What ``choose`` takes the argmax of, [V] float64; -inf where a rule or filter forbids."""
+        return scores(self.apply_rules(logits), self.params, self.noise, self.index, Stream.CHOICE)
+
+
+def choose(logits: F32, params: SamplingParams, noise: Noise, index: int, stream: Stream = Stream.CHOICE) -> int:
+    """``argmax(logits' / T + g)``: ``logits`` [V] have the rules applied already."""
+    best = _argmax(logits)
+    if params.greedy:
+        return best
+    kept = filtered(logits, params)
+    scaled = logits[kept].astype(np.float64) / params.temperature
+    # No token can beat the likeliest one's score by more noise than there is: the rest needs none drawn.
+    top = int(np.argmax(scaled))
+    floor = scaled[top] + noise.gumbel(index, kept[top : top + 1], stream)[0] - GUMBEL_MAX
+    near = scaled >= floor
+    if 4 * np.count_nonzero(near) < len(kept):  # a block of noise serves four neighbours: gaps must pay
+        kept, scaled = kept[near], scaled[near]
+    return gumbel_max(kept, scaled, noise, index, stream)
+
+
+def gumbel_max(ids: I32, scores: F64, noise: Noise, index: int, stream: Stream) -> int:
+    """The id (of ``ids`` int32 [n], ascending) whose score [n] plus its Gumbel noise is largest; the lowest on ties.
+
+    numpy's log is many times faster than the noise's own, but its last bits differ from machine to machine: it only
+    finds who can win, with a margin far above its error, and the exact noise decides among them.
+    """
+    rough = scores - np.log(-np.log(noise.uniform(index, ids, stream)))
+    best = rough.max()
+    close = rough >= best - 1e-9 * (1 + abs(best))
+    ids, scores = ids[close], scores[close]
+    return int(ids[np.argmax(scores + noise.gumbel(index, ids, stream))])
+
+
+def scores(logits: F32, params: SamplingParams, noise: Noise, index: int, stream: Stream) -> F64:
+    """The perturbed scores [V] that ``choose`` maximises, for every token (-inf: filtered out)."""
+    out = np.full(len(logits), -np.inf)
+    if params.greedy:
+        return logits.astype(np.float64)
+    kept = filtered(logits, params)
+    out[kept] = logits[kept].astype(np.float64) / params.temperature + noise.gumbel(index, kept, stream)
+    return out
+
+
+def probabilities(logits: F32, params: SamplingParams) -> F64:
+    """p [V] float64 after temperature and filters; one-hot when greedy."""
+    out = np.zeros(len(logits))
+    if params.greedy:
+        out[_argmax(logits)] = 1.0
+        return out
+    _argmax(logits)
+    kept = filtered(logits, params)
+    out[kept] = _softmax(logits[kept].astype(np.float64) / params.temperature)
+    return out
+
+
+def filtered(logits: F32, params: SamplingParams) -> I32:
+    """Token ids int32 [n], ascending, that survive top-k, then top-p among those, then min-p.
+
+    top-k keeps k tokens by (logit, lowest id). top-p keeps the shortest prefix, in that order, whose probability
+    reaches p. min-p keeps tokens at least min_p times as likely as the likeliest. Tokens at -inf never survive.
+    """
+    kept = np.flatnonzero(logits > -np.inf).astype(np.int32)
+    peak = float(logits[kept].max()) / params.temperature
+    if 0 < params.top_k < len(kept):
+        kth = np.partition(logits[kept], len(kept) - params.top_k)[len(kept) - params.top_k]
+        above = kept[logits[kept] > kth]
+        ties = kept[logits[kept] == kth]
+        kept = np.sort(np.concatenate([above, ties[: params.top_k - len(above)]]))
+    if params.top_p < 1:
+        scaled = logits[kept].astype(np.float64) / params.temperature
+        order = np.argsort(-scaled, kind="stable")
+        reached = np.cumsum(_softmax(scaled[order]))
+        kept = np.sort(kept[order[: int(np.searchsorted(reached, params.top_p)) + 1]])
+    if params.min_p > 0:
+        kept = kept[logits[kept].astype(np.float64) / params.temperature >= peak + np.log(params.min_p)]
+    return kept
+
+
+def token_logprob(logits: F32, token: int, top: int) -> TokenLogprob:
+    """Raw log-softmax of ``logits`` [V] at ``token``, and the ``top`` likeliest tokens (lowest id on ties)."""
+    raw = logits.astype(np.float64)
+    peak = raw.max()
+    normaliser = peak + np.log(np.exp(raw - peak).sum())
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        cut = np.partition(raw, len(raw) - top)[len(raw) - top] if top < len(raw) else -np.inf
+        ids = np.flatnonzero(raw >= cut)
+        ids = ids[np.argsort(-raw[ids], kind="stable")][:top]
+        best = tuple((int(i), float(raw[i] - normaliser)) for i in ids)
+    return TokenLogprob(token, float(raw[token] - normaliser), best)
+
+
+def _argmax(logits: F32) -> int:
+    best = int(np.argmax(logits))
+    value = logits[best]
+    if value == -np.inf:
+        raise NoTokenAllowedError("every token is forbidden: loosen allowed_tokens, logit_bias or the grammar")
+    if not np.isfinite(value):
+        raise FloatingPointError("the model produced NaN or infinite logits: try --dtype float32, or check the weights")
+    return best
+
+
+def _softmax(scaled: F64) -> F64:
+    weights = np.exp(scaled - scaled.max())
+    probabilities: F64 = weights / weights.sum()
+    return probabilities

@@ -1,0 +1,1 @@
+"""Measuring and explaining: benchmarks, comparisons, prompts, theory, traces."""

@@ -1,0 +1,93 @@
+"""Texts for a datastore or for training: files as token sequences, and a model's own answers to prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.errors import ParameterError
+from outpace.measure.prompts import PromptRow, encode_turns
+from outpace.params import SamplingParams
+
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+    from outpace.models.text.tokenizer import Tokenizer
+
+PIECE = 1 << 16  # characters of a text file that are encoded at once
+TEXTS = ("text", "answer", "completion", "prompt")  # fields of a JSON line that hold text
+
+
+def sequences(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
+    """Token ids of what ``files`` hold: of a JSON line its ``token_ids``, or else its texts and turns; of other files
+    pieces of their text. Raises ParameterError that names the file and line."""
+    for path in files:
+        try:
+            with path.open(encoding="utf-8") as file:
+                if path.suffix in (".jsonl", ".ndjson"):
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield from _line(f"{path}, line {number}", line, tokenizer, vocab_size)
+                else:
+                    while lines := file.readlines(PIECE):
+                        yield tokenizer.encode("".join(lines)).tolist()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParameterError(f"{path} cannot be read ({error}): give text in UTF-8, or JSON lines") from error
+
+
+def _line(where: str, line: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ParameterError(f"{where}: not JSON ({error.msg}): write one object a line") from error
+    if not isinstance(value, dict):
+        raise ParameterError(f'{where}: not an object: write {{"text": ...}} or {{"token_ids": [...]}}')
+    if "token_ids" in value:
+        ids = value["token_ids"]
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise ParameterError(f"{where}: token_ids is no list of ids from 0 to {vocab_size - 1}")
+        yield ids
+        return
+    texts = [value[name] for name in TEXTS if name in value] + list(value.get("turns", ()))
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ParameterError(f"{where}: has no text: give one of token_ids, turns, {', '.join(TEXTS)}")
+    for text in texts:
+        yield tokenizer.encode(text).tolist()
+
+
+def write_answers(
+    engine: Engine,
+    rows: Sequence[PromptRow],
+    out: Path,
+    params: SamplingParams,
+    together: int,
+    done: Callable[[int], None],
+) -> int:
+    """Append the model's answers to ``out``, a JSON line each: id, prompt, text, token_ids. Returns how many it has.
+
+    What is there already is not answered again, so an interrupted run goes on. Prompts that do not fit are left out.
+    """
+    known = set()
+    if out.exists():
+        with out.open(encoding="utf-8") as file:
+            known = {json.loads(line)["id"] for line in file if line.endswith("\n")}
+    done(len(known))
+    todo: list[tuple[PromptRow, list[int]]] = []
+    for row in rows:
+        if row.id not in known:
+            try:
+                todo.append((row, encode_turns(engine, row).tolist()))
+            except ParameterError:
+                done(1)
+    with out.open("a", encoding="utf-8") as file:
+        for start in range(0, len(todo), together):
+            group = todo[start : start + together]
+            results = engine.generate_many([tokens for _, tokens in group], params)
+            for (row, _), result in zip(group, results, strict=True):
+                found = {"id": row.id, "prompt": row.turns[0], "text": result.text, "token_ids": list(result.token_ids)}
+                file.write(json.dumps(found, ensure_ascii=False) + "\n")
+                known.add(row.id)
+            file.flush()
+            done(len(group))
+    return len(known)

@@ -1,0 +1,85 @@
+"""Files of prompts: JSON lines with ``turns`` (texts), ``prompt`` (one text) or ``token_ids``, perhaps an ``id``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.errors import ParameterError
+
+if TYPE_CHECKING:
+    from outpace.arrays import I32
+    from outpace.engine.engine import Engine
+    from outpace.params import Message
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    token_ids: tuple[int, ...] = ()  # instead of turns: what the model reads, as it is
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
+    """The rows of ``path``; with ``limit``, so many of them, spread evenly. Raises ParameterError with the line."""
+    if limit is not None and limit < 1:
+        raise ParameterError(f"--limit {limit} is out of range: give at least 1")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would break at U+2028 inside a string
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"{path} cannot be read ({error}): give a JSON lines file of prompts") from error
+    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ParameterError(f"{path} has no prompts: write one JSON object a line, with turns or prompt")
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    return rows
+
+
+def _row(path: Path, number: int, line: str) -> PromptRow:
+    where = f"{path}, line {number}"
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ParameterError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}): write one object a line"
+        ) from error
+    if not isinstance(value, dict):
+        raise ParameterError(f'{where}: not an object: write {{"prompt": ...}} or {{"turns": [...]}}')
+    if "token_ids" in value:
+        ids = value["token_ids"]
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids) or "turns" in value:
+            raise ParameterError(f"{where}: token_ids is a list of ids, not empty, and stands instead of turns")
+        return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), ("",), tuple(ids))
+    turns = value.get("turns", [value["prompt"]] if "prompt" in value else None)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ParameterError(f"{where}: needs turns (a list of texts) or prompt (a text), not empty")
+    return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), tuple(turns))
+
+
+def encode_turns(engine: Engine, row: PromptRow, history: Sequence[Message] = ()) -> I32:
+    """Token ids int32 [n] of a conversation (by default the row's first turn); without a chat template, its texts.
+
+    Raises ParameterError that names the row, also when no room for an answer is left.
+    """
+    messages = list(history) or [{"role": "user", "content": row.turns[0]}]
+    try:
+        if row.token_ids:
+            tokens = engine.encode(row.token_ids)
+        elif engine.tokenizer is not None and not engine.tokenizer.has_chat_template:
+            tokens = engine.encode("\n\n".join(message["content"] for message in messages), raw=True)
+        else:
+            tokens = engine.encode(messages)
+    except ParameterError as error:
+        raise ParameterError(f"prompt {row.id}: {error}") from error
+    longest = engine.model.info.max_length
+    if len(tokens) >= longest:
+        raise ParameterError(
+            f"prompt {row.id} has {len(tokens)} tokens, but the context holds {longest}, the answer included: "
+            "shorten it, or leave it out"
+        )
+    return tokens

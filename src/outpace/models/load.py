@@ -1,0 +1,394 @@
+"""From a name on the command line to a model and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outpace.errors import ModelError, ParameterError
+from outpace.files import cache_dir
+from outpace.models import demo
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from outpace.models.base import Model
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "native", "transformers")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZE = ("int8", "int4")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a model. Raises ParameterError that names the option.
+
+    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
+    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
+    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
+    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16 or float32
+    keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are not
+    safetensors, which can run code.
+    """
+
+    backend: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    max_length: int | None = None
+    kv_memory: int | None = None
+    kv_dtype: str = "auto"
+    quantize: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    offline: bool = field(default_factory=_offline)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("backend", self.backend, BACKENDS),
+            ("dtype", self.dtype, DTYPES),
+            ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("quantize", self.quantize or "int8", QUANTIZE),
+        ):
+            if value not in known:
+                raise ParameterError(f"{name}={value!r} is not known: use one of {', '.join(known)}")
+        for name in ("threads", "max_length", "kv_memory"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ParameterError(f"{name}={number!r} is out of range: give a whole number of at least 1, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model lies: a GGUF file or a Hugging Face folder."""
+
+    name: str  # as the user wrote it
+    kind: Literal["gguf", "folder"]
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of the weights as loaded, and of one position of KV."""
+
+    weights: int
+    kv_bytes_per_position: int
+
+
+def resolve(spec: str, options: LoadOptions | None = None) -> Source:
+    """Find ``spec``: demo, demo-gemma, a .gguf file, a folder, or a Hugging Face id (downloaded when not cached).
+
+    Raises ModelError with the remedy when it cannot be found.
+    """
+    options = options or LoadOptions()
+    if not spec:
+        raise ModelError("the model's name is empty: give demo, a folder, a .gguf file or a Hugging Face id")
+    if spec == "demo":
+        return Source(spec, "gguf", demo.smollm2())
+    if spec == "demo-gemma":
+        return Source(spec, "gguf", demo.gemma(cache_dir()))
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{spec} has no config.json: give a Hugging Face model folder or a .gguf file")
+        return Source(spec, "folder", path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
+        return Source(spec, "gguf", path)
+    if path.suffix.lower() == ".gguf" or spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or "\\" in spec:
+        raise ModelError(f"{spec} does not exist: check the path, or use --model demo")
+    return Source(spec, "folder", _from_hub(spec, options))
+
+
+def load(spec: str, options: LoadOptions | None = None) -> tuple[Model, Tokenizer]:
+    """The model and its tokenizer, ready to serve.
+
+    Raises ModelError when it cannot be found, read or served exactly; MemoryError is reported as one, too.
+    """
+    options = options or LoadOptions()
+    source = resolve(spec, options)
+    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    if _backend_for(source, gguf, options) == "native":
+        return _load_native(source, gguf, options)
+    if options.quantize is not None:
+        raise ParameterError(f"quantize={options.quantize!r} needs the native backend, which does not serve {spec}")
+    if gguf is not None:
+        return _load_gguf(source, gguf, options)
+    tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
+    with _readable(source):
+        return _serve(_folder_module(source, options), source, tokenizer, options), tokenizer
+
+
+def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
+    """What loading ``spec`` would take, from headers alone. Raises ModelError."""
+    options = options or LoadOptions()
+    source = resolve(spec, options)
+    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    if _backend_for(source, gguf, options, explain=False) == "native":
+        from outpace.models.native import model as native
+
+        kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
+        return MemoryEstimate(
+            *native.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
+        )
+    if gguf is not None:
+        from outpace.models.torch.gguf import shape_of
+
+        shape = shape_of(gguf)
+        size = _dtype_bytes(options, 2)
+        elements = sum(t.elements for t in gguf.tensors.values())
+        return MemoryEstimate(elements * size, 2 * shape.layers * shape.kv_heads * shape.head_dim * size)
+    with _readable(source):
+        return _estimate_folder(source, options)
+
+
+def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, explain: bool = True) -> str:
+    """Which backend serves ``source``; under auto, a reason for not taking the native one is logged (``explain``).
+
+    Raises ModelError when the native one is asked for and cannot serve it.
+    """
+    if options.backend == "transformers":
+        return "transformers"
+    from outpace.models.native import decoder
+    from outpace.models.native import model as native
+
+    try:
+        if not native.available():
+            raise ModelError("the native backend was not built (no C++ compiler at installation)")
+        if options.device not in ("auto", "cpu"):
+            raise ModelError(f"the native backend does not run on device={options.device!r}")
+        if options.dtype == "float16" or (gguf is not None and options.dtype != "auto"):
+            raise ModelError(f"the native backend does not compute in dtype={options.dtype!r}")
+        if gguf is not None:
+            decoder.from_gguf(gguf)
+        else:
+            decoder.from_folder(source.path)
+            if not list(source.path.glob("*.safetensors")):
+                raise ModelError(f"{source.name} has no safetensors weights")
+    except ModelError as error:
+        if options.backend == "native":
+            raise ModelError(f"{error}: use --backend transformers") from error
+        if explain:
+            (log.info if native.available() else log.warning)("%s; using transformers", error)
+        return "transformers"
+    if options.backend == "auto" and options.device == "auto" and _gpu():
+        if explain:
+            log.info("this machine has a GPU; using transformers (--backend native runs on the CPU)")
+        return "transformers"
+    return "native"
+
+
+def _gpu() -> bool:
+    """Whether torch could use a GPU; torch is asked only where a driver is loaded."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _load_native(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[Model, Tokenizer]:
+    from outpace.models.native.model import load_native
+
+    if gguf is not None:
+        tokenizer = Tokenizer.from_gguf(gguf)
+    else:
+        tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
+    model = load_native(
+        source.path if gguf is None else gguf,
+        name=source.name,
+        eos_ids=tokenizer.eos_ids,
+        threads=options.threads,
+        kv_memory=options.kv_memory,
+        kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
+        max_length=options.max_length,
+        quantize=options.quantize,
+        dtype=options.dtype,
+    )
+    return model, tokenizer
+
+
+def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:
+    from outpace.models.torch import gguf as gguf_transformers
+
+    gguf_transformers.shape_of(gguf)  # what cannot be served is refused before torch is loaded
+    tokenizer = Tokenizer.from_gguf(gguf)
+    torch = _torch(options)
+    device = _device(torch, options)
+    dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
+    if options.dtype == "auto" and device.type == "cpu":
+        dtype = torch.float32
+    with _readable(source):
+        return _serve(gguf_transformers.build(gguf, dtype, device), source, tokenizer, options), tokenizer
+
+
+def _folder_module(source: Source, options: LoadOptions) -> Any:
+    torch = _torch(options)
+    device = _device(torch, options)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = {"trust_remote_code": options.trust_remote_code, "local_files_only": True}
+    config = AutoConfig.from_pretrained(str(source.path), **trust)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source.name} cannot be served exactly: it is an encoder-decoder model")
+    if not options.allow_pickle and not list(source.path.glob("*.safetensors")):
+        raise ModelError(
+            f"{source.name} has no safetensors weights, and other formats can run code: "
+            f"use --allow-pickle if you trust it"
+        )
+    dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    if dtype == "auto" and device.type == "cpu":
+        dtype = torch.float32
+    module = AutoModelForCausalLM.from_pretrained(
+        str(source.path),
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",
+        use_safetensors=None if options.allow_pickle else True,
+        **trust,
+    )
+    return module.to(device)
+
+
+def _serve(module: Any, source: Source, tokenizer: Tokenizer, options: LoadOptions) -> Model:
+    from outpace.models.torch.model import TransformersModel
+
+    return TransformersModel(
+        module,
+        name=source.name,
+        eos_ids=tokenizer.eos_ids,
+        longest=options.max_length,
+        kv_memory=options.kv_memory,
+        warn=log.warning,
+    )
+
+
+def _torch(options: LoadOptions) -> Any:
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return torch
+
+
+def _device(torch: Any, options: LoadOptions) -> Any:
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(options.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ParameterError(f"device={options.device!r} cannot be used ({reason}): use auto, cpu or cuda") from error
+    return device
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[None]:
+    """Turns what transformers and torch raise about unusable files into one line."""
+    try:
+        yield
+    except (ModelError, ParameterError):
+        raise
+    except MemoryError as error:
+        raise ModelError(f"{source.name} does not fit into memory: use a smaller model or --dtype bfloat16") from error
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{source.name} cannot be loaded: {lines[0]}") from error
+
+
+def _from_hub(spec: str, options: LoadOptions) -> Path:
+    """A snapshot of a Hugging Face repository: from the local cache, else downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    weights = ["*.safetensors", "*.bin"] if options.allow_pickle else ["*.safetensors"]
+    request: dict[str, Any] = {"revision": options.revision, "allow_patterns": _SMALL_FILES + weights}
+    try:
+        cached = Path(snapshot_download(spec, local_files_only=True, **request))
+        if options.offline or _complete(cached, options):
+            return cached
+    except HFValidationError as error:
+        raise ModelError(f"{spec!r} is neither a file, a folder nor a Hugging Face id: check the spelling") from error
+    except LocalEntryNotFoundError as error:
+        if options.offline:
+            raise ModelError(
+                f"{spec} is not in the local cache, and HF_HUB_OFFLINE is set: unset it, or download the model first"
+            ) from error
+    try:
+        return Path(snapshot_download(spec, **request))
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{spec} could not be downloaded ({reason}): check the name, --revision and the connection, "
+            f"or use a local folder or --model demo"
+        ) from error
+
+
+def _complete(folder: Path, options: LoadOptions) -> bool:
+    """Whether a cached snapshot has a configuration and all of its weights."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            return False
+        return all((folder / name).is_file() for name in files)
+    patterns = ("*.safetensors", "*.bin") if options.allow_pickle else ("*.safetensors",)
+    return (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
+    config: dict[str, Any] = {}
+    try:
+        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source.path / 'config.json'} cannot be read ({error}): download it again") from error
+    text = config.get("text_config") or config
+    elements = _elements(source.path)
+    size = _dtype_bytes(options, 2 if "16" in str(text.get("dtype") or text.get("torch_dtype")) else 4)
+    heads = text.get("num_attention_heads") or text.get("n_head") or 1
+    hidden = text.get("hidden_size") or text.get("n_embd") or 0
+    width = text.get("head_dim") or hidden // heads
+    layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
+    return MemoryEstimate(elements * size, 2 * layers * (text.get("num_key_value_heads") or heads) * width * size)
+
+
+def _elements(folder: Path) -> int:
+    """Numbers in a folder's safetensors files, from their headers; other weights by size, taken as 16-bit."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), "np") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+    return total or sum(path.stat().st_size // 2 for path in folder.glob("*.bin"))
+
+
+def _dtype_bytes(options: LoadOptions, checkpoint: int) -> int:
+    """Bytes of a number once loaded: auto is float32 on a CPU, what the checkpoint has elsewhere."""
+    if options.dtype == "auto":
+        import torch
+
+        return 4 if _device(torch, options).type == "cpu" else checkpoint
+    return 4 if options.dtype == "float32" else 2

@@ -1,0 +1,1 @@
+"""The native CPU backend: a decoder in C++ behind the Model seam."""

@@ -1,0 +1,82 @@
+"""Chat templates: Jinja in a sandbox, set up as Hugging Face's templates expect it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from outpace.errors import ParameterError
+from outpace.params import Message
+
+
+class ChatTemplate:
+    """A model's chat template. ``tokens`` are the variables such as ``bos_token`` that it may use."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._tokens = dict(tokens)
+        self._compiled: Any = None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of a conversation. Raises ParameterError when the messages or the template are unusable."""
+        _check(messages)
+        try:
+            if self._compiled is None:
+                self._compiled = _environment().from_string(self.source)
+            arguments = {**self._tokens, "tools": None, "documents": None, **variables}
+            text: str = self._compiled.render(
+                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **arguments
+            )
+        except Exception as error:  # a template is foreign code: it can raise anything
+            reason = str(error) or type(error).__name__
+            raise ParameterError(
+                f"the model's chat template refused the messages: {reason}; change them, or use --raw (plain text)"
+            ) from error
+        return text
+
+
+def _check(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise ParameterError("the conversation is empty: give at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ParameterError(f"message {i} is {message!r}: give a mapping with 'role' and 'content'")
+
+
+def _environment() -> Any:
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):  # type: ignore[misc]
+        """``{% generation %}`` marks the assistant's words for training; here its body is all that counts."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

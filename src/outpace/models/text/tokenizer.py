@@ -1,0 +1,251 @@
+"""Text to token ids and back, for GGUF files and Hugging Face folders alike, without importing transformers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from outpace.arrays import I32
+from outpace.errors import ModelError, ParameterError
+from outpace.files import cache_dir
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.text import gguf as gguf_tokenizer
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.params import Message
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
+    ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
+    ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
+    Methods may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        fast: Any,  # tokenizers.Tokenizer
+        *,
+        name: str = "",
+        eos_ids: Sequence[int] = (),
+        bos_id: int | None = None,
+        add_bos: bool | None = None,  # None: as the tokenizer's own post-processor says
+        add_eos: bool = False,
+        chat_template: str | None = None,
+        template_tokens: dict[str, str] | None = None,
+    ) -> None:
+        fast.no_padding()
+        fast.no_truncation()
+        self._fast = fast
+        self._lock = threading.Lock()  # encode_special_tokens is a setting, not an argument
+        self.name = name
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.bos_id = bos_id
+        self._add_bos = add_bos
+        self._add_eos = add_eos
+        added = fast.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_ids = frozenset(added)
+        self.spelling = _spelling(fast)
+        size = fast.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(size, max(added, default=-1) + 1)
+        tokens = dict(template_tokens or {})
+        if bos_id is not None:
+            tokens.setdefault("bos_token", fast.id_to_token(bos_id) or "")
+        if self.eos_ids:
+            tokens.setdefault("eos_token", fast.id_to_token(self.eos_ids[0]) or "")
+        self._template = None if chat_template is None else ChatTemplate(chat_template, tokens)
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
+        """Raises ModelError when the file's tokenizer cannot be built."""
+        meta = gguf.metadata
+        kind, pre = gguf.text("tokenizer.ggml.model", ""), gguf.text("tokenizer.ggml.pre", "default")
+        bos, eos = gguf_tokenizer.token_id(gguf, "bos"), gguf_tokenizer.token_id(gguf, "eos")
+        fast = gguf_tokenizer.build(gguf, cache_dir())
+        starts = kind == "llama" or pre in ("llama3", "llama-v3", "llama-bpe", "tekken")
+        template = meta.get("tokenizer.chat_template")
+        tokens = {f"{n}_token": fast.id_to_token(i) for n, i in (("bos", bos), ("eos", eos)) if i is not None}
+        return cls(
+            fast,
+            name=gguf.path.name,
+            eos_ids=gguf_tokenizer.eos_ids(gguf),
+            bos_id=bos,
+            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", starts)),
+            add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
+            chat_template=template if isinstance(template, str) else None,
+            template_tokens=tokens,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """From a Hugging Face folder: tokenizer.json, or what transformers can convert. Raises ModelError."""
+        from tokenizers import Tokenizer as Fast
+
+        config = _json(folder / "tokenizer_config.json")
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            try:
+                fast = Fast.from_file(str(path))
+            except Exception as error:  # the tokenizers library raises bare Exception
+                raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+        else:
+            fast = _converted(folder, trust_remote_code)
+        texts = _special_texts(config, _json(folder / "special_tokens_map.json"))
+        bos = texts.get("bos_token")
+        return cls(
+            fast,
+            name=str(folder),
+            eos_ids=_eos_ids(folder, fast, texts.get("eos_token")),
+            bos_id=None if bos is None else fast.token_to_id(bos),
+            add_bos=config.get("add_bos_token"),
+            add_eos=bool(config.get("add_eos_token", False)),
+            chat_template=_folder_template(folder, config),
+            template_tokens=texts,
+        )
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> I32:
+        """Token ids int32 [n].
+
+        ``add_special``: put the start (and end) tokens around the text that the model expects. ``parse_special``: let
+        text such as ``<|im_end|>`` become special tokens; off, it stays plain text. Raises ParameterError for text
+        with half a surrogate pair, which stands for bytes that were not UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"the text is not valid Unicode at character {error.start}: write it in UTF-8"
+            ) from error
+        with self._lock:
+            if self._fast.encode_special_tokens == parse_special:
+                self._fast.encode_special_tokens = not parse_special
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        if add_special and self._add_bos is not None and self.bos_id is not None:
+            starts = bool(ids) and ids[0] == self.bos_id
+            if self._add_bos and not starts:
+                ids.insert(0, self.bos_id)
+            elif not self._add_bos and starts and not parse_special:
+                ids = ids[1:]
+        if add_special and self._add_eos and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
+            ids.append(self.eos_ids[0])
+        return np.array(ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str:
+        """Text of token ids. Never raises: an id beyond the vocabulary is no text, a broken character is U+FFFD."""
+        known = [i for i in np.asarray(ids, np.int64).ravel().tolist() if 0 <= i < self.vocab_size]
+        text: str = self._fast.decode(known, skip_special_tokens=skip_special)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, or None beyond the vocabulary."""
+        if not 0 <= token_id < self.vocab_size:
+            return None
+        text: str | None = self._fast.id_to_token(int(token_id))
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kw: Any) -> str:
+        """A conversation as the model expects it. Raises ParameterError when there is no template or it refuses."""
+        if self._template is None:
+            raise ParameterError(f"{self.name or 'this model'} has no chat template: use --raw and give plain text")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kw)
+
+    def encode_chat(self, messages: Sequence[Message], **kw: Any) -> I32:
+        """Token ids int32 [n] of a rendered conversation; the template itself writes the start token."""
+        return self.encode(self.render_chat(messages, **kw), add_special=False, parse_special=True)
+
+
+def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, str | None, str | None]]:
+    """Ids up to the shorter vocabulary that mean different tokens: ``(id, in a, in b)``, at most ``limit``."""
+    found: list[tuple[int, str | None, str | None]] = []
+    for i in range(min(a.vocab_size, b.vocab_size)):
+        left, right = a.token(i), b.token(i)
+        if left != right:
+            found.append((i, left, right))
+            if len(found) == limit:
+                break
+    return found
+
+
+def _spelling(fast: Any) -> Literal["bytes", "pieces"] | None:
+    """What the decoder undoes."""
+    state = {} if fast.decoder is None else json.loads(fast.decoder.__getstate__())
+    kinds = {part.get("type") for part in state.get("decoders", [state])}
+    if "ByteLevel" in kinds:
+        return "bytes"
+    return "pieces" if kinds & {"ByteFallback", "Metaspace"} else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty when there is none. Raises ModelError when it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _special_texts(*sources: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... as text; they are stored as text or as an object with ``content``."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _eos_ids(folder: Path, fast: Any, eos_token: str | None) -> list[int]:
+    config = _json(folder / "config.json")
+    listed = [_json(folder / "generation_config.json"), config, config.get("text_config") or {}]
+    ids: list[int] = []
+    for source in listed:
+        value = source.get("eos_token_id")
+        ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+    if eos_token is not None and fast.token_to_id(eos_token) is not None:
+        ids.append(fast.token_to_id(eos_token))
+    return [i for i in ids if isinstance(i, int) and i >= 0]
+
+
+def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _converted(folder: Path, trust_remote_code: bool) -> Any:
+    """For folders without tokenizer.json: let transformers convert what is there."""
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
+        )
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{folder} has no tokenizer that can be read ({reason}): add its tokenizer.json") from error
+    fast = getattr(slow, "backend_tokenizer", None)
+    if fast is None:
+        raise ModelError(
+            f"{folder} has only a {type(slow).__name__}, which cannot be converted: add its tokenizer.json"
+        )
+    return fast

@@ -1,0 +1,1 @@
+"""The Transformers backend: any decoder-only AutoModelForCausalLM behind the Model seam."""

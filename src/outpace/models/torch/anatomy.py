@@ -1,0 +1,198 @@
+"""Finds out at load how a transformers model attends, and refuses what could not be served exactly.
+
+One pass with a watching attention function shows every call: which module, which widths, which mask, which extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outpace.errors import ModelError
+from outpace.models.torch.attention import NAME, Forward, Site, attend
+from outpace.models.torch.kv import LayerShape
+
+# What models pass to attention besides what is handled, and what none of it means while no cache is kept.
+_HARMLESS = frozenset(
+    ("position_ids", "position_embeddings", "use_cache", "past_key_values", "past_key_value", "cache_position")
+)
+_ROPE_LIMITED = ("dynamic", "longrope")
+UNSTATED = 4096  # positions, for models that name no limit
+
+
+@dataclass(slots=True)
+class _Call:
+    module: torch.nn.Module
+    shape: LayerShape
+    dtype: torch.dtype
+    mask: torch.Tensor | None
+    window: int | None
+    extras: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What was found: one attention call a layer, where the layers hang, and what each keeps in the cache."""
+
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    holder: torch.nn.Module  # the module that owns the list of decoder layers ...
+    attribute: str  # ... under this name
+    layers: torch.nn.ModuleList
+
+
+class Watch:
+    """Notes attention calls and masks while a model runs once."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.calls: list[_Call] = []
+        self.masks: list[tuple[torch.Tensor, int | None]] = []
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **extras: Any,
+    ) -> tuple[torch.Tensor, None]:
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.calls.append(_Call(module, shape, key.dtype, attention_mask, sliding_window, extras))
+        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+    def mask(
+        self, *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **__: Any
+    ) -> torch.Tensor:
+        stand_in = torch.zeros((1, 1, q_length, kv_length))
+        self.masks.append((stand_in, window_of(mask_function, self.longest)))
+        return stand_in
+
+    def window(self, call: _Call) -> int | None:
+        """How far back the call's tokens see; the mask's word counts, the model's own argument where it has none."""
+        for mask, window in self.masks:
+            if mask is call.mask:
+                return window
+        return call.window if call.window is None or call.window < self.longest else None
+
+
+def window_of(mask_function: Callable[..., Any], longest: int) -> int | None:
+    """The sliding window that a transformers mask function draws (None: it is plainly causal). Raises ModelError."""
+    last = min(longest, 1 << 20) - 1
+    zero = torch.zeros((), dtype=torch.long)
+    seen: list[int] = []
+    for q in (last, last - last // 3 - 1):
+        k = torch.arange(q + 2)
+        sees = mask_function(zero, zero, torch.tensor(q), k).expand(k.shape)
+        count = int(sees.sum())
+        if count < 1 or not torch.equal(sees, (k <= q) & (k > q - count)):
+            raise ModelError("its attention is neither causal nor a sliding window")
+        seen.append(count)
+    if seen[1] != min(seen[0], last - last // 3):
+        raise ModelError("its attention runs in chunks rather than in a sliding window")
+    return None if seen[0] == last + 1 else seen[0]
+
+
+def max_length(config: Any) -> tuple[int, str | None]:
+    """The most positions a row may have, and the reason when it is less than the model claims."""
+    claimed = getattr(config, "max_position_embeddings", None)
+    if not isinstance(claimed, int) or claimed < 1:
+        return UNSTATED, f"its configuration does not say how long a context may be: it is limited to {UNSTATED}"
+    longest = claimed
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in nested or [rope]:
+        kind = parameters.get("rope_type")
+        if kind not in _ROPE_LIMITED:
+            continue
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        limit = int(original or longest)
+        if limit < longest or (kind == "dynamic" and original is None):
+            return min(limit, longest), (
+                f"its {kind} rope changes every position's rotation beyond {limit} positions, which would couple "
+                f"tokens to what comes after them: contexts are limited to {min(limit, longest)}"
+            )
+    return longest, None
+
+
+def dissect(model: Any, longest: int, tokens: torch.Tensor) -> Anatomy:
+    """Run ``model`` once on ``tokens`` [1, n] with a watching attention, judge what it does, and mark its modules.
+
+    Afterwards every attention module carries a ``Site`` and the model's attention is Outpace's. Raises ModelError.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # without a mask function: models then build no masks for it
+    watch = Watch(longest)
+    watching = f"{NAME}-watch-{id(watch)}"  # its own name, so that two models can be loaded at a time
+    ALL_ATTENTION_FUNCTIONS.register(watching, watch.attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(watching, watch.mask)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    try:
+        model.set_attn_implementation(watching)
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+        model.set_attn_implementation(NAME)
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)  # there is no public way to unregister
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)
+    return _judge(model, watch)
+
+
+def _judge(model: Any, watch: Watch) -> Anatomy:
+    calls = watch.calls
+    if not calls:
+        raise ModelError(
+            "it does not use transformers' attention interface (recurrent state, or an attention of its own)"
+        )
+    if len({id(call.module) for call in calls}) < len(calls):
+        raise ModelError("some of its layers share one attention module")
+    holder, attribute, layers = _layers(model, [call.module for call in calls])
+    shared = Forward()
+    for i, call in enumerate(calls):
+        for name, value in call.extras.items():
+            unset = value is None or value is False or (name == "dropout" and value == 0.0)
+            unset = unset or (name == "is_causal" and value is True)
+            if name not in _HARMLESS and not unset:
+                raise ModelError(f"its attention has an extra that is not supported: {_extra(name)}")
+        if not getattr(call.module, "is_causal", True):
+            raise ModelError("its attention is not causal")
+        call.module._outpace = Site(shared, i, watch.window(call))
+    model._outpace_forward = shared
+    return Anatomy(tuple(call.shape for call in calls), calls[0].dtype, holder, attribute, layers)
+
+
+def _extra(name: str) -> str:
+    known = {"s_aux": "attention sinks (s_aux)", "position_bias": "a position bias", "alibi": "ALiBi"}
+    return known.get(name, name)
+
+
+def _layers(
+    model: torch.nn.Module, attention: list[torch.nn.Module]
+) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+    """The list of decoder layers: the ModuleList whose children hold one of the attention modules each, in order."""
+    first = attention[0]
+    for holder in model.modules():
+        for attribute, child in holder.named_children():
+            if not isinstance(child, torch.nn.ModuleList) or not any(first is m for m in child.modules()):
+                continue
+            for i, layer in enumerate(child):
+                inside = {id(m) for m in layer.modules()}
+                held = [j for j, module in enumerate(attention) if id(module) in inside]
+                if held != [i]:
+                    raise ModelError(
+                        f"layer {i} ({type(layer).__name__}) has no attention of its own (recurrent state or linear "
+                        f"attention), which cannot be rolled back"
+                    )
+            return holder, attribute, child
+    raise ModelError("its decoder layers could not be found")

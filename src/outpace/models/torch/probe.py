@@ -1,0 +1,79 @@
+"""The proof at load: the model's own full forward against ours, in chunks, with two rows and a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from outpace.arrays import F32, I32
+from outpace.errors import ModelError
+from outpace.models.base import Batch, Output
+from outpace.models.torch.kv import TorchKV
+
+LENGTH, FORK = 12, 9  # tokens of a trunk; where its other branch leaves it
+# The largest difference of a logit that is rounding, relative to the largest logit (at least 1). A wrong mask, position
+# or cache gives differences of the order of the logits themselves.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Three token lists [3, LENGTH] and the model's own logits float32 [3, LENGTH, V] for them.
+
+    The second leaves the first after FORK tokens; the third shares nothing with them.
+    """
+
+    tokens: torch.Tensor
+    logits: F32
+
+    @staticmethod
+    def of(module: Any, vocab_size: int, device: torch.device) -> Reference:
+        ids = (np.arange(3 * LENGTH, dtype=np.int64).reshape(3, LENGTH) * 7919 + 11) % max(1, vocab_size - 4) + 4
+        ids[1, :FORK] = ids[0, :FORK]
+        tokens = torch.from_numpy(ids % vocab_size).to(device)
+        positions = torch.arange(LENGTH, device=device)[None]
+        logits = [module(input_ids=row[None], position_ids=positions, use_cache=False).logits[0] for row in tokens]
+        return Reference(tokens, torch.stack(logits).float().cpu().numpy())
+
+
+def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference) -> None:
+    """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference."""
+    tokens = reference.tokens.cpu().numpy().astype(np.int32)
+    trunk, other = kv.alloc(2 * LENGTH), kv.alloc(LENGTH)
+
+    def run(chunks: dict[int, I32], parents: I32 | None = None) -> F32:
+        rows = list(chunks)
+        batch = Batch.pack(
+            rows,
+            list(chunks.values()),
+            [kv.length(row) for row in rows],
+            [True] * len(rows),
+            [parents if row == trunk else None for row in rows],
+        )
+        return forward(batch).logits(batch.wanted)
+
+    found = [run({trunk: tokens[0, :5], other: tokens[2, :2]})]
+    found.append(run({trunk: tokens[0, 5:6], other: tokens[2, 2:9]}))
+    found.append(run({trunk: tokens[0, 6:FORK]}))
+    # Both branches as one tree, one node of each in turn.
+    tree = np.stack([tokens[0, FORK:], tokens[1, FORK:]], axis=1).ravel()
+    parents = np.arange(-2, len(tree) - 2, dtype=np.int32).clip(-1)
+    parents[1] = -1
+    found.append(run({trunk: tree, other: tokens[2, 9:]}, parents))
+    expected = [
+        reference.logits[0, :5], reference.logits[2, :2], reference.logits[0, 5:6], reference.logits[2, 2:9],
+        reference.logits[0, 6:FORK], reference.logits[:2, FORK:].swapaxes(0, 1).reshape(len(tree), -1),
+        reference.logits[2, 9:],
+    ]  # fmt: skip
+    ours, theirs = np.concatenate(found), np.concatenate(expected)
+    scale = max(1.0, float(np.abs(theirs).max()))
+    worst = float(np.abs(ours - theirs).max()) / scale
+    if not worst <= TOLERANCE.get(kv.dtype, 1e-3):
+        raise ModelError(
+            f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their "
+            f"size, so something besides attention couples its tokens (recurrent state, perhaps)"
+        )
