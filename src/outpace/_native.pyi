@@ -140,7 +140,7 @@ class SuffixIndex:
         """Tokens, parents and gains of the tree."""
 
 class Datastore:
-    """The search of ``retrieval``; see drafters/lookup/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
+    """The search of ``retrieval``; drafters/lookup/datastore.py is the reference. Keeps its arrays. Raises ValueError."""
 
     def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:

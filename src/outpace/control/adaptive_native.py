@@ -1,5 +1,5 @@
-"""The policy behind ``--size auto`` in C++ (native/drafting/policy.h), for drafters that look tokens up: their drafts cost so
-little that what the policy itself takes shows. ``Adaptive`` is the reference, decision for decision."""
+"""The policy behind ``--size auto`` in C++ (native/drafting/policy.h), for drafters that look tokens up: their drafts
+cost so little that what the policy itself takes shows. ``Adaptive`` is the reference, decision for decision."""
 
 from __future__ import annotations
 

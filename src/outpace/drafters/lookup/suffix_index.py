@@ -1,7 +1,7 @@
 """What followed, wherever the end of a sequence appeared before: the index and the best-first tree of ``suffix``.
 
-The reference for native/drafting/suffix.h, which is used where it was built and gives the same numbers; the interface is
-``append`` and ``propose``. Instead of a suffix tree with counts, which has to update every ancestor for every token,
+The reference for native/drafting/suffix.h, which is used where it was built and gives the same numbers; the interface
+is ``append`` and ``propose``. Instead of a suffix tree with counts, which has to update every ancestor for every token,
 positions are chained by the pair of tokens that ends there, and the counts of SuffixDecoding's tree (arXiv
 2411.04975, section 3) are taken lazily: a tree node is the set of earlier places that its path continues, and its
 children are what stands next in them. Only nodes that are drafted are counted.

