@@ -68,7 +68,7 @@ class Cell:
 def fill(model: NativeModel, context: int, count: int, rng: np.random.Generator) -> list[int]:
     rows = []
     for _ in range(count):
-        row = model.kv.alloc(context + max(WIDTHS))
+        row = model.kv.alloc()
         tokens = rng.integers(0, model.info.vocab_size, context).astype(np.int32)
         model.forward(Batch.pack([row], [tokens], [0], [False]))
         rows.append(row)
@@ -106,7 +106,7 @@ def main() -> None:
             several = fill(model, 400, count, rng)
             cells += [Cell(model, several, 400, width, rng) for width in (1, 4, 8)]
     prompt = rng.integers(0, model.info.vocab_size, options.prefill).astype(np.int32)
-    prefill_row = model.kv.alloc(options.prefill)
+    prefill_row = model.kv.alloc()
     prefill = Batch.pack([prefill_row], [prompt], [0], [False])
     prefill_seconds, speeds = [], [bandwidth(model.threads)]
     for _ in range(options.rounds):

@@ -23,7 +23,7 @@ from outpace.drafters.registry import build, parse
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import walk_row
+from outpace.exact.verify import walk
 from outpace.models.load import LoadOptions
 
 VOCAB = 49_152
@@ -58,10 +58,10 @@ def replay(drafter: Drafter, row: dict[str, Any], request: int, size: int) -> tu
         seconds += time.perf_counter() - started
         draft = drafts.row(0)
 
-        def choose(node: int, at: int = at, draft: Any = draft) -> int:
-            return int(tokens[at + len(draft.path(node))])
+        def choose(_: Any, nodes: Any, at: int = at, draft: Any = draft) -> Any:
+            return np.array([tokens[at + len(draft.path(int(node)))] for node in nodes])
 
-        verdict = walk_row(choose, draft)
+        verdict = walk(choose, drafts).row(0)
         started = time.perf_counter()
         drafter.observe([Event(0, at, verdict.tokens, verdict)])
         seconds += time.perf_counter() - started

@@ -28,7 +28,7 @@ from outpace.params import SamplingParams
 
 def logits_along(model: Model, prompt: I32, output: I32) -> F32:
     """The logits [len(output), V] from which each token of ``output`` would be chosen."""
-    row = model.kv.alloc(len(prompt) + len(output))
+    row = model.kv.alloc()
     try:
         tokens = np.concatenate([prompt, output[:-1]]).astype(np.int32)
         wanted = np.arange(len(prompt) - 1, len(tokens), dtype=np.int32)

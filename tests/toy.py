@@ -6,11 +6,14 @@ prefix, and with it every logit that follows.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from outpace.arrays import F32, I32
 from outpace.errors import MemoryLimitError
-from outpace.models.base import Batch, HostOutput, ModelInfo
+from outpace.models.base import Batch, HostOutput, HostTaps, ModelInfo
 
 BYTES = 8  # what a position takes
 
@@ -20,86 +23,139 @@ class ToyError(Exception):
 
 
 class ToyKV:
-    """Stores token ids, positions and the number of layers that wrote them where a real cache has keys and values."""
+    """Stores token ids, positions and the number of layers that wrote them where a real cache has keys and values.
+
+    Blocks of four positions, shared by reference and copied on write: what the protocol asks for, in plain Python.
+    """
+
+    block = 4
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._slots: dict[int, np.ndarray] = {}
+        self._blocks: dict[int, np.ndarray] = {}
+        self._users: dict[int, int] = {}  # how many rows have a block
+        self._rows: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
 
-    def alloc(self, capacity: int) -> int:
-        if self.limit is not None and self.bytes + self.bytes_for(capacity) > self.limit:
-            raise MemoryLimitError("full")
-        row = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
-        self._slots[row] = np.full((capacity, 3), -99, np.int64)
-        self._lengths[row] = 0
+    def alloc(self) -> int:
+        row = next(i for i in range(len(self._rows) + 1) if i not in self._rows)
+        self._rows[row], self._lengths[row] = [], 0
         return row
 
     def free(self, row: int) -> None:
-        del self._slots[row], self._lengths[row]
+        self._drop(row, 0)
+        del self._rows[row], self._lengths[row]
 
     def length(self, row: int) -> int:
         return self._lengths[row]
 
-    def capacity(self, row: int) -> int:
-        return len(self._slots[row])
-
     def truncate(self, row: int, n: int) -> None:
         assert 0 <= n <= self._lengths[row]
         self._lengths[row] = n
+        self._drop(row, -(-n // self.block))
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         assert start + keep.max(initial=-1) < self._lengths[row]
-        self._slots[row][start : start + len(keep)] = self._slots[row][start + keep]
-        self._lengths[row] = start + len(keep)
+        for i, slot in enumerate((start + keep).tolist()):
+            if start + i != slot:
+                self._own(row, (start + i) // self.block)
+                self._slot(row, start + i)[:] = self._slot(row, slot)
+        self.truncate(row, start + len(keep))
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        assert n <= self._lengths[src]
-        self._slots[dst][:n] = self._slots[src][:n]
+        assert n <= self._lengths[src], f"{n} positions of a row that has {self._lengths[src]}"
+        assert not self._rows[dst], "the row is not empty"
+        self._rows[dst] = self._rows[src][: -(-n // self.block)]
+        for block in self._rows[dst]:
+            self._users[block] += 1
         self._lengths[dst] = n
 
-    def bytes_for(self, capacity: int) -> int:
-        return capacity * BYTES
+    def growth(self, row: int, n: int) -> int:
+        held, length = self._rows[row], self._lengths[row]
+        more = max(-(-(length + n) // self.block) - len(held), 0)
+        copied = n > 0 and length % self.block and self._users[held[length // self.block]] > 1
+        return (more + bool(copied)) * self.block * BYTES
+
+    def bytes_for(self, positions: int) -> int:
+        return -(-positions // self.block) * self.block * BYTES
+
+    def exclusive(self, rows: Sequence[int]) -> int:
+        users = Counter(block for row in rows for block in self._rows[row])
+        return sum(n == self._users[block] for block, n in users.items()) * self.block * BYTES
 
     @property
     def bytes(self) -> int:
-        return sum(self.bytes_for(len(s)) for s in self._slots.values())
+        return len(self._blocks) * self.block * BYTES
 
     @property
     def rows(self) -> list[int]:
-        return sorted(self._slots)
+        return sorted(self._rows)
 
     def check(self) -> None:
-        for row, slots in self._slots.items():
+        users = Counter(block for held in self._rows.values() for block in held)
+        assert users == Counter(self._users), "a block's users are miscounted"
+        assert set(users) == set(self._blocks), "a block leaked"
+        assert self.limit is None or self.bytes <= self.limit
+        for row, held in self._rows.items():
             n = self._lengths[row]
-            assert (slots[:n, 1] == np.arange(n)).all(), f"row {row}: positions {slots[:n, 1]}"
+            assert len(held) == -(-n // self.block), f"row {row} has {len(held)} blocks for {n} positions"
+            assert [self._slot(row, i)[1] for i in range(n)] == list(range(n)), f"row {row}: wrong positions"
 
     def write(self, row: int, tokens: I32, positions: I32, layers: int = 1) -> None:
-        n = self._lengths[row]
-        assert n + len(tokens) <= len(self._slots[row]), "a row outgrew its reservation"
-        self._slots[row][n : n + len(tokens), 0] = tokens
-        self._slots[row][n : n + len(tokens), 1] = positions
-        self._slots[row][n : n + len(tokens), 2] = layers
-        self._lengths[row] = n + len(tokens)
+        if self.limit is not None and self.bytes + self.growth(row, len(tokens)) > self.limit:
+            raise MemoryLimitError("full")
+        for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
+            n = self._lengths[row]
+            if n % self.block == 0:
+                self._rows[row].append(self._new())
+            self._own(row, n // self.block)
+            self._slot(row, n)[:] = token, position, layers
+            self._lengths[row] = n + 1
 
     def prefix(self, row: int, n: int) -> list[int]:
-        return self._slots[row][:n, 0].tolist()
+        return [int(self._slot(row, i)[0]) for i in range(n)]
 
     def layers(self, row: int, n: int) -> int:
         """What the least of the first n slots has."""
-        return int(self._slots[row][:n, 2].min(initial=1 << 20))
+        return min((int(self._slot(row, i)[2]) for i in range(n)), default=1 << 20)
+
+    def _slot(self, row: int, i: int) -> np.ndarray:
+        found: np.ndarray = self._blocks[self._rows[row][i // self.block]][i % self.block]
+        return found
+
+    def _new(self) -> int:
+        block = next(i for i in range(len(self._blocks) + 1) if i not in self._blocks)
+        self._blocks[block], self._users[block] = np.full((self.block, 3), -99, np.int64), 1
+        return block
+
+    def _own(self, row: int, index: int) -> None:
+        """Copy on write."""
+        block = self._rows[row][index]
+        if self._users[block] > 1:
+            self._users[block] -= 1
+            self._rows[row][index] = own = self._new()
+            self._blocks[own][:] = self._blocks[block]
+
+    def _drop(self, row: int, keep: int) -> None:
+        for block in self._rows[row][keep:]:
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block], self._blocks[block]
+        del self._rows[row][keep:]
 
 
 class ToyOutput(HostOutput):
-    """Taps are what a hidden state must know: the token and its position, [n, T, 2]."""
+    """Taps are what a hidden state must know: the token and its position, [n, T, 2]; only of rows that read them."""
 
     def __init__(self, batch: Batch, logits: F32) -> None:
         super().__init__(batch.wanted, logits)
         self._batch = batch
 
-    def taps(self, at: I32) -> F32:
+    def taps(self, at: I32) -> HostTaps:
+        rows = np.searchsorted(self._batch.starts, at, side="right") - 1
+        assert self._batch.tapped is None or self._batch.tapped[rows].all(), "taps of a row that has none"
         one = np.stack([self._batch.token[at], self._batch.position[at]], axis=-1).astype(np.float32)
-        return np.repeat(one[:, None], len(self._batch.taps), axis=1)
+        return HostTaps(np.repeat(one[:, None], len(self._batch.taps), axis=1))
 
 
 class BrokenOutput(ToyOutput):
@@ -148,6 +204,15 @@ class ToyModel:
 
     def forward(self, batch: Batch) -> HostOutput:
         self.forwards.append(batch)
+        lengths = {row: self.kv.length(row) for row in self.kv.rows}
+        try:
+            return self._forward(batch)
+        except BaseException:  # as every model: when it raises, every row is as long as it was
+            for row, n in lengths.items():
+                self.kv.truncate(row, n)
+            raise
+
+    def _forward(self, batch: Batch) -> HostOutput:
         failing, self.fail = self.fail, None
         if failing == "forward":
             raise ToyError("the toy was told to fail")
@@ -181,8 +246,9 @@ class ToyTokenizer:
     """One character a token: 0 is 'a', 1 is 'b', ..."""
 
     has_chat_template = False
+    spelling, special_ids, eos_ids, bos_id = None, (), (), None
 
-    def encode(self, text: str) -> I32:
+    def encode(self, text: str, *, add_special: bool = True) -> I32:
         return np.array([ord(c) - 97 for c in text], np.int32)
 
     def decode(self, ids: object, *, skip_special: bool = True) -> str:

@@ -1,8 +1,9 @@
-// What the two files of bindings share.
+// What the files of bindings share.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -21,6 +22,7 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrixf = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <class T>
 nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
@@ -29,6 +31,12 @@ nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
     return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.begin(), owner));
 }
 
-void bind_drafting(nb::module_& m);  // drafting.cpp
+class Model;
+
+void bind_drafting(nb::module_& m);                           // drafting.cpp
+void bind_output(nb::module_& m);                             // output.cpp
+void bind_packing(nb::module_& m);                            // packing.cpp
+void bind_policy(nb::module_& m);                             // policy.cpp
+void bind_runtime(nb::module_& m, nb::class_<Model>& model);  // runtime.cpp
 
 }  // namespace outpace

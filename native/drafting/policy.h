@@ -1,46 +1,42 @@
-// The policy behind `--size auto` for drafters that look tokens up: how much each row drafts in a step. The reference is
-// control/adaptive.py with calibration.py, timing.py and rows.py, decision for decision; what each number is for stands there.
+// The policy behind `--size auto`: how much each row drafts in a step. docs/policy.md says why; control/adaptive.py calls it.
+//
+// Costs are in plain steps of the batch at hand, gains in tokens. What drafting has really brought and taken is kept in
+// accounts; what is in the red drafts nothing, whatever is expected of it.
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <optional>
-#include <utility>
 #include <vector>
+
+#include "drafting/chances.h"
+#include "drafting/pace.h"
 
 namespace outpace {
 
-// The modules' constants.
-struct PolicyRules {
-    std::vector<double> edges;  // calibration
-    int levels, fade_every;
-    double unknown, strength, memory, fade, rate, limit;
-    int window, furthest;  // timing
-    double fading, alone, together;
-    double explore, harm, allowance, forgiven;  // rows
-    int first_tries, patience, longest_wait;
-    int least_reach, sampled, fresh;  // adaptive
-    double horizon;
-};
-
-// control/cost.py: seconds of a forward.
-struct PolicyCost {
-    std::vector<double> table;               // by new tokens, from 0
-    double last_width, last_seconds, slope;  // beyond it
-    double row, position, position_width;
-
-    double width(int64_t n) const {
-        if (n < static_cast<int64_t>(table.size())) return table[static_cast<size_t>(n)];
-        return last_seconds + slope * (static_cast<double>(n) - last_width);
-    }
-};
-
 class Policy {
 public:
-    struct View {  // a row of the batch
-        int row, kind;
+    struct Kind {  // of a row: what stays as it is for its whole life
+        int64_t request;
+        int sampling;    // requests whose acceptance may be pooled
+        bool rejection;  // what was sampled may not be dropped
+        int drafter;
+        int levels;  // the source that takes a forward for every level; -1: none
+        bool nodes, trims;  // as in Python's DraftCost
+    };
+    struct View {  // a row in a step
+        int64_t row;
         bool adaptive;
+        int most;  // nodes
+        double context;
+    };
+    enum class Why : uint8_t { Fixed, NoRoom, Waits, Nothing, Drafts, Try, Dear, Others, Lost, Plain, Levels };
+    struct Said {  // of a row, in a step
+        int size = 0;
+        Why why = Why::NoRoom;
+        double expected = 0.0;  // speed over plain decoding of the best draft; 0: there was none
+        double price = 0.0, brings = 0.0;  // tokens that its first node costs, and that its best one brings
     };
     struct Proposal {  // drafts [rows, width]; pointers may be null, as their arrays may be None in Python
         const int32_t* widths;
@@ -48,61 +44,74 @@ public:
         const float* said;
         const uint8_t* source;
         size_t width;
-        const std::vector<int>* sources;  // what source numbers stand for
-        const std::vector<bool>* sampled;  // by row: whether its nodes may not be dropped
-    };
-    struct Choice {
-        std::vector<std::vector<int>> kept;  // nodes to verify, by row
-        std::optional<double> expected;      // speed over plain decoding of the best draft
-        std::vector<bool> chosen;            // by row: whether that was up to the policy
+        const int* sources;  // what source numbers stand for
+        bool drawn;          // nodes carry q
     };
     struct Seconds {
-        double total, draft, target, rest;
+        double draft, body;
     };
 
-    Policy(PolicyRules rules, PolicyCost cost);
+    explicit Policy(CostTable cost);
 
-    // Nodes to ask for, by row; none at all while all rows wait: then there is nothing to trim or to learn, and `waited`
-    // ends the step.
-    std::vector<int> plan(std::vector<View> rows, std::vector<int> most, std::vector<int64_t> contexts, int64_t prefill);
-    Choice trim(const Proposal& drafts);
-    // `accepted` [rows]; `path` [rows, depth]: nodes of what `trim` kept.
-    void learn(const std::vector<int>& accepted, const int32_t* path, size_t depth, const Seconds& seconds);
-    void waited(double seconds);
-    void release(int row);
-    size_t rows() const { return rows_.size(); }  // that it knows
-    size_t planned() const { return views_.size(); }
+    bool knows(int64_t row, int64_t request) const;
+    void admit(int64_t row, const Kind& kind);
+
+    // Rows that it knows. Afterwards `nodes` and `levels` say what to ask for.
+    void plan(const std::vector<View>& views, int64_t prefill);
+    int nodes(size_t i) const { return steps_[i].nodes; }
+    int levels(size_t i) const { return steps_[i].levels; }
+
+    // Afterwards `kept` are the nodes to verify, ascending and with their parents. `all`: look even where it cannot pay.
+    void trim(const Proposal& drafts, bool all);
+    const std::vector<int>& kept(size_t i) const { return steps_[i].kept; }
+    const Said& said(size_t i) const { return steps_[i].said; }
+    const std::vector<double>& gains(size_t i) const { return steps_[i].gains; }
+
+    // `accepted` [rows]; `path` [rows, depth]: nodes of what was kept.
+    void learn(const int32_t* accepted, const int32_t* path, size_t depth, const Seconds& seconds);
+    void release(int64_t row);
+
+    size_t planned() const { return count_; }
+    size_t rows() const { return rows_.size(); }
+    size_t tables() const { return chances_.size(); }
+    double capital() const { return capital_; }
+    double advantage() const { return advantage_; }
+    const Pace& pace() const { return pace_; }
 
 private:
-    struct Bucket {
-        double accepted = 0.0, tried = 0.0;
-    };
-    struct Table {
-        std::array<std::vector<Bucket>, 2> said;
-        std::vector<Bucket> unsaid;
-    };
-    struct Median {
-        std::vector<double> samples;  // a ring
-        size_t next = 0;
-        double value = 0.0;
-    };
     struct Row {
-        int kind;
-        std::array<double, 2> biases{0.0, 0.0}, odds{1.0, 1.0};
-        int64_t proposals = 0, fruitless = 0;
-        int wait = 0, waited = 4, reach = 64;
-        double value = 0.0, lead = 0.0, balance = 0.0;
-        int64_t tries = 0;
-        double spent = 0.0, seconds = 0.0, wall = 0.0;
+        Kind kind;
+        std::array<double, 2> biases{0.0, 0.0}, odds{1.0, 1.0};  // in log-odds, of first nodes and deeper ones; exp(-bias)
+        int64_t proposals = 0;
+        int fruitless = 0, wait = 0, waited = 4, reach = 64;
+        double value = 0.0;          // plain steps that a proposal saves, lately
+        double lead = 0.0;           // steps that it is ahead of plain decoding: its tokens, less what all drafts took
+        double wall = 0.0;           // steps that it was in
+        double balance = 0.0;        // steps that its own drafts saved the batch
+        double wholes = 0.0, gained = 0.0, verified = 0.0;  // drafts that are verified whole: decayed sums
+        bool drawn = false;          // its nodes are sampled, and may not be dropped
     };
-    struct Look {
-        bool there = false, trims = false, chain = true;
-        std::vector<int> parents;
+    struct Whole {  // such drafts of one drafter and kind of sampling
+        double drafts = 0.0, gained = 0.0, nodes = 0.0;
+    };
+    struct Asking {  // what a drafter takes, in seconds
+        double each = 0.0;  // a row
+        std::array<double, 8> level{};  // a level, by doublings of the rows
+        int rows = 0, levels = 0;  // in this step
+        bool known() const;
+    };
+    struct Step {  // a row's part of the step that is under way
+        View view;
+        Row* row;  // null: released
+        Kind kind;
+        int nodes, levels;
+        bool there, trims;  // whether there is a draft, and it may be trimmed
+        std::vector<int> parents, depths, sources, kept;
         std::vector<double> gains, chances;
-        std::vector<Bucket*> buckets;
-        std::vector<int> kept;
+        std::vector<Chance*> learns;
+        Said said;
     };
-    struct Free {
+    struct Free {  // a node to choose
         double negative;  // gain
         int row, node;
         bool operator<(const Free& o) const {
@@ -110,50 +119,52 @@ private:
         }
     };
 
-    void tick();
-    Table& table(int source, int kind);
-    double chance(const Bucket& bucket, double said) const;
-    void add(Median& median, double sample) const;
-    double plain_seconds(const std::vector<int64_t>& contexts, int64_t prefill) const;
-    double drafting(int forwards) const;
-    double more(int64_t width, int64_t nodes, int64_t context) const;
-    double cheapest(int64_t width);
-    double forward(const std::vector<int64_t>& contexts) const;
-    bool timed();
-    double rate() const;
-    double slack(const Row& row) const { return row.lead + rules_.harm * row.wall; }
+    bool adaptive(const Step& step) const { return step.view.adaptive; }
+    bool whole(const Step& step) const { return !step.kind.trims || (step.row && step.row->drawn); }
+    double more(int nodes) const { return share_ * (pace_.more(fixed_ + nodes) - pace_.more(fixed_)); }
+    double doubt(int nodes) const { return share_ * pace_.doubt(fixed_ + nodes); }
+    bool too_risky(int nodes, double tokens) const;
+    double rate() const { return advantage_ * static_cast<double>(count_); }  // tokens that a plain step's time must bring
+    double slack(const Row& row) const;
     bool trusted(const Row& row) const;
-    bool may_try(Row& row, double loss);
-    void ask_again(Row& row, double saved);
-    void look(Look& look, Row& row, bool adaptive, const Proposal& drafts, size_t i, double floor);
-    std::pair<int, double> worth(const std::vector<Free>& free, int64_t width, bool drafted, std::optional<double>& expected);
-    int bearable(const std::vector<Free>& nodes, int count, int64_t width);
-    void settle(int64_t width, double saved);
-    void count(Row& row, const Look& look, const int32_t* path, int accepted) const;
-    void time(const Seconds& seconds, bool drafted);
-    void average(double tokens, double plain_steps);
+    double most_capital() const;
+    bool may_try(double loss, int nodes, double tokens);
+    bool bears(double loss) const;
+    bool fair(const Step& step, double gain, double loss) const;
+    bool plan_whole(Step& step);
+    void plan_levels(int drafter);
+    double drafting() const;
+    double level_seconds(const Asking& asking, int rows) const;
+    void look(Step& step, const Proposal& drafts, size_t i, double floor, bool all);
+    int worth(double& saved);
+    int bearable(int count) const;
+    void ask_again(Step& step, double saved);
+    void count(Step& step, const int32_t* path, int accepted);
+    void account(const int32_t* accepted, double more, double asked);
+    void time_drafting(double seconds);
 
-    PolicyRules rules_;
-    PolicyCost cost_;
-    std::map<std::pair<int, int>, Table> tables_;  // source, kind; buckets never move
-    std::map<int, Row> rows_;
-    int64_t ticks_ = 0, steps_ = 0;
-    double advantage_ = 1.0, tokens_, plain_tokens_;
-    // timing
-    std::map<int, Median> drafting_;
-    std::array<Median, 2> overhead_, slowness_;
-    std::map<int64_t, double> cheapest_;
-    double bare_ = 0.0, beyond_ = 0.0, scale_ = 1.0, surcharge_ = 0.0;
+    Pace pace_;
+    Chances chances_;
+    std::map<int64_t, Row> rows_;
+    std::map<std::pair<int, int>, Whole> wholes_;
+    std::vector<Asking> asking_;  // by drafter
+    double observing_ = 0.0;      // seconds of the draft phase where nothing is asked
+    int64_t observed_ = 0;
+    double capital_, try_credit_;
+    int blocked_ = 0;  // steps that all wait
+    double advantage_ = 1.0, tokens_, plains_;  // the long-run rate over plain decoding's; decayed sums behind it
+
     // the step that is under way
-    std::vector<View> views_;
-    std::vector<Row*> known_;
-    std::vector<int> sizes_;
-    std::vector<int64_t> contexts_;
+    std::vector<Step> steps_;
+    size_t count_ = 0;
     int64_t prefill_ = 0;
-    bool first_ = false, any_ = false;
-    int asked_ = 0, verified_ = 0;
-    double plain_ = 0.0, forward_ = 0.0, extra_ = 0.0;
-    std::vector<Look> looks_;
+    double unit_ = 1.0, share_ = 1.0;  // a plain step's seconds; what of it is the forward and the engine
+    double asked_ = 0.0;               // plain steps that asking was expected to take
+    int fixed_ = 0, verified_ = 0;     // nodes that were not chosen here; all
+    int tried_ = 0, instead_ = 0;      // nodes that are verified as a try, and that were thought best
+    double hoped_ = 0.0;               // tokens that the difference was expected to bring
+    bool first_ = false, red_ = false;  // some row drafts for the first time; only tries are left
+    std::vector<Free> free_;
 };
 
 }  // namespace outpace

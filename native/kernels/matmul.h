@@ -23,10 +23,10 @@ INLINE float float_at(const uint8_t* p) {
 }
 INLINE const uint16_t* halves_at(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
-// What differs between the integer formats: where a superblock keeps its numbers and how they unpack.
+// What differs between the integer formats: how their numbers unpack; where they stand is layout.h's.
 //   offset: bytes are 128 too high; split: a scale for each 16 inputs; small: no byte exceeds 63; minimum: d q + m
 template <Format format>
-struct Layout;
+struct Unpack;
 
 template <bool times_16>
 INLINE void unpack_nibbles(const uint8_t* q, W* w) {
@@ -44,61 +44,71 @@ struct Scales {
     F scale, second;  // second: the upper 16 inputs' scale (split) or the minimum
 };
 
-template <>
-struct Layout<Format::I4S> {
-    static constexpr bool offset = true, split = false, minimum = false, small = false;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<true>(s + 256 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) {
-        return {mul(load_f16(halves_at(s + 512 + 32 * g)), set1(0.0625f)), zero()};
-    }
-};
-template <>
-struct Layout<Format::I4M> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<false>(s + 256 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) {
-        return {load_f16(halves_at(s + 512 + 64 * g)), load_f16(halves_at(s + 544 + 64 * g))};
-    }
-};
-template <>
-struct Layout<Format::I8S> {
-    static constexpr bool offset = true, split = false, minimum = false, small = false;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return {load_f16(halves_at(s + 1024 + 32 * g)), zero()}; }
-};
-template <>
-struct Layout<Format::I8M> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) {
-        return {load_f16(halves_at(s + 1024 + 64 * g)), load_f16(halves_at(s + 1056 + 64 * g))};
-    }
-};
-// K-quants: the scale of a group is a small integer times the superblock's float16, the product exact in float32.
-INLINE Scales k_scales(const uint8_t* tail, int g) {
-    const F d = load_f16(halves_at(tail + 256)), dmin = load_f16(halves_at(tail + 288));
-    return {mul(d, load_u8(tail + 32 * g)), sub(zero(), mul(dmin, load_u8(tail + 32 * g + 16)))};
+// A float16 scale a group, and a float16 minimum where the format has one.
+template <Format format>
+INLINE Scales half_scales(const uint8_t* s, int g) {
+    constexpr Layout at = layout_of(format);
+    if constexpr (at.second < 0)
+        return {load_f16(halves_at(s + at.scale_of(g))), zero()};
+    else
+        return {load_f16(halves_at(s + at.scale_of(g))), load_f16(halves_at(s + at.second_of(g)))};
 }
-template <>
-struct Layout<Format::K4> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_nibbles<false>(s + 256 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return k_scales(s + 2048, g); }
-};
-template <>
-struct Layout<Format::K5> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return k_scales(s + 4096, g); }
-};
-template <>
-struct Layout<Format::K6> {
-    static constexpr bool offset = true, split = true, minimum = false, small = false;
-    INLINE void unpack(const uint8_t* s, int g, W* w) { unpack_bytes(s + 512 * g, w); }
-    INLINE Scales scales(const uint8_t* s, int g) {
-        const F d = load_f16(halves_at(s + 4352));
-        return {mul(d, load_i8(s + 4096 + 32 * g)), mul(d, load_i8(s + 4112 + 32 * g))};
+// K-quants: the scale of a group is a small integer times the superblock's float16, the product exact in float32.
+template <Format format>
+INLINE Scales k_scales(const uint8_t* s, int g) {
+    constexpr Layout at = layout_of(format);
+    const F d = load_f16(halves_at(s + at.d));
+    if constexpr (at.dmin < 0) {
+        return {mul(d, load_i8(s + at.scale_of(g))), mul(d, load_i8(s + at.second_of(g)))};
+    } else {
+        const F dmin = load_f16(halves_at(s + at.dmin));
+        return {mul(d, load_u8(s + at.scale_of(g))), sub(zero(), mul(dmin, load_u8(s + at.second_of(g))))};
     }
+}
+
+template <>
+struct Unpack<Format::I4S> {
+    static constexpr bool offset = true, split = false, minimum = false, small = false;
+    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<true>(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        return {mul(half_scales<Format::I4S>(s, g).scale, set1(0.0625f)), zero()};
+    }
+};
+template <>
+struct Unpack<Format::I4M> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I4M>(s, g); }
+};
+template <>
+struct Unpack<Format::I8S> {
+    static constexpr bool offset = true, split = false, minimum = false, small = false;
+    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I8S>(s, g); }
+};
+template <>
+struct Unpack<Format::I8M> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I8M>(s, g); }
+};
+template <>
+struct Unpack<Format::K4> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K4>(s, g); }
+};
+template <>
+struct Unpack<Format::K5> {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K5>(s, g); }
+};
+template <>
+struct Unpack<Format::K6> {
+    static constexpr bool offset = true, split = true, minimum = false, small = false;
+    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
+    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K6>(s, g); }
 };
 
 // One token's share of a group: 2 x 16 integer dot products of 16 inputs, then a few float operations.
@@ -126,14 +136,14 @@ INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
 // `t` are the tokens of the tile: spelled out as a pack, so that the accumulators are registers and never an array.
 template <Format format, int... t>
 static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
-    using L = Layout<format>;
-    constexpr Geometry geo = geometry(format);
+    using L = Unpack<format>;
+    constexpr Layout at = layout_of(format);
     F acc[] = {(static_cast<void>(t), zero())...};
-    for (int s = 0; s < superblocks; ++s, w += geo.bytes) {
-        prefetch(w, geo.bytes);
-        for (int g = 0; g < geo.groups; ++g, a += stride) {
+    for (int s = 0; s < superblocks; ++s, w += at.bytes) {
+        prefetch(w, at.bytes);
+        for (int g = 0; g < at.groups; ++g, a += stride) {
             W q[8];
-            L::unpack(w, g, q);
+            L::values(w + at.values_of(g), q);
             const Scales k = L::scales(w, g);
             ((acc[t] = step<L>(acc[t], q, k, a + act_bytes(Acts::I8) * t)), ...);
         }
@@ -145,13 +155,13 @@ static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a
 template <Format format, int... t>
 static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y,
                        int64_t ldy) {
-    constexpr Geometry geo = geometry(format);
+    constexpr Layout at = layout_of(format);
     constexpr int steps = format == Format::B16 ? 16 : 32;  // a group
     constexpr int step_bytes = format == Format::H16 ? 32 : 64;
-    constexpr int record = act_bytes(geo.acts);
+    constexpr int record = act_bytes(at.acts);
     F acc[] = {(static_cast<void>(t), zero())...};
     for (int s = 0; s < superblocks; ++s) {
-        for (int g = 0; g < geo.groups; ++g, a += stride) {
+        for (int g = 0; g < at.groups; ++g, a += stride) {
             for (int i = 0; i < steps; ++i, w += step_bytes) {
                 if (i % (64 / step_bytes) == 0) __builtin_prefetch(w + kAhead, 0, 3);
                 if constexpr (format == Format::B16) {
@@ -169,7 +179,7 @@ static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint
 
 template <Format format, class P>
 INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
-    if constexpr (geometry(format).acts == Acts::I8)
+    if constexpr (layout_of(format).acts == Acts::I8)
         tile<format>(pack, w, superblocks, a, stride, y, ldy);
     else
         float_tile<format>(pack, w, superblocks, a, stride, y, ldy);
@@ -177,9 +187,9 @@ INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a
 
 template <Format format>
 static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
-    constexpr Geometry geo = geometry(format);
-    const int superblocks = m.groups / geo.groups;
-    const int record = act_bytes(geo.acts);
+    constexpr Layout at = layout_of(format);
+    const int superblocks = m.groups / at.groups;
+    const int record = act_bytes(at.acts);
     const int64_t stride = static_cast<int64_t>(n) * record;
     for (int b = begin; b < end; ++b) {
         const uint8_t* w = m.data + static_cast<size_t>(b) * m.block_bytes;

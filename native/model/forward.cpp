@@ -2,6 +2,7 @@
 //
 // Threads split tokens, heads or output rows, never a sum. Between two phases that hand data from thread to thread
 // stands a barrier; a thread that is dismissed there leaves at once (see pool.h).
+// Long because a forward is one function, cut at its barriers.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,9 +15,9 @@ namespace outpace {
 
 class Model::Run {
 public:
-    Run(Model& model, Result& result, const BatchView& batch, int first, int count)
-        : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), result_(result), batch_(batch),
-          first_(first), n_(count), solo_(count <= 2 && model.pool_.team() > 1) {
+    Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
+        : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
+          first_(first), n_(count), solo_(count <= 2 && pool.team() > 1) {
         for (int i = first; i < first + count; ++i)
             if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
     }
@@ -35,8 +36,8 @@ private:
     // a barrier. The numbers are the same.
     int mine(const Seat& me) const { return solo_ ? me.id : 0; }
     Part tokens(const Seat& me) const { return solo_ ? Part{0, n_} : me.of(n_); }
-    bool meet(Seat& me) { return m_.pool_.meet(me); }
-    float* x(const Seat& me, int t) const { return s_.x[static_cast<size_t>(mine(me))].get() + static_cast<size_t>(t) * s_.hidden_stride; }
+    bool meet(Seat& me) { return pool_.meet(me); }
+    float* x(const Seat& me, int t) const { return s_.x[static_cast<size_t>(mine(me))].get() + static_cast<size_t>(t) * m_.hidden_stride_; }
     const Token& token(int t) const { return m_.tokens_[static_cast<size_t>(first_ + t)]; }
 
     void clock(const Seat& me, int phase) {
@@ -50,7 +51,7 @@ private:
     void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
-        std::fill(line + c_.hidden, line + s_.hidden_stride, 0.0f);
+        std::fill(line + c_.hidden, line + m_.hidden_stride_, 0.0f);
         unsigned done = 0;
         for (const Matrix* m : ms) {
             const unsigned bit = 1u << static_cast<unsigned>(m->acts());
@@ -77,20 +78,23 @@ private:
     }
 
     void tap(const Seat& me, int t, int layer) {
-        if (solo_ && me.rank != 0) return;
-        for (size_t i = 0; i < batch_.taps.size(); ++i)
+        if (batch_.taps.empty() || (solo_ && me.rank != 0)) return;
+        const int32_t place = result_.tap_place[static_cast<size_t>(first_ + t)];
+        for (size_t i = 0; i < batch_.taps.size() && place >= 0; ++i)
             if (batch_.taps[i] == layer)
-                std::memcpy(result_.taps.data() + (static_cast<size_t>(first_ + t) * batch_.taps.size() + i) * c_.hidden,
+                std::memcpy(result_.taps.get() + (static_cast<size_t>(place) * batch_.taps.size() + i) * c_.hidden,
                             x(me, t), static_cast<size_t>(c_.hidden) * 4);
     }
 
-    // The hidden state that enters layer `l`: an embedding, or what layer l - 1 made.
+    // The hidden state that enters layer `l`: an embedding (and the batch's features), or what layer l - 1 made.
     void enter(const Seat& me, int t, int l) {
         if (l == 0) {
             float* at = x(me, t);
             unpack_row(m_.embedding_, token(t).id, at);
             if (c_.embedding_scale != 1.0f)
                 for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
+            if (batch_.features)
+                k_.add(at, batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden), c_.hidden);
             return;
         }
         const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
@@ -127,6 +131,7 @@ private:
     const Config& c_;
     const Kernels& k_;
     Scratch& s_;
+    Pool& pool_;
     Result& result_;
     const BatchView& batch_;
     const int first_, n_;
@@ -203,6 +208,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index) {
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;
             std::memcpy(q, s_.q.get() + static_cast<size_t>(t) * l.q.out_padded() + head * d, static_cast<size_t>(d) * 4);
+            std::fill(q + d, q + padded, 0.0f);
             ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
         } else if (head < c_.heads + c_.kv_heads) {
             const int h = head - c_.heads;
@@ -260,12 +266,12 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
             job.path[i] = tok.path;
             const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
-            job.parts[i] = tile.ranges > 1 ? m_.parts_.get() + tile.parts + own : nullptr;
+            job.parts[i] = tile.ranges > 1 ? s_.parts.get() + tile.parts + own : nullptr;
         }
         k_.attention(job);
         if (tile.ranges > 1) {
             // Whoever finishes a head's last range merges them. The counter is left at 0 for the next layer.
-            std::atomic<int>& finished = m_.finished_[static_cast<size_t>(planned.tile * c_.kv_heads + planned.kv_head)];
+            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * c_.kv_heads + planned.kv_head)];
             if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
             finished.store(0, std::memory_order_relaxed);
             k_.merge_parts(job);
@@ -350,7 +356,7 @@ void Model::Run::head(Seat& me) {
                 best = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
                 best.index += begin;
             }
-            m_.bests_[static_cast<size_t>(me.rank) * kChunk + static_cast<size_t>(i)] = best;
+            s_.bests[static_cast<size_t>(me.rank) * kChunk + static_cast<size_t>(i)] = best;
         }
     }
     clock(me, kHead);
@@ -358,9 +364,9 @@ void Model::Run::head(Seat& me) {
 
 void Model::Run::settle(int threads) {
     for (size_t i = 0; i < wanted_.size(); ++i) {
-        Best best = m_.bests_[i];
+        Best best = s_.bests[i];
         for (int rank = 1; rank < threads; ++rank) {
-            const Best& other = m_.bests_[static_cast<size_t>(rank) * kChunk + i];
+            const Best& other = s_.bests[static_cast<size_t>(rank) * kChunk + i];
             best.nan = best.nan || other.nan;
             if (other.value > best.value) {  // threads hold ascending rows, so ties stay with the lower id
                 best.value = other.value;
@@ -374,22 +380,30 @@ void Model::Run::settle(int threads) {
 std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     auto result = std::make_unique<Result>();
     if (batch.tokens == 0) throw std::invalid_argument("malformed batch: it has no tokens");
+    struct Settled {
+        KV& kv;
+        ~Settled() { kv.settle(); }
+    } const settled{kv_};
     prepare(batch);
+    Pool& pool = runtime_->pool();
     result->kernels = &kernels_;
     result->vocab = config_.vocab;
     result->hidden = config_.hidden;
     result->tokens = batch.tokens;
     result->tap_count = static_cast<int>(batch.taps.size());
-    result->taps.resize(static_cast<size_t>(batch.tokens) * batch.taps.size() * static_cast<size_t>(config_.hidden));
+    for (int b = 0; b < batch.rows && !batch.taps.empty(); ++b)
+        for (int i = batch.starts[b]; i < batch.starts[b + 1]; ++i)
+            result->tap_place.push_back(batch.tapped && !batch.tapped[b] ? -1 : result->tap_tokens++);
+    result->taps.reset(new float[static_cast<size_t>(result->tap_tokens) * batch.taps.size() * static_cast<size_t>(config_.hidden)]);
     result->wanted.assign(batch.wanted, batch.wanted + batch.wanted_count);
     result->best.resize(static_cast<size_t>(batch.wanted_count));
     result->stride_ = head_.out_padded();
     result->logits_ = logits_pool_->take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
-        plan_jobs(first, count);
-        Run run(*this, *result, batch, first, count);
-        run.settle(pool_.run([&run](Seat& me) { run.thread(me); }));
+        plan_jobs(first, count, pool.team());
+        Run run(*this, pool, *result, batch, first, count);
+        run.settle(pool.run([&run](Seat& me) { run.thread(me); }));
     }
     for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;

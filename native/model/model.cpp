@@ -32,111 +32,64 @@ int Result::find(int32_t packed) const {
     return static_cast<int>(at - wanted.begin());
 }
 
-namespace {
-
-void fits(const Matrix& m, int rows, int cols, const char* name) {
-    if (m.rows != rows || m.cols != cols || !m.data)
-        throw std::invalid_argument(std::string(name) + " is " + std::to_string(m.rows) + " x " + std::to_string(m.cols) +
-                                    ", expected " + std::to_string(rows) + " x " + std::to_string(cols));
-}
-void fits(const std::vector<float>& v, int n, bool required, const char* name) {
-    if ((required || !v.empty()) && static_cast<int>(v.size()) != n)
-        throw std::invalid_argument(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " +
-                                    std::to_string(n));
-}
-
-void check(const Config& c, const std::vector<Layer>& layers, const Matrix& embedding, const Matrix& head,
-           const std::vector<float>& final_norm, const std::vector<Rope>& ropes) {
-    if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
-        throw std::invalid_argument("the model's sizes do not fit together");
-    fits(embedding, c.vocab, c.hidden, "the embedding");
-    fits(head, c.vocab, c.hidden, "the output head");
-    fits(final_norm, c.hidden, true, "the final norm");
-    const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
-    for (const Layer& l : layers) {
-        fits(l.q, q, c.hidden, "a query matrix");
-        fits(l.k, kv, c.hidden, "a key matrix");
-        fits(l.v, kv, c.hidden, "a value matrix");
-        fits(l.o, c.hidden, q, "an attention output matrix");
-        fits(l.gate, c.ffn, c.hidden, "a gate matrix");
-        fits(l.up, c.ffn, c.hidden, "an up matrix");
-        fits(l.down, c.hidden, c.ffn, "a down matrix");
-        fits(l.attn_norm, c.hidden, true, "an attention norm");
-        fits(l.ffn_norm, c.hidden, true, "a feed-forward norm");
-        fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
-        fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
-        fits(l.q_norm, c.head_dim, false, "a query norm");
-        fits(l.k_norm, c.head_dim, false, "a key norm");
-        fits(l.q_bias, q, false, "a query bias");
-        fits(l.k_bias, kv, false, "a key bias");
-        fits(l.v_bias, kv, false, "a value bias");
-        fits(l.o_bias, c.hidden, false, "an attention output bias");
-        if (l.window < 0 || l.rope < 0 || l.rope >= static_cast<int>(ropes.size()))
-            throw std::invalid_argument("a layer's window or rope table is out of range");
-    }
-    for (const Rope& rope : ropes)
-        if (static_cast<int>(rope.half()) * 2 != c.head_dim)
-            throw std::invalid_argument("a rope table does not fit the head size");
+std::unique_ptr<Result> Result::of(const float* logits, int vocab, std::vector<int32_t> wanted, const Kernels& kernels) {
+    auto result = std::make_unique<Result>();
+    const size_t size = wanted.size() * static_cast<size_t>(vocab);
+    result->vocab = vocab;
+    result->stride_ = vocab;
+    result->kernels = &kernels;
+    result->logits_ = std::make_shared<Buffer<float>>(size);
+    std::copy(logits, logits + size, result->logits_->get());
+    for (size_t i = 0; i < wanted.size(); ++i) result->best.push_back(kernels.argmax(result->logits(static_cast<int>(i)), vocab));
+    result->wanted = std::move(wanted);
+    return result;
 }
 
-}  // namespace
-
-Model::Model(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
-             std::vector<std::vector<float>> ropes, const Kernels& kernels, int threads, bool kv_f32, int64_t kv_limit)
-    : config_(config),
-      layers_(std::move(layers)),
-      embedding_(std::move(embedding)),
-      head_(std::move(head)),
-      final_norm_(std::move(final_norm)),
-      ropes_(ropes.begin(), ropes.end()),
+Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, bool kv_f32,
+             int64_t kv_limit)
+    : weights_(std::move(weights)),
+      runtime_(std::move(runtime)),
+      config_(weights_->config),
+      layers_(weights_->layers),
+      embedding_(weights_->embedding),
+      head_(weights_->head),
+      final_norm_(weights_->final_norm),
       kernels_(kernels),
-      pool_(threads),
-      kv_({static_cast<int>(layers_.size()), config.kv_heads, config.head_dim, kv_f32}, kv_limit),
-      next_job_(layers_.size()),
-      bests_(static_cast<size_t>(pool_.size()) * kChunk) {
-    check(config_, layers_, embedding_, head_, final_norm_, ropes_);
+      scratch_(runtime_->scratch()),
+      kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_f32}, kv_limit),
+      ropes_(weights_->ropes.begin(), weights_->ropes.end()),
+      next_job_(layers_.size()) {
+    std::lock_guard<std::mutex> lock(runtime_->lock());
+    fit_scratch();
+}
+
+// Makes the runtime's working memory large enough for this model.
+void Model::fit_scratch() {
     Scratch& s = scratch_;
-    const int dim = kv_.shape().dim_padded();
-    int hidden = round_up(config_.hidden, 64), inner = 0, pair = 0;
-    s.x.resize(static_cast<size_t>(pool_.size()));
-    s.in.resize(static_cast<size_t>(pool_.size()));
+    const auto chunk = [](int floats) { return static_cast<size_t>(kChunk) * static_cast<size_t>(floats); };
+    const int heads = config_.heads * kv_.shape().dim_padded();
+    int hidden = round_up(config_.hidden, 64), inner = 0;
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
         for (ActBuffer& in : s.in) in.need(m.acts(), m.groups);
     };
     input(head_);
-    int q = 0, k = 0, v = 0, y = 0;
     for (const Layer& l : layers_) {
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up}) input(*m);
         s.heads.need(l.o.acts(), l.o.groups);
         s.middle.need(l.down.acts(), l.down.groups);
-        q = std::max(q, l.q.out_padded());
-        k = std::max(k, l.k.out_padded());
-        v = std::max(v, l.v.out_padded());
-        y = std::max({y, l.o.out_padded(), l.down.out_padded()});
+        s.q.need(chunk(l.q.out_padded()));
+        s.k.need(chunk(l.k.out_padded()));
+        s.v.need(chunk(l.v.out_padded()));
+        s.y.need(chunk(std::max(l.o.out_padded(), l.down.out_padded())));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
-        pair = 2 * kGateRows * kChunk;
     }
-    for (int i = 0; i < pool_.size(); ++i) {
-        s.x[static_cast<size_t>(i)] = Buffer<float>(static_cast<size_t>(kChunk) * hidden);
-        s.line.emplace_back(static_cast<size_t>(std::max(hidden, inner)));
-        s.pair.emplace_back(static_cast<size_t>(pair));
-    }
-    s.q = Buffer<float>(static_cast<size_t>(kChunk) * q);
-    s.k = Buffer<float>(static_cast<size_t>(kChunk) * k);
-    s.v = Buffer<float>(static_cast<size_t>(kChunk) * v);
-    s.y = Buffer<float>(static_cast<size_t>(kChunk) * y);
-    s.rotated = Buffer<float>(static_cast<size_t>(kChunk) * config_.heads * dim);
-    s.attended = Buffer<float>(static_cast<size_t>(kChunk) * config_.heads * dim);
-    s.hidden_stride = hidden;
-}
-
-size_t Model::weight_bytes() const {
-    size_t bytes = embedding_.bytes() + (head_.data != embedding_.data ? head_.bytes() : 0);
-    for (const Layer& l : layers_)
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) bytes += m->bytes();
-    return bytes;
+    for (Buffer<float>& x : s.x) x.need(chunk(hidden));
+    for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(std::max(hidden, inner)));
+    for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
+    s.rotated.need(chunk(heads));
+    s.attended.need(chunk(heads));
+    hidden_stride_ = hidden;
 }
 
 std::array<double, kPhases> Model::take_timings() {

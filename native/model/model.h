@@ -1,4 +1,4 @@
-// A decoder as data, and its forward pass.
+// A decoder's forward pass.
 #pragma once
 
 #include <array>
@@ -10,29 +10,11 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "model/weights.h"
 #include "runtime/kv.h"
-#include "weights/matrix.h"
-#include "runtime/pool.h"
-#include "runtime/scratch.h"
+#include "runtime/runtime.h"
 
 namespace outpace {
-
-// Vectors that are empty are left out of the computation.
-struct Layer {
-    Matrix q, k, v, o, gate, up, down;
-    std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
-    std::vector<float> q_norm, k_norm;                                      // [head_dim]
-    std::vector<float> q_bias, k_bias, v_bias, o_bias;
-    int window = 0;  // positions a token sees, itself among them; 0: all
-    int rope = 0;    // which table
-};
-
-struct Config {
-    int vocab, hidden, heads, kv_heads, head_dim, ffn;
-    float eps, attention_scale, embedding_scale;
-    Activation activation;
-    int max_length;
-};
 
 // Cosines and sines of position * inverse_frequency, computed when a position is first seen.
 class Rope {
@@ -53,19 +35,26 @@ struct BatchView {
     int tokens, rows, wanted_count;
     const int32_t *token, *row, *position, *parent, *starts, *wanted;
     std::vector<int> taps;
-    int layers;  // run the first so many
+    int layers;             // run the first so many
+    const bool* tapped;     // [rows]; null: all
+    const float* features;  // [tokens][hidden], added to the embeddings; null: none
 };
 
 // Logits of the wanted tokens, hidden states of the tapped layers.
 class Result {
 public:
+    // As if a forward had computed `logits` [wanted][vocab].
+    static std::unique_ptr<Result> of(const float* logits, int vocab, std::vector<int32_t> wanted, const Kernels& kernels);
+
     const float* logits(int i) const { return logits_->get() + static_cast<size_t>(i) * static_cast<size_t>(stride_); }
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
     int vocab = 0, hidden = 0, tap_count = 0, tokens = 0;
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
     std::vector<Best> best;     // argmax of each wanted token's logits
-    std::vector<float> taps;    // [tokens][tap_count][hidden]
+    std::shared_ptr<float[]> taps;   // [tap_tokens][tap_count][hidden]: those of tapped rows
+    std::vector<int32_t> tap_place;  // of each token among them, or -1; empty when no layer was tapped
+    int tap_tokens = 0;
 
 private:
     friend class Model;
@@ -76,19 +65,29 @@ private:
 enum Phase { kNorm, kQkv, kRope, kAttention, kOutput, kNorm2, kGateUp, kDown, kHead, kPhases };
 extern const char* const kPhaseNames[kPhases];
 
+// Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants.
 class Model {
 public:
-    Model(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
-          std::vector<std::vector<float>> ropes, const Kernels& kernels, int threads, bool kv_f32, int64_t kv_limit);
+    Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, bool kv_f32,
+          int64_t kv_limit);
 
-    // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range.
+    // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range,
+    // MemoryLimit; then every row is as it was.
     std::unique_ptr<Result> forward(const BatchView& batch);
 
+    // What a learned drafter shares with the model, for n tokens. The caller has checked ids; rows are [hidden] wide.
+    void embed(const int32_t* tokens, int n, float* out) const;
+    void final_norm(const float* hidden, int n, float* out) const;
+    // Logits [n][count] of rows `ids` of the head; null: of all, count the vocabulary.
+    void head(const float* normed, int n, const int32_t* ids, int count, float* out);
+    int hidden() const { return config_.hidden; }
+    int vocab() const { return config_.vocab; }
+
     KV& kv() { return kv_; }
-    std::mutex& lock() { return lock_; }
+    std::mutex& lock() { return runtime_->lock(); }
     const Kernels& kernels() const { return kernels_; }
-    int threads() const { return pool_.size(); }
-    size_t weight_bytes() const;
+    const Weights& weights() const { return *weights_; }
+    int threads() const { return runtime_->threads(); }
 
     // Seconds spent in each phase since the last call, when timing is on.
     std::array<double, kPhases> take_timings();
@@ -111,26 +110,26 @@ private:
     class Run;  // one chunk of tokens through all layers; forward.cpp
 
     void prepare(const BatchView& batch);
-    void plan_jobs(int first, int count);
+    void plan_jobs(int first, int count, int threads);
+    void fit_scratch();
 
-    const Config config_;
-    const std::vector<Layer> layers_;
-    const Matrix embedding_, head_;
-    const std::vector<float> final_norm_;
-    std::vector<Rope> ropes_;
+    const std::shared_ptr<const Weights> weights_;
+    const std::shared_ptr<Runtime> runtime_;
+    const Config& config_;  // these are the weights' own
+    const std::vector<Layer>& layers_;
+    const Matrix &embedding_, &head_;
+    const std::vector<float>& final_norm_;
     const Kernels& kernels_;
-    Pool pool_;
+    Scratch& scratch_;  // the runtime's
+    int hidden_stride_ = 0;  // of Scratch::x, in floats
     KV kv_;
-    std::mutex lock_;
-    Scratch scratch_;
+    std::vector<Rope> ropes_;
     std::vector<Token> tokens_;
     std::vector<int32_t> paths_;
+    std::vector<const uint8_t*> blocks_;  // of the batch's rows, row after row
     std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
-    Buffer<float> parts_;
-    std::vector<std::atomic<int>> finished_;  // ranges of a tile's KV head; 0 between layers
     std::vector<std::atomic<int>> next_job_;  // one a layer
-    std::vector<Best> bests_;                 // [thread][kChunk]
     std::shared_ptr<BufferPool> logits_pool_ = std::make_shared<BufferPool>();
     bool timing_ = false;
     std::array<double, kPhases> seconds_{};

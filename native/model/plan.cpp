@@ -16,15 +16,14 @@ void Model::prepare(const BatchView& batch) {
         if (tap < 0 || tap >= batch.layers) wrong("tap " + std::to_string(tap) + " is not a layer that runs");
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
     std::vector<int> seen;
+    std::vector<KV::Need> needs;
     size_t path_length = 0;
     for (int b = 0; b < batch.rows; ++b) {
         const int begin = batch.starts[b], end = batch.starts[b + 1];
         if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
         const int row = batch.row[begin], cached = kv_.length(row);
         seen.push_back(row);
-        if (end - begin > kv_.capacity(row) - cached)
-            wrong("row " + std::to_string(row) + " has " + std::to_string(cached) + " of " +
-                  std::to_string(kv_.capacity(row)) + " positions in use, " + std::to_string(end - begin) + " more do not fit");
+        needs.push_back({row, end - begin});
         for (int i = begin; i < end; ++i) {
             const int parent = batch.parent[i], own = i - begin;
             if (batch.row[i] != row) wrong("a row's tokens must stand together");
@@ -47,14 +46,20 @@ void Model::prepare(const BatchView& batch) {
         if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
             wrong("wanted must ascend within the tokens");
 
+    kv_.grow(needs);
+    size_t block_count = 0;
+    for (const KV::Need& need : needs) block_count += static_cast<size_t>(kv_.blocks_of(need.row));
     tokens_.clear();
+    blocks_.clear();
+    blocks_.reserve(block_count);  // as for paths_
     paths_.clear();
     paths_.reserve(path_length);  // no reallocation below: tokens keep pointers
     int last = 0, wanted = 0;
     for (int b = 0; b < batch.rows; ++b) {
         const int begin = batch.starts[b], end = batch.starts[b + 1];
         const int row = batch.row[begin], cached = kv_.length(row);
-        const uint8_t* const* blocks = kv_.grow(row, end - begin);
+        const uint8_t* const* blocks = blocks_.data() + blocks_.size();
+        for (int i = 0; i < kv_.blocks_of(row); ++i) blocks_.push_back(kv_.block_of(row, i));
         for (int i = begin; i < end; ++i) {
             Token token{batch.token[i], row, batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
             // position == slot holds for a node exactly when its ancestors are the nodes before it, one a depth.
@@ -76,8 +81,7 @@ void Model::prepare(const BatchView& batch) {
 
 // Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
 // where even single tokens do not, by ranges of blocks too.
-void Model::plan_jobs(int first, int count) {
-    const int threads = pool_.team();
+void Model::plan_jobs(int first, int count, int threads) {
     jobs_.clear();
     const int group = config_.heads / config_.kv_heads;
     int tile = std::max(1, std::min(8, kMaxQueries / group));
@@ -105,9 +109,9 @@ void Model::plan_jobs(int first, int count) {
         for (int head = 0; head < config_.kv_heads; ++head)
             for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
     }
-    if (parts_.size() < parts) parts_ = Buffer<float>(parts + parts / 2);
+    if (scratch_.parts.size() < parts) scratch_.parts.need(parts + parts / 2);
     const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
-    if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
+    if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
 }
 

@@ -2,24 +2,36 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
+#include <unordered_map>
 
 namespace outpace {
 namespace {
 
-int64_t blocks_for(int64_t capacity) { return (capacity + kBlock - 1) / kBlock; }
+size_t blocks_for(int64_t positions) { return static_cast<size_t>((positions + kBlock - 1) / kBlock); }
+
+uint8_t* allocate(size_t bytes) {
+    const bool large = bytes >= (size_t{1} << 20);
+    const size_t align = large ? size_t{2} << 20 : 4096;
+    const size_t size = (bytes + 4095) / 4096 * 4096;
+    void* raw = nullptr;
+    if (posix_memalign(&raw, align, size) != 0) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    if (large) madvise(raw, size, MADV_HUGEPAGE);
+#endif
+    return static_cast<uint8_t*>(raw);
+}
 
 }  // namespace
 
 KV::KV(KVShape shape, int64_t limit) : shape_(shape), limit_(limit) {}
 
 KV::~KV() {
-    for (Row& row : rows_)
-        for (uint8_t* block : row.blocks) std::free(block);
-    for (uint8_t* block : spare_) std::free(block);
+    for (const std::unique_ptr<Block>& block : blocks_) std::free(block->data);
 }
 
 const KV::Row& KV::at(int row) const {
@@ -28,33 +40,45 @@ const KV::Row& KV::at(int row) const {
     return rows_[static_cast<size_t>(row)];
 }
 
-int64_t KV::bytes_for(int64_t capacity) const {
-    if (capacity < 0 || capacity > std::numeric_limits<int>::max())
-        throw std::invalid_argument("a row of " + std::to_string(capacity) + " positions is not possible");
-    return blocks_for(capacity) * static_cast<int64_t>(shape_.block());
+int64_t KV::bytes_for(int64_t positions) const {
+    if (positions < 0 || positions > std::numeric_limits<int>::max())
+        throw std::invalid_argument("a row of " + std::to_string(positions) + " positions is not possible");
+    return bytes_of(blocks_for(positions));
 }
 
-int KV::alloc(int64_t capacity) {
-    const int64_t wanted = bytes_for(capacity);
-    if (limit_ >= 0 && bytes() + wanted > limit_)
-        throw MemoryLimit("a row of " + std::to_string(capacity) + " positions takes " + std::to_string(wanted) +
-                          " bytes of KV memory, but only " + std::to_string(limit_ - bytes()) + " of " +
-                          std::to_string(limit_) + " are free: shorten the request or raise kv_memory");
+int64_t KV::growth(int row, int64_t n) const {
+    const Row& r = at(row);
+    if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
+        throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) +
+                                    " cannot grow by " + std::to_string(n) + " positions");
+    const bool copies = n > 0 && r.length % kBlock != 0 && r.blocks.back()->owners > 1;
+    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0));
+}
+
+int64_t KV::exclusive(const std::vector<int>& rows) const {
+    std::vector<int> unique = rows;
+    std::sort(unique.begin(), unique.end());
+    unique.erase(std::unique(unique.begin(), unique.end()), unique.end());
+    std::unordered_map<const Block*, int> seen;
+    size_t alone = 0;
+    for (const int row : unique)
+        for (const Block* block : at(row).blocks)
+            if (++seen[block] == block->owners) ++alone;
+    return bytes_of(alone);
+}
+
+int KV::alloc() {
     size_t row = 0;
     while (row < rows_.size() && rows_[row].used) ++row;
     if (row == rows_.size()) rows_.emplace_back();
     rows_[row].used = true;
-    rows_[row].length = 0;
-    rows_[row].capacity = static_cast<int>(capacity);
-    reserved_ += blocks_for(capacity);
     return static_cast<int>(row);
 }
 
 void KV::free(int row) {
     Row& r = at(row);
-    reserved_ -= blocks_for(r.capacity);
-    spare_.insert(spare_.end(), r.blocks.begin(), r.blocks.end());
-    r = Row{};
+    shrink(r, 0);
+    r.used = false;
 }
 
 void KV::truncate(int row, int n) {
@@ -62,41 +86,85 @@ void KV::truncate(int row, int n) {
     if (n < 0 || n > r.length)
         throw std::invalid_argument("cannot truncate KV row " + std::to_string(row) + " of length " +
                                     std::to_string(r.length) + " to " + std::to_string(n));
-    r.length = n;
+    shrink(r, n);
 }
 
-const uint8_t* const* KV::grow(int row, int n) {
-    Row& r = at(row);
-    if (n < 0 || n > r.capacity - r.length)
-        throw std::invalid_argument("KV row " + std::to_string(row) + " has " + std::to_string(r.length) + " of " +
-                                    std::to_string(r.capacity) + " positions in use: " + std::to_string(n) +
-                                    " more do not fit");
-    while (static_cast<int64_t>(r.blocks.size()) < blocks_for(r.length + n)) {
-        uint8_t* block;
-        if (!spare_.empty()) {
-            block = spare_.back();
-            spare_.pop_back();
-        } else {
-            const bool large = shape_.block() >= (size_t{1} << 20);
-            const size_t align = large ? size_t{2} << 20 : 4096;
-            const size_t size = (shape_.block() + 4095) / 4096 * 4096;
-            void* raw = nullptr;
-            if (posix_memalign(&raw, align, size) != 0) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-            if (large) madvise(raw, size, MADV_HUGEPAGE);
-#endif
-            block = static_cast<uint8_t*>(raw);
-            ++total_;
-        }
-        r.blocks.push_back(block);
+void KV::shrink(Row& row, int n) {
+    row.length = n;
+    for (size_t i = blocks_for(n); i < row.blocks.size(); ++i) give(row.blocks[i]);
+    row.blocks.resize(blocks_for(n));
+}
+
+void KV::settle() {
+    for (Row& row : rows_) shrink(row, row.length);
+}
+
+void KV::give(Block* block) {
+    if (--block->owners > 0) return;
+    spare_.push_back(block);  // never fails: see take
+    --used_;
+}
+
+// So many blocks that no row has yet, each with one owner to be; all or none.
+std::vector<KV::Block*> KV::take(size_t count, const char* what) {
+    if (limit_ >= 0 && bytes_of(used_ + count) > limit_)
+        throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count)) + " bytes of KV memory, but only " +
+                          std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
+                          " are free: shorten the requests, run fewer at once or raise kv_memory");
+    std::vector<Block*> taken;
+    taken.reserve(count);
+    while (spare_.size() < count) {
+        blocks_.reserve(blocks_.size() < blocks_.capacity() ? 0 : std::max<size_t>(64, 2 * blocks_.size()));
+        spare_.reserve(blocks_.capacity());  // `give` must not fail
+        auto block = std::make_unique<Block>(Block{nullptr, 0});
+        block->data = allocate(shape_.block());
+        spare_.push_back(block.get());
+        blocks_.push_back(std::move(block));
     }
-    return r.blocks.data();
+    for (size_t i = 0; i < count; ++i) {
+        taken.push_back(spare_.back());
+        spare_.pop_back();
+        taken.back()->owners = 1;
+    }
+    used_ += count;
+    return taken;
+}
+
+// A block that the row shares gives way to the row's own copy of it. Whole blocks: what lies beyond is never read.
+void KV::own(Row& row, size_t i, Block* copy) {
+    std::memcpy(copy->data, row.blocks[i]->data, shape_.block());
+    give(row.blocks[i]);
+    row.blocks[i] = copy;
+}
+
+void KV::grow(const std::vector<Need>& needs) {
+    size_t count = 0;
+    std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
+    std::vector<bool> copies(needs.size(), false);
+    for (size_t i = 0; i < needs.size(); ++i) {
+        const auto [row, n] = needs[i];
+        Row& r = at(row);
+        if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
+            throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
+        count += blocks_for(r.length + n) - r.blocks.size();
+        r.blocks.reserve(blocks_for(r.length + n));
+        if (n == 0 || r.length % kBlock == 0 || r.blocks.back()->owners == 1) continue;
+        int& others = left.emplace(r.blocks.back(), r.blocks.back()->owners).first->second;
+        copies[i] = others > 1;  // the last owner may write where it is
+        if (others-- > 1) ++count;
+    }
+    const std::vector<Block*> taken = take(count, "this forward");
+    auto next = taken.begin();
+    for (size_t i = 0; i < needs.size(); ++i) {
+        Row& r = at(needs[i].row);
+        if (copies[i]) own(r, r.blocks.size() - 1, *next++);
+        while (r.blocks.size() < blocks_for(r.length + needs[i].positions)) r.blocks.push_back(*next++);
+    }
 }
 
 void KV::move_slot(Row& row, int from, int to) {
-    if (from == to) return;
-    const uint8_t* src = row.blocks[static_cast<size_t>(from / kBlock)];
-    uint8_t* dst = row.blocks[static_cast<size_t>(to / kBlock)];
+    const uint8_t* src = row.blocks[static_cast<size_t>(from / kBlock)]->data;
+    uint8_t* dst = row.blocks[static_cast<size_t>(to / kBlock)]->data;
     const int dim = shape_.dim_padded(), a = from % kBlock, b = to % kBlock;
     // A key is spread over its tile of 16 slots: pairs of bf16, or floats, 64 bytes apart.
     const int pieces = shape_.f32 ? dim : dim / 2;
@@ -119,21 +187,27 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
             throw std::invalid_argument("compact needs ascending slots within the row: keep[" + std::to_string(i) + "] is " +
                                         std::to_string(keep[i]));
     if (start < 0 || start > r.length) throw std::invalid_argument("compact starts beyond the row's end");
-    for (int i = 0; i < n; ++i) move_slot(r, start + keep[i], start + i);
-    r.length = start + n;
+    int first = 0;
+    while (first < n && keep[first] == first) ++first;  // those stay where they are
+    std::vector<size_t> shared;
+    if (first < n)
+        for (size_t b = static_cast<size_t>((start + first) / kBlock); b < blocks_for(start + n); ++b)
+            if (r.blocks[b]->owners > 1) shared.push_back(b);
+    const std::vector<Block*> copies = take(shared.size(), "keeping a part of what is shared");
+    for (size_t i = 0; i < shared.size(); ++i) own(r, shared[i], copies[i]);
+    for (int i = first; i < n; ++i) move_slot(r, start + keep[i], start + i);
+    shrink(r, start + n);
 }
 
 void KV::fork(int src, int dst, int n) {
     const Row& from = at(src);
     Row& to = at(dst);
-    if (src == dst || n < 0 || n > from.length || n > to.capacity)
+    if (src == dst || n < 0 || n > from.length || to.length > 0)
         throw std::invalid_argument("cannot fork " + std::to_string(n) + " positions of KV row " + std::to_string(src) +
                                     " (length " + std::to_string(from.length) + ") into row " + std::to_string(dst) +
-                                    " (capacity " + std::to_string(to.capacity) + ")");
-    to.length = 0;
-    grow(dst, n);
-    for (int64_t b = 0; b < blocks_for(n); ++b)  // whole blocks: what lies beyond n is never read
-        std::memcpy(to.blocks[static_cast<size_t>(b)], from.blocks[static_cast<size_t>(b)], shape_.block());
+                                    " (length " + std::to_string(to.length) + "): it must be another row, and empty");
+    to.blocks.assign(from.blocks.begin(), from.blocks.begin() + static_cast<std::ptrdiff_t>(blocks_for(n)));
+    for (Block* block : to.blocks) ++block->owners;
     to.length = n;
 }
 
@@ -145,42 +219,56 @@ std::vector<int> KV::rows() const {
 }
 
 void KV::check() const {
-    int64_t reserved = 0;
-    size_t blocks = spare_.size();
+    const auto require = [](bool holds, const char* what) {
+        if (!holds) throw std::logic_error(what);
+    };
+    struct Place {
+        int owners;
+        size_t index;
+    };
+    std::unordered_map<const Block*, Place> found;
     for (const Row& row : rows_) {
-        blocks += row.blocks.size();
-        if (!row.used) {
-            if (!row.blocks.empty() || row.length != 0) throw std::logic_error("a freed KV row still has positions");
-            continue;
+        require(row.used || row.length == 0, "a freed KV row still has positions");
+        require(row.length >= 0 && row.blocks.size() == blocks_for(row.length), "a KV row's blocks do not fit its length");
+        for (size_t i = 0; i < row.blocks.size(); ++i) {
+            Place& place = found.emplace(row.blocks[i], Place{0, i}).first->second;
+            ++place.owners;
+            require(place.index == i, "a KV block stands at two places");
         }
-        reserved += blocks_for(row.capacity);
-        if (row.length < 0 || row.length > row.capacity) throw std::logic_error("a KV row is longer than its capacity");
-        if (static_cast<int64_t>(row.blocks.size()) < blocks_for(row.length)) throw std::logic_error("a KV row lacks blocks");
-        if (static_cast<int64_t>(row.blocks.size()) > blocks_for(row.capacity))
-            throw std::logic_error("a KV row has more blocks than it reserved");
     }
-    if (reserved != reserved_) throw std::logic_error("the reserved KV memory does not add up");
-    if (blocks != total_) throw std::logic_error("KV blocks were lost");
-    if (limit_ >= 0 && bytes() > limit_) throw std::logic_error("more KV memory is reserved than allowed");
+    require(found.size() == used_, "the KV blocks in use do not add up");
+    for (const Block* block : spare_) {
+        require(block->owners == 0, "a spare KV block has an owner");
+        require(found.emplace(block, Place{0, 0}).second, "a KV block is spare and in use, or spare twice");
+    }
+    require(found.size() == blocks_.size(), "KV blocks were lost");
+    for (const std::unique_ptr<Block>& block : blocks_) {
+        const auto at = found.find(block.get());
+        require(at != found.end(), "a KV block is owned by nobody");
+        require(at->second.owners == block->owners, "a KV block's owners are miscounted");
+    }
+    require(limit_ < 0 || held() <= limit_, "more KV memory is taken than allowed");
 }
 
 void KV::poison() {
-    for (uint8_t* block : spare_) std::memset(block, 0xFF, shape_.block());
-    for (Row& row : rows_) {
-        for (size_t b = 0; b < row.blocks.size(); ++b) {
-            for (int slot = 0; slot < kBlock; ++slot) {
-                if (static_cast<int>(b) * kBlock + slot < row.length) continue;
-                const int dim = shape_.dim_padded(), pieces = shape_.f32 ? dim : dim / 2;
-                const size_t row_bytes = static_cast<size_t>(dim) * (shape_.f32 ? 4 : 2);
-                for (int layer = 0; layer < shape_.layers; ++layer) {
-                    for (int head = 0; head < shape_.heads; ++head) {
-                        uint8_t* k = row.blocks[b] + shape_.keys(layer, head) +
-                                     static_cast<size_t>(slot / 16 * pieces) * 64 + slot % 16 * 4;
-                        for (int i = 0; i < pieces; ++i) std::memset(k + 64 * i, 0xFF, 4);
-                        std::memset(row.blocks[b] + shape_.values(layer, head) + slot * row_bytes, 0xFF, row_bytes);
-                    }
-                }
-            }
+    std::unordered_map<const Block*, int> used;  // slots of a block that its longest owner uses
+    for (const Row& row : rows_)
+        for (size_t i = 0; i < row.blocks.size(); ++i) {
+            int& slots = used[row.blocks[i]];
+            slots = std::max(slots, std::min(kBlock, row.length - static_cast<int>(i) * kBlock));
+        }
+    for (const std::unique_ptr<Block>& block : blocks_)
+        for (int slot = used.count(block.get()) ? used[block.get()] : 0; slot < kBlock; ++slot) poison_slot(*block, slot);
+}
+
+void KV::poison_slot(Block& block, int slot) {
+    const int dim = shape_.dim_padded(), pieces = shape_.f32 ? dim : dim / 2;
+    const size_t row_bytes = static_cast<size_t>(dim) * (shape_.f32 ? 4 : 2);
+    for (int layer = 0; layer < shape_.layers; ++layer) {
+        for (int head = 0; head < shape_.heads; ++head) {
+            uint8_t* k = block.data + shape_.keys(layer, head) + static_cast<size_t>(slot / 16 * pieces) * 64 + slot % 16 * 4;
+            for (int i = 0; i < pieces; ++i) std::memset(k + 64 * i, 0xFF, 4);
+            std::memset(block.data + shape_.values(layer, head) + slot * row_bytes, 0xFF, row_bytes);
         }
     }
 }

@@ -1,8 +1,9 @@
-// Keys and values of rows, in blocks of 64 positions that are never moved.
+// Keys and values of rows, in blocks of 64 positions that are never moved and that rows may share.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -27,8 +28,9 @@ struct KVShape {
     size_t block() const { return static_cast<size_t>(layers) * heads * 2 * part(); }
 };
 
-// Rows reserve their blocks when they are allocated and take them up as they grow; freed blocks are kept for the next
-// row, never beyond what is or was reserved at once. Not thread-safe: the model's lock guards it.
+// Rows take blocks as they grow and share them by reference: a row that is to write into a block which others have too
+// gets its own copy first. Between two forwards a row has exactly the blocks that its length needs. Freed blocks are kept
+// for the next row, never more than were once in use. Not thread-safe: the runtime's lock guards it.
 class KV {
 public:
     KV(KVShape shape, int64_t limit);  // limit in bytes, < 0: none
@@ -36,44 +38,64 @@ public:
     KV(const KV&) = delete;
     KV& operator=(const KV&) = delete;
 
-    int alloc(int64_t capacity);  // throws MemoryLimit
+    int alloc();
     void free(int row);
     int length(int row) const { return at(row).length; }
-    int capacity(int row) const { return at(row).capacity; }
     void truncate(int row, int n);
-    void compact(int row, int start, const int32_t* keep, int n);
+    void compact(int row, int start, const int32_t* keep, int n);  // throws MemoryLimit where it would have to copy
     void fork(int src, int dst, int n);
-    int64_t bytes_for(int64_t capacity) const;
-    int64_t bytes() const { return reserved_ * static_cast<int64_t>(shape_.block()); }
-    int64_t held() const { return static_cast<int64_t>(total_) * static_cast<int64_t>(shape_.block()); }
+
+    int64_t growth(int row, int64_t n) const;  // bytes for n more positions, with a copy of what is shared
+    int64_t bytes_for(int64_t positions) const;
+    int64_t exclusive(const std::vector<int>& rows) const;  // bytes that only these rows have
+    int64_t bytes() const { return bytes_of(used_); }
+    int64_t held() const { return bytes_of(blocks_.size()); }  // with the spare ones
     int64_t limit() const { return limit_; }
     std::vector<int> rows() const;
-    void check() const;
+    void check() const;  // throws std::logic_error
     const KVShape& shape() const { return shape_; }
 
-    // Makes room for `n` more positions (within the capacity) and returns the row's blocks.
-    const uint8_t* const* grow(int row, int n);
-    uint8_t* block_of(int row, int slot) { return rows_[static_cast<size_t>(row)].blocks[static_cast<size_t>(slot / kBlock)]; }
+    struct Need {
+        int row, positions;
+    };
+    // Gives each of these rows (all different) blocks of its own for so many more positions: to all of them, or throws
+    // MemoryLimit or std::bad_alloc and has changed nothing.
+    void grow(const std::vector<Need>& needs);
     void lengthen(int row, int n) { at(row).length += n; }
-    // Overwrites every slot that is not in use with NaN. For tests: nothing may ever read them.
+    // Gives back what rows have beyond their length, after a forward that failed between the two above.
+    void settle();
+    int blocks_of(int row) const { return static_cast<int>(at(row).blocks.size()); }
+    const uint8_t* block_of(int row, int i) const { return at(row).blocks[static_cast<size_t>(i)]->data; }
+
+    // Overwrites every slot that no row uses with NaN. For tests: nothing may ever read them.
     void poison();
 
 private:
+    struct Block {
+        uint8_t* data;
+        int owners;  // rows that have it; 0: it is spare
+    };
     struct Row {
         bool used = false;
-        int length = 0, capacity = 0;
-        std::vector<uint8_t*> blocks;
+        int length = 0;
+        std::vector<Block*> blocks;
     };
     const Row& at(int row) const;
     Row& at(int row) { return const_cast<Row&>(static_cast<const KV*>(this)->at(row)); }
+    int64_t bytes_of(size_t blocks) const { return static_cast<int64_t>(blocks) * static_cast<int64_t>(shape_.block()); }
+    std::vector<Block*> take(size_t count, const char* what);
+    void give(Block* block);
+    void shrink(Row& row, int n);
+    void own(Row& row, size_t i, Block* copy);
     void move_slot(Row& row, int from, int to);
+    void poison_slot(Block& block, int slot);
 
     const KVShape shape_;
     const int64_t limit_;
-    int64_t reserved_ = 0;  // blocks
-    size_t total_ = 0;      // blocks that exist
+    size_t used_ = 0;  // blocks that rows have
     std::vector<Row> rows_;
-    std::vector<uint8_t*> spare_;
+    std::vector<std::unique_ptr<Block>> blocks_;  // all that exist
+    std::vector<Block*> spare_;
 };
 
 }  // namespace outpace

@@ -28,10 +28,17 @@ inline void relax() {
 }  // namespace
 
 Pool::Pool(int threads) : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), limit_(threads_) {
-    for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+        for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {  // the system has no more threads: those that began must end before their memory goes
+        close();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { close(); }
+
+void Pool::close() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         closing_ = true;

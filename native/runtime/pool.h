@@ -56,6 +56,7 @@ private:
         int rank = 0;                        // -1: not of the team
     };
 
+    void close();
     void work(int thread);
     bool take_part(int thread);  // false: dismissed
     template <class Done>

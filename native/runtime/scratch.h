@@ -1,7 +1,8 @@
-// Working memory of a forward: allocated once for the largest chunk, aligned, never shrunk.
+// Working memory of a forward: allocated once for the largest chunk of the largest model, aligned, never shrunk.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <new>
 #include <vector>
 
+#include "kernels/table.h"
 #include "weights/matrix.h"
 
 namespace outpace {
@@ -31,6 +33,9 @@ public:
     }
     T* get() const { return data_.get(); }
     size_t size() const { return count_; }
+    void need(size_t count) {  // at least so many; what it held is lost when it grows
+        if (count_ < count) *this = Buffer(count);
+    }
 
 private:
     struct Free {
@@ -77,16 +82,17 @@ struct ActBuffer {
     std::array<Buffer<uint8_t>, 3> of;
     uint8_t* get(Acts acts) const { return of[static_cast<size_t>(acts)].get(); }
     void need(Acts acts, int groups) {
-        Buffer<uint8_t>& buffer = of[static_cast<size_t>(acts)];
-        const size_t bytes = static_cast<size_t>(groups) * kChunk * static_cast<size_t>(act_bytes(acts));
-        if (buffer.size() < bytes) buffer = Buffer<uint8_t>(bytes);
+        of[static_cast<size_t>(acts)].need(static_cast<size_t>(groups) * kChunk * static_cast<size_t>(act_bytes(acts)));
     }
 };
 
 constexpr int kGateRows = 128;  // rows of gate and up that a thread computes before it multiplies them
 
+// Models that share a runtime use it in turn: each finds what the other left, so nothing may be read before it is written.
 struct Scratch {
-    int hidden_stride = 0;            // of x, in floats
+    explicit Scratch(int threads)
+        : x(static_cast<size_t>(threads)), in(x.size()), line(x.size()), pair(x.size()), bests(x.size() * kChunk) {}
+
     // One for each thread where narrow forwards compute norms redundantly (see Run::solo), [kChunk][...].
     std::vector<Buffer<float>> x;
     std::vector<ActBuffer> in;
@@ -97,6 +103,9 @@ struct Scratch {
     Buffer<float> attended;           // [kChunk][heads][dim_padded]
     Buffer<float> y;                  // output and down projections
     ActBuffer heads, middle;          // inputs of the output and down projections
+    Buffer<float> parts;              // partial results of attention
+    std::vector<std::atomic<int>> finished;  // ranges of a tile's KV head; 0 between layers
+    std::vector<Best> bests;          // [thread][kChunk]
 };
 
 }  // namespace outpace

@@ -13,6 +13,7 @@ namespace {
 
 constexpr double kGumbelMax = 22.88;  // as in noise.py
 constexpr double kEdge = 1e-9;        // nearer to top_p than this, the reference's own rounding decides
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // noise.py's log: the same basic operations in the same order. (This file is compiled without contraction.)
 double natural_log(double x) {
@@ -49,23 +50,20 @@ double gumbel(const Sampling& s, int token) {
     return -natural_log(-natural_log(u));
 }
 
+void check(int32_t id, int vocab) {
+    if (id < 0 || id >= vocab)
+        throw std::out_of_range("a rule names token " + std::to_string(id) + ", which is not in the vocabulary");
+}
+
 void apply(const Edit& edit, std::vector<float>& logits) {
     const auto at = [&](int32_t id) -> float& {
-        if (id < 0 || id >= static_cast<int32_t>(logits.size()))
-            throw std::out_of_range("a rule names token " + std::to_string(id) + ", which is not in the vocabulary");
+        check(id, static_cast<int>(logits.size()));
         return logits[static_cast<size_t>(id)];
     };
     switch (edit.kind) {
         case Edit::Bias:
             for (size_t i = 0; i < edit.ids.size(); ++i) at(edit.ids[i]) += edit.values[i];
             return;
-        case Edit::Allowed: {
-            std::vector<float> kept;
-            for (const int32_t id : edit.ids) kept.push_back(at(id));
-            std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
-            for (size_t i = 0; i < kept.size(); ++i) at(edit.ids[i]) = kept[i];
-            return;
-        }
         case Edit::Penalties:
             if (edit.repetition != 1.0f) {
                 const auto punish = [&](int32_t id) {
@@ -79,28 +77,53 @@ void apply(const Edit& edit, std::vector<float>& logits) {
             if (edit.presence != 0.0f || edit.frequency != 0.0f)
                 for (size_t i = 0; i < edit.output.size(); ++i)
                     at(edit.output[i]) -= edit.presence + edit.frequency * edit.values[i];
+            return;
+        case Edit::Allowed:
+        case Edit::Mask:
+            return;  // these only forbid: see restrict
     }
 }
 
-// The k-th largest logit, or -inf when no more than k are finite.
-float kth_largest(const float* logits, int vocab, int k, const Kernels& kernels, std::vector<int32_t>& ids) {
-    constexpr int stretch = 4096;
-    const float lowest = std::numeric_limits<float>::lowest();
-    std::vector<float> best;
-    float threshold = lowest;
-    const auto cut = [&] {
-        std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
-        best.resize(static_cast<size_t>(k));
-        threshold = best.back();
-    };
-    for (int start = 0; start < vocab; start += stretch) {
-        const int end = std::min(start + stretch, vocab);
-        const int count = kernels.at_least(logits, start, end, threshold, ids.data());
-        for (int i = 0; i < count; ++i) best.push_back(logits[ids[static_cast<size_t>(i)]]);
-        if (best.size() > static_cast<size_t>(k) * 2 || (best.size() > static_cast<size_t>(k) && end == vocab)) cut();
+// Which tokens every rule allows, as bits; false: no rule forbids any.
+bool restrict(const std::vector<Edit>& edits, int vocab, std::vector<uint32_t>& mask) {
+    const size_t words = (static_cast<size_t>(vocab) + 31) / 32;
+    bool restricted = false;
+    std::vector<uint32_t> own;
+    for (const Edit& edit : edits) {
+        if (!edit.restricts()) continue;
+        const std::vector<uint32_t>* bits = &edit.bits;
+        if (edit.kind == Edit::Allowed) {
+            own.assign(words, 0);
+            for (const int32_t id : edit.ids) {
+                check(id, vocab);
+                own[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
+            }
+            bits = &own;
+        }
+        if (bits->size() != words)
+            throw std::invalid_argument("a rule's mask has " + std::to_string(bits->size()) + " words, a vocabulary of " +
+                                        std::to_string(vocab) + " tokens needs " + std::to_string(words));
+        if (!restricted) mask.assign(words, ~0u);
+        for (size_t i = 0; i < words; ++i) mask[i] &= (*bits)[i];
+        restricted = true;
     }
-    if (best.size() < static_cast<size_t>(k)) return -std::numeric_limits<float>::infinity();
-    return threshold;
+    if (restricted && vocab % 32 != 0) mask.back() &= (1u << (vocab % 32)) - 1;
+    return restricted;
+}
+
+bool allows(const uint32_t* mask, int token) { return mask[token / 32] >> (token % 32) & 1u; }
+
+int count(const std::vector<uint32_t>& mask) {
+    int allowed = 0;
+    for (const uint32_t word : mask) allowed += __builtin_popcount(word);
+    return allowed;
+}
+
+// The tokens that a mask allows, ascending.
+template <class Visit>
+void each(const std::vector<uint32_t>& mask, const Visit& visit) {
+    for (size_t word = 0; word < mask.size(); ++word)
+        for (uint32_t left = mask[word]; left; left &= left - 1) visit(static_cast<int>(word) * 32 + __builtin_ctz(left));
 }
 
 struct Choice {
@@ -108,24 +131,63 @@ struct Choice {
     int vocab;
     const Sampling& s;
     const Kernels& kernels;
-    int best;  // the likeliest token
-    std::vector<int32_t> ids;
-    bool narrowed = false;       // whether `kept` holds what survived so far, ascending; else all finite logits do
+    int best;               // the likeliest token
+    int32_t* ids;           // [vocab]
+    const uint32_t* mask;   // null: all are allowed
+    bool narrowed = false;  // whether `kept` holds what survived so far, ascending; else all allowed finite logits do
     std::vector<int32_t> kept;
 
     double scaled(int token) const { return static_cast<double>(logits[token]) / s.temperature; }
+    bool allowed(int token) const { return !mask || allows(mask, token); }
+
+    // Allowed ids in [first, n) with a logit of at least `threshold`, ascending, to `ids`; returns how many.
+    int at_least(int first, int n, float threshold) const {
+        const int count = kernels.at_least(logits, first, n, threshold, ids);
+        if (!mask) return count;
+        return static_cast<int>(std::remove_if(ids, ids + count, [&](int32_t id) { return !allowed(id); }) - ids);
+    }
+
+    // The k-th largest logit, or -inf when no more than k are finite.
+    float kth_largest(int k) const {
+        constexpr int stretch = 4096;
+        const float lowest = std::numeric_limits<float>::lowest();
+        std::vector<float> best;
+        float threshold = lowest;
+        const auto cut = [&] {
+            std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
+            best.resize(static_cast<size_t>(k));
+            threshold = best.back();
+        };
+        for (int start = 0; start < vocab; start += stretch) {
+            const int end = std::min(start + stretch, vocab);
+            const int count = at_least(start, end, threshold);
+            for (int i = 0; i < count; ++i) best.push_back(logits[ids[i]]);
+            if (best.size() > static_cast<size_t>(k) * 2 || (best.size() > static_cast<size_t>(k) && end == vocab)) cut();
+        }
+        if (best.size() < static_cast<size_t>(k)) return -kInfinity;
+        return threshold;
+    }
 
     void top_k() {
-        const float kth = kth_largest(logits, vocab, s.top_k, kernels, ids);
-        if (kth == -std::numeric_limits<float>::infinity()) return;
-        const int count = kernels.at_least(logits, 0, vocab, kth, ids.data());
-        int above = 0;
-        for (int i = 0; i < count; ++i) above += logits[ids[static_cast<size_t>(i)]] > kth;
-        int ties = s.top_k - above;  // the lowest ids among equals
-        for (int i = 0; i < count; ++i) {
-            const int32_t id = ids[static_cast<size_t>(i)];
-            if (logits[id] > kth || ties-- > 0) kept.push_back(id);
+        const auto k = static_cast<size_t>(s.top_k);
+        float kth;
+        std::vector<int32_t> from;
+        if (narrowed) {
+            if (kept.size() <= k) return;
+            std::vector<float> values;
+            for (const int32_t id : kept) values.push_back(logits[id]);
+            std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(k) - 1, values.end(), std::greater<float>());
+            kth = values[k - 1];
+            from.swap(kept);
+        } else {
+            kth = kth_largest(s.top_k);
+            if (kth == -kInfinity) return;
+            from.assign(ids, ids + at_least(0, vocab, kth));
         }
+        auto ties = static_cast<std::ptrdiff_t>(k);  // the lowest ids among equals
+        for (const int32_t id : from) ties -= logits[id] > kth;
+        for (const int32_t id : from)
+            if (logits[id] > kth || (logits[id] == kth && ties-- > 0)) kept.push_back(id);
         narrowed = true;
     }
 
@@ -141,15 +203,18 @@ struct Choice {
         } else {
             weights.resize(static_cast<size_t>(vocab));
             kernels.weigh(logits, vocab, s.temperature, top, weights.data());
+            for (int i = 0; mask && i < vocab; ++i)
+                if (!allowed(i)) weights[static_cast<size_t>(i)] = 0.0;
         }
         double total = 0.0;
         for (const double w : weights) total += w;
         const auto token = [&](int32_t i) { return narrowed ? kept[static_cast<size_t>(i)] : i; };
         for (double least = 1e-4;; least = least > 1e-200 ? least * least : 0.0) {
             std::vector<int32_t> order;  // indices into weights
-            for (size_t i = 0; i < weights.size(); ++i)
-                if (weights[i] >= least && logits[token(static_cast<int32_t>(i))] > -std::numeric_limits<float>::infinity())
-                    order.push_back(static_cast<int32_t>(i));
+            for (size_t i = 0; i < weights.size(); ++i) {
+                const int32_t id = token(static_cast<int32_t>(i));
+                if (weights[i] >= least && logits[id] > -kInfinity && allowed(id)) order.push_back(static_cast<int32_t>(i));
+            }
             std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
                 const float x = logits[token(a)], y = logits[token(b)];
                 return x > y || (x == y && a < b);
@@ -175,8 +240,8 @@ struct Choice {
         if (!narrowed) {
             // A float32 threshold a little lower first, then the exact test.
             const double loose = limit * s.temperature - 1e-5 * (1.0 + std::fabs(limit * s.temperature));
-            const int count = kernels.at_least(logits, 0, vocab, static_cast<float>(loose), ids.data());
-            kept.assign(ids.begin(), ids.begin() + count);
+            const int count = at_least(0, vocab, static_cast<float>(loose));
+            kept.assign(ids, ids + count);
             narrowed = true;
         }
         kept.erase(std::remove_if(kept.begin(), kept.end(), [&](int32_t id) { return !(scaled(id) >= limit); }), kept.end());
@@ -187,7 +252,7 @@ struct Choice {
         double score = scaled(best) + gumbel(s, best);
         const auto consider = [&](int token) {
             const double without = scaled(token);
-            if (token == best || !(without + kGumbelMax >= score)) return;
+            if (token == best || !(without + kGumbelMax >= score) || !allowed(token)) return;
             const double with = without + gumbel(s, token);
             if (with > score || (with == score && token < chosen)) {
                 score = with;
@@ -202,8 +267,8 @@ struct Choice {
         for (int start = 0; start < vocab; start += stretch) {
             const int count = kernels.gumbel_survivors(logits, start, std::min(start + stretch, vocab),
                                                        static_cast<float>(1.0 / s.temperature), static_cast<float>(score),
-                                                       s.seed, s.index, s.sample, s.stream, ids.data());
-            for (int i = 0; i < count; ++i) consider(ids[static_cast<size_t>(i)]);
+                                                       s.seed, s.index, s.sample, s.stream, ids);
+            for (int i = 0; i < count; ++i) consider(ids[i]);
         }
         return chosen;
     }
@@ -211,19 +276,60 @@ struct Choice {
 
 }  // namespace
 
-int choose(const float* logits, int vocab, const std::vector<Edit>& edits, const Sampling& sampling, const Kernels& kernels) {
-    std::vector<float> edited;
-    if (!edits.empty()) {
-        edited.assign(logits, logits + vocab);
-        for (const Edit& edit : edits) apply(edit, edited);
-        logits = edited.data();
+void Edit::advance(int32_t token) {
+    if (kind != Penalties) return;
+    const auto known = std::find(output.begin(), output.end(), token);
+    if (known != output.end()) {
+        values[static_cast<size_t>(known - output.begin())] += 1.0f;
+        return;
     }
-    const Best best = kernels.argmax(logits, vocab);
-    if (best.nan) return kNaN;
-    if (best.value == -std::numeric_limits<float>::infinity()) return kNoneAllowed;
-    if (sampling.temperature == 0.0) return best.index;
-    if (best.value == std::numeric_limits<float>::infinity()) return kUndecided;
-    Choice choice{logits, vocab, sampling, kernels, best.index, std::vector<int32_t>(static_cast<size_t>(vocab)), false, {}};
+    output.push_back(token);
+    values.push_back(1.0f);
+}
+
+int greedy(const Best& best) {
+    if (best.nan || best.value == kInfinity) return kNaN;
+    return best.value == -kInfinity ? kNoneAllowed : best.index;
+}
+
+int choose(const float* logits, int vocab, const Best* known, const std::vector<Edit>& edits, const Sampling& sampling,
+           const Kernels& kernels, Workspace& w) {
+    bool masked = restrict(edits, vocab, w.mask);
+    const auto changes = [](const Edit& edit) { return !edit.restricts(); };
+    if (std::any_of(edits.begin(), edits.end(), changes)) {
+        w.edited.assign(logits, logits + vocab);
+        for (const Edit& edit : edits) apply(edit, w.edited);
+        logits = w.edited.data();
+        known = nullptr;
+    }
+    Best best = known ? *known : kernels.argmax(logits, vocab);
+    if (masked && (best.nan || !allows(w.mask.data(), best.index))) {
+        const Best all = best;
+        best = {-kInfinity, 0, false};
+        each(w.mask, [&](int token) {
+            if (logits[token] > best.value) best = {logits[token], token, false};
+        });
+        // What is forbidden must not reach the kernels as NaN, as infinity or as an exponent that float64 has not.
+        const double beyond = static_cast<double>(all.value) - best.value;
+        if (sampling.temperature > 0.0 ? all.nan || !(beyond / sampling.temperature < 700.0) : all.nan) {
+            std::vector<float> rest(static_cast<size_t>(vocab), -kInfinity);
+            each(w.mask, [&](int token) { rest[static_cast<size_t>(token)] = logits[token]; });
+            w.edited = std::move(rest);
+            logits = w.edited.data();
+            best = kernels.argmax(logits, vocab);
+            masked = false;
+        }
+    }
+    const int likeliest = greedy(best);
+    if (sampling.temperature == 0.0 || likeliest < 0) return likeliest;
+    if (!w.ids) w.ids.reset(new int32_t[static_cast<size_t>(vocab)]);
+    Choice choice{logits, vocab, sampling, kernels, best.index, w.ids.get(), masked ? w.mask.data() : nullptr, false, {}};
+    if (masked && count(w.mask) * 16 < vocab) {  // few enough to go through one by one
+        choice.narrowed = true;
+        each(w.mask, [&](int token) {
+            if (logits[token] > -kInfinity) choice.kept.push_back(token);
+        });
+    }
     if (sampling.top_k > 0) choice.top_k();
     if (sampling.top_p < 1.0 && !choice.top_p()) return kUndecided;
     if (sampling.log_min_p > -std::numeric_limits<double>::infinity()) choice.min_p();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "kernels/table.h"
@@ -10,11 +11,15 @@ namespace outpace {
 
 // A logit rule of rules.py with its state.
 struct Edit {
-    enum Kind { Penalties, Bias, Allowed } kind = Bias;
+    enum Kind { Penalties, Bias, Allowed, Mask } kind = Bias;
     std::vector<int32_t> ids;     // distinct prompt tokens, ascending; biased or allowed tokens
     std::vector<int32_t> output;  // penalties: distinct output tokens
     std::vector<float> values;    // counts of output tokens, or biases
     float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
+    std::vector<uint32_t> bits;   // mask: bit t % 32 of word t / 32 allows token t
+
+    bool restricts() const { return kind == Allowed || kind == Mask; }
+    void advance(int32_t token);  // one output token further; see Penalties.advance
 };
 
 struct Sampling {
@@ -26,9 +31,22 @@ struct Sampling {
     uint32_t sample, index, stream;
 };
 
+// Memory that choices over one vocabulary share.
+struct Workspace {
+    std::unique_ptr<int32_t[]> ids;
+    std::vector<float> edited;
+    std::vector<uint32_t> mask;
+};
+
 enum : int { kNoneAllowed = -1, kNaN = -2, kUndecided = -3 };
 
-// The token, or one of the codes above. Throws std::out_of_range for an id outside the vocabulary.
-int choose(const float* logits, int vocab, const std::vector<Edit>& edits, const Sampling& sampling, const Kernels& kernels);
+// The argmax as a choice: kNaN for NaN or infinity.
+int greedy(const Best& best);
+
+// The token, or one of the codes above. `best`: the argmax of `logits` where it is known. Logits are copied for rules that
+// change them; rules that only forbid are looked up as bits. Throws std::out_of_range for an id outside the vocabulary,
+// std::invalid_argument for a mask of another one.
+int choose(const float* logits, int vocab, const Best* best, const std::vector<Edit>& edits, const Sampling& sampling,
+           const Kernels& kernels, Workspace& workspace);
 
 }  // namespace outpace

@@ -22,28 +22,17 @@ uint16_t u16_at(const uint8_t* p) {
 }
 void put_u16(uint8_t* p, uint16_t x) { std::memcpy(p, &x, 2); }
 
-struct SourceBlock {
-    int values, bytes;
-};
-SourceBlock source_block(int source) {
-    switch (static_cast<Source>(source)) {
-        case Source::F32: return {1, 4};
-        case Source::F16: return {1, 2};
-        case Source::BF16: return {1, 2};
-        case Source::Q4_0: return {32, 18};
-        case Source::Q4_1: return {32, 20};
-        case Source::Q5_0: return {32, 22};
-        case Source::Q5_1: return {32, 24};
-        case Source::Q8_0: return {32, 34};
-        case Source::Q4_K: return {256, 144};
-        case Source::Q5_K: return {256, 176};
-        case Source::Q6_K: return {256, 210};
-    }
-    throw std::invalid_argument("weights of GGUF type " + std::to_string(source) +
-                                " are not supported: use Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16 or F32");
+const SourceType& source_of(int source) {
+    for (const SourceType& type : kSources)
+        if (static_cast<int>(type.id) == source) return type;
+    std::string known;
+    for (const SourceType& type : kSources) known += std::string(known.empty() ? "" : ", ") + type.name;
+    throw std::invalid_argument("weights of GGUF type " + std::to_string(source) + " are not supported: use one of " + known);
 }
 
-Format format_of(int source, Target target) {
+Format format_of(const SourceType& source, Target target) {
+    if (target != Target::Keep && source.values != 1)
+        throw std::invalid_argument("weights that are quantised already stay as they are");
     switch (target) {
         case Target::B16: return Format::B16;
         case Target::F32: return Format::F32;
@@ -51,33 +40,36 @@ Format format_of(int source, Target target) {
         case Target::Int4: return Format::I4M;
         case Target::Keep: break;
     }
-    switch (static_cast<Source>(source)) {
-        case Source::F32: return Format::F32;
-        case Source::F16: return Format::H16;
-        case Source::BF16: return Format::B16;
-        case Source::Q4_0: return Format::I4S;
-        case Source::Q4_1: return Format::I4M;
-        case Source::Q5_0: return Format::I8S;
-        case Source::Q5_1: return Format::I8M;
-        case Source::Q8_0: return Format::I8S;
-        case Source::Q4_K: return Format::K4;
-        case Source::Q5_K: return Format::K5;
-        case Source::Q6_K: return Format::K6;
-    }
-    return Format::F32;
+    return source.kept;
+}
+
+Matrix shape_of(Format format, int rows, int cols) {
+    const Layout at = layout_of(format);
+    Matrix m{};
+    m.format = format;
+    m.rows = rows;
+    m.cols = cols;
+    m.blocks = round_up(rows, 64) / kRows;
+    m.groups = round_up(round_up(cols, kGroup) / kGroup, at.groups);
+    m.block_bytes = static_cast<size_t>(m.groups / at.groups) * static_cast<size_t>(at.bytes);
+    return m;
 }
 
 // One row of one superblock on its way into the layout: row `lane` of 16.
 struct Slot {
     uint8_t* superblock;
     int lane;
+    const Layout& at;
 
     void nibbles(int g, const uint8_t* q) const {  // q [32], 0 .. 15
-        for (int i = 0; i < 16; ++i)
-            superblock[256 * g + i / 4 * 64 + lane * 4 + i % 4] = static_cast<uint8_t>(q[i] | q[i + 16] << 4);
+        uint8_t* values = superblock + at.values_of(g);
+        for (int i = 0; i < 16; ++i) values[quant_at(i, lane)] = static_cast<uint8_t>(q[i] | q[i + 16] << 4);
+    }
+    void paired(int g, const uint8_t* pairs) const {  // [16], inputs i and i + 16 in a byte, as the layout has them
+        for (int i = 0; i < 16; i += 4) std::memcpy(superblock + at.values_of(g) + quant_at(i, lane), pairs + i, 4);
     }
     void bytes(int g, const uint8_t* q) const {
-        for (int i = 0; i < 32; i += 4) std::memcpy(superblock + 512 * g + i * 16 + lane * 4, q + i, 4);
+        for (int i = 0; i < 32; i += 4) std::memcpy(superblock + at.values_of(g) + quant_at(i, lane), q + i, 4);
     }
     void half(int offset, uint16_t x) const { put_u16(superblock + offset + 2 * lane, x); }
     void byte(int offset, uint8_t x) const { superblock[offset + lane] = x; }
@@ -95,28 +87,22 @@ void k_scale(const uint8_t* packed, int g, uint8_t* scale, uint8_t* minimum) {
 }
 
 // A row of 32-value blocks.
-void pack_simple(Source source, const uint8_t* row, int groups, uint8_t* block, int lane, const Geometry& geo) {
+void pack_simple(const SourceType& source, const uint8_t* row, int groups, uint8_t* block, int lane, const Layout& at) {
+    const bool minimum = at.second >= 0;  // so has the file's block: float16 scale, float16 minimum, then the values
     for (int g = 0; g < groups; ++g) {
-        const Slot slot{block + static_cast<size_t>(g / 2) * geo.bytes, lane};
-        const int i = g % 2;
+        const Slot slot{block + static_cast<size_t>(g / at.groups) * at.bytes, lane, at};
+        const int i = g % at.groups;
+        const uint8_t* b = row + source.bytes * g;
+        const uint8_t* values = b + (minimum ? 4 : 2);
+        slot.half(at.scale_of(i), u16_at(b));
+        if (minimum) slot.half(at.second_of(i), u16_at(b + 2));
         uint8_t q[32];
-        switch (source) {
+        switch (source.id) {
             case Source::Q4_0:
-            case Source::Q4_1: {
-                const bool minimum = source == Source::Q4_1;
-                const uint8_t* b = row + (minimum ? 20 : 18) * g;
-                const uint8_t* nibbles = b + (minimum ? 4 : 2);
-                for (int k = 0; k < 4; ++k)  // the file pairs input i with i + 16, as the layout does
-                    std::memcpy(slot.superblock + 256 * i + 64 * k + 4 * lane, nibbles + 4 * k, 4);
-                slot.half(512 + (minimum ? 64 : 32) * i, u16_at(b));
-                if (minimum) slot.half(544 + 64 * i, u16_at(b + 2));
-                break;
-            }
+            case Source::Q4_1: slot.paired(i, values); break;
             case Source::Q5_0:
             case Source::Q5_1: {
-                const bool minimum = source == Source::Q5_1;
-                const uint8_t* b = row + (minimum ? 24 : 22) * g;
-                const uint8_t* high = b + (minimum ? 4 : 2);
+                const uint8_t* high = values;
                 const uint8_t* nibbles = high + 4;
                 for (int k = 0; k < 32; ++k) {
                     const int low = k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4;
@@ -124,27 +110,22 @@ void pack_simple(Source source, const uint8_t* row, int groups, uint8_t* block, 
                     q[k] = static_cast<uint8_t>(minimum ? value : value - 16 + 128);
                 }
                 slot.bytes(i, q);
-                slot.half(1024 + (minimum ? 64 : 32) * i, u16_at(b));
-                if (minimum) slot.half(1056 + 64 * i, u16_at(b + 2));
                 break;
             }
-            default: {  // Q8_0
-                const uint8_t* b = row + 34 * g;
-                for (int k = 0; k < 32; ++k) q[k] = b[2 + k] ^ 0x80;
+            default:  // Q8_0
+                for (int k = 0; k < 32; ++k) q[k] = values[k] ^ 0x80;
                 slot.bytes(i, q);
-                slot.half(1024 + 32 * i, u16_at(b));
-            }
         }
     }
 }
 
 // A row of 256-value superblocks.
-void pack_k(Source source, const uint8_t* row, int superblocks, uint8_t* block, int lane, const Geometry& geo) {
+void pack_k(const SourceType& source, const uint8_t* row, int superblocks, uint8_t* block, int lane, const Layout& at) {
     for (int s = 0; s < superblocks; ++s) {
-        const Slot slot{block + static_cast<size_t>(s) * geo.bytes, lane};
+        const Slot slot{block + static_cast<size_t>(s) * at.bytes, lane, at};
+        const uint8_t* b = row + source.bytes * static_cast<size_t>(s);
         uint8_t q[32];
-        if (source == Source::Q6_K) {
-            const uint8_t* b = row + 210 * static_cast<size_t>(s);
+        if (source.id == Source::Q6_K) {
             for (int g = 0; g < 8; ++g) {  // 128 values share 64 bytes of low and 32 bytes of high bits
                 const uint8_t* low = b + g / 4 * 64 + g % 2 * 32;
                 const uint8_t* high = b + 128 + g / 4 * 32;
@@ -154,16 +135,14 @@ void pack_k(Source source, const uint8_t* row, int superblocks, uint8_t* block, 
                     q[k] = static_cast<uint8_t>(value - 32 + 128);
                 }
                 slot.bytes(g, q);
-                slot.byte(4096 + 32 * g, b[192 + 2 * g]);
-                slot.byte(4112 + 32 * g, b[193 + 2 * g]);
+                slot.byte(at.scale_of(g), b[192 + 2 * g]);
+                slot.byte(at.second_of(g), b[193 + 2 * g]);
             }
-            slot.half(4352, u16_at(b + 208));
+            slot.half(at.d, u16_at(b + 208));
             continue;
         }
-        const bool five = source == Source::Q5_K;
-        const uint8_t* b = row + (five ? 176 : 144) * static_cast<size_t>(s);
+        const bool five = source.id == Source::Q5_K;
         const uint8_t* nibbles = b + (five ? 48 : 16);
-        const int tail = five ? 4096 : 2048;
         for (int g = 0; g < 8; ++g) {
             uint8_t scale, minimum;
             k_scale(b + 4, g, &scale, &minimum);
@@ -176,11 +155,11 @@ void pack_k(Source source, const uint8_t* row, int superblocks, uint8_t* block, 
                 slot.bytes(g, q);
             else
                 slot.nibbles(g, q);
-            slot.byte(tail + 32 * g, scale);
-            slot.byte(tail + 32 * g + 16, minimum);
+            slot.byte(at.scale_of(g), scale);
+            slot.byte(at.second_of(g), minimum);
         }
-        slot.half(tail + 256, u16_at(b));
-        slot.half(tail + 288, u16_at(b + 2));
+        slot.half(at.d, u16_at(b));
+        slot.half(at.dmin, u16_at(b + 2));
     }
 }
 
@@ -209,8 +188,8 @@ void quantize_group(const float* w, bool four_bits, const Slot& slot, int i) {
             q[k] = static_cast<uint8_t>(std::min(std::max(x, 0.0f), 15.0f));
         }
         slot.nibbles(i, q);
-        slot.half(512 + 64 * i, d);
-        slot.half(544 + 64 * i, m);
+        slot.half(slot.at.scale_of(i), d);
+        slot.half(slot.at.second_of(i), m);
     } else {
         const uint16_t d = float_to_f16(std::max(high, -low) / 127.0f);
         const float scale = f16_to_float(d);
@@ -219,29 +198,29 @@ void quantize_group(const float* w, bool four_bits, const Slot& slot, int i) {
             q[k] = static_cast<uint8_t>(static_cast<int>(std::min(std::max(x, -127.0f), 127.0f)) + 128);
         }
         slot.bytes(i, q);
-        slot.half(1024 + 32 * i, d);
+        slot.half(slot.at.scale_of(i), d);
     }
 }
 
 void pack_plain(Source source, const uint8_t* row, int cols, Format format, int groups, uint8_t* block, int lane,
-                const Geometry& geo) {
+                const Layout& at) {
     for (int g = 0; g < groups; ++g) {
         float w[kGroup] = {};
         for (int k = 0; k < kGroup && g * kGroup + k < cols; ++k) w[k] = plain_value(source, row, g * kGroup + k);
-        uint8_t* superblock = block + static_cast<size_t>(g / 2) * geo.bytes;
-        uint8_t* at = superblock + g % 2 * (geo.bytes / 2);
+        uint8_t* superblock = block + static_cast<size_t>(g / at.groups) * at.bytes;
+        uint8_t* values = superblock + at.values_of(g % at.groups);
         switch (format) {
             case Format::B16:
-                for (int k = 0; k < kGroup; ++k) put_u16(at + ((k / 2 * kRows + lane) * 2 + k % 2) * 2, float_to_bf16(w[k]));
+                for (int k = 0; k < kGroup; ++k) put_u16(values + pair_at(k, lane) * 2, float_to_bf16(w[k]));
                 break;
             case Format::H16:
-                for (int k = 0; k < kGroup; ++k) put_u16(at + (k * kRows + lane) * 2, float_to_f16(w[k]));
+                for (int k = 0; k < kGroup; ++k) put_u16(values + plain_at(k, lane) * 2, float_to_f16(w[k]));
                 break;
             case Format::F32:
-                for (int k = 0; k < kGroup; ++k) std::memcpy(at + (k * kRows + lane) * 4, &w[k], 4);
+                for (int k = 0; k < kGroup; ++k) std::memcpy(values + plain_at(k, lane) * 4, &w[k], 4);
                 break;
             default:
-                quantize_group(w, format == Format::I4M, Slot{superblock, lane}, g % 2);
+                quantize_group(w, format == Format::I4M, Slot{superblock, lane, at}, g % at.groups);
         }
     }
 }
@@ -249,11 +228,15 @@ void pack_plain(Source source, const uint8_t* row, int cols, Format format, int 
 }  // namespace
 
 size_t row_bytes(int source, int64_t cols) {
-    const SourceBlock block = source_block(source);
-    if (cols <= 0 || cols % block.values != 0)
+    const SourceType& type = source_of(source);
+    if (cols <= 0 || cols % type.values != 0)
         throw std::invalid_argument("rows of " + std::to_string(cols) + " values do not fit blocks of " +
-                                    std::to_string(block.values));
-    return static_cast<size_t>(cols / block.values) * static_cast<size_t>(block.bytes);
+                                    std::to_string(type.values));
+    return static_cast<size_t>(cols / type.values) * static_cast<size_t>(type.bytes);
+}
+
+size_t packed_bytes(int source, int rows, int cols, Target target) {
+    return shape_of(format_of(source_of(source), target), rows, cols).bytes();
 }
 
 std::shared_ptr<uint8_t> Arena::take(size_t bytes) {
@@ -277,19 +260,12 @@ std::shared_ptr<uint8_t> Arena::take(size_t bytes) {
 
 Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, int heads, Target target, int threads) {
     const size_t stride = row_bytes(source, cols);
-    const bool plain = source_block(source).values == 1;
-    if (target != Target::Keep && !plain) throw std::invalid_argument("weights that are quantised already stay as they are");
+    const SourceType& type = source_of(source);
     if (rows <= 0 || (heads > 0 && (rows % heads != 0 || rows / heads % 2 != 0)))
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " rows cannot be packed");
-    const Format format = format_of(source, target);
-    const Geometry geo = geometry(format);
-    Matrix m{};
-    m.format = format;
-    m.rows = rows;
-    m.cols = cols;
-    m.blocks = round_up(rows, 64) / kRows;
-    m.groups = round_up(round_up(cols, kGroup) / kGroup, geo.groups);
-    m.block_bytes = static_cast<size_t>(m.groups / geo.groups) * static_cast<size_t>(geo.bytes);
+    const Format format = format_of(type, target);
+    const Layout at = layout_of(format);
+    Matrix m = shape_of(format, rows, cols);
     std::shared_ptr<uint8_t> memory = arena.take(m.bytes());
     uint8_t* out = memory.get();
     m.data = out;
@@ -305,13 +281,12 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
             }
             const uint8_t* in = data + static_cast<size_t>(from) * stride;
             uint8_t* block = out + static_cast<size_t>(row / kRows) * m.block_bytes;
-            const Source type = static_cast<Source>(source);
-            if (plain)
-                pack_plain(type, in, cols, format, round_up(cols, kGroup) / kGroup, block, row % kRows, geo);
-            else if (geo.groups == 8)
-                pack_k(type, in, cols / 256, block, row % kRows, geo);
+            if (type.values == 1)
+                pack_plain(type.id, in, cols, format, round_up(cols, kGroup) / kGroup, block, row % kRows, at);
+            else if (at.d >= 0)
+                pack_k(type, in, cols / type.values, block, row % kRows, at);
             else
-                pack_simple(type, in, cols / 32, block, row % kRows, geo);
+                pack_simple(type, in, cols / type.values, block, row % kRows, at);
         }
     };
     std::vector<std::thread> helpers;
@@ -329,47 +304,47 @@ namespace {
 
 // One group of one row.
 void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) {
+    const Layout at = layout_of(format);
+    const uint8_t* values = s + at.values_of(g);
     const auto half = [&](int offset) { return f16_to_float(u16_at(s + offset + 2 * lane)); };
+    const auto byte = [&](int offset) { return static_cast<float>(s[offset + lane]); };
     float q[kGroup];
-    if (format == Format::I4S || format == Format::I4M || format == Format::K4) {
+    if (at.acts == Acts::I8 && at.group_bytes == kNibbles) {
         for (int i = 0; i < 16; ++i) {
-            const int pair = s[256 * g + i / 4 * 64 + lane * 4 + i % 4];
+            const int pair = values[quant_at(i, lane)];
             q[i] = static_cast<float>(pair & 15);
             q[i + 16] = static_cast<float>(pair >> 4);
         }
-    } else if (geometry(format).acts == Acts::I8) {
-        for (int i = 0; i < kGroup; ++i) q[i] = static_cast<float>(s[512 * g + i / 4 * 64 + lane * 4 + i % 4]);
+    } else if (at.acts == Acts::I8) {
+        for (int i = 0; i < kGroup; ++i) q[i] = static_cast<float>(values[quant_at(i, lane)]);
     }
     const auto scaled = [&](float scale, float zero, float minimum) {
         for (int i = 0; i < kGroup; ++i) out[i] = scale * (q[i] - zero) + minimum;
     };
     switch (format) {
-        case Format::I4S: return scaled(half(512 + 32 * g), 8.0f, 0.0f);
-        case Format::I4M: return scaled(half(512 + 64 * g), 0.0f, half(544 + 64 * g));
-        case Format::I8S: return scaled(half(1024 + 32 * g), 128.0f, 0.0f);
-        case Format::I8M: return scaled(half(1024 + 64 * g), 0.0f, half(1056 + 64 * g));
+        case Format::I4S: return scaled(half(at.scale_of(g)), 8.0f, 0.0f);
+        case Format::I8S: return scaled(half(at.scale_of(g)), 128.0f, 0.0f);
+        case Format::I4M:
+        case Format::I8M: return scaled(half(at.scale_of(g)), 0.0f, half(at.second_of(g)));
         case Format::K4:
-        case Format::K5: {
-            const int tail = format == Format::K4 ? 2048 : 4096;
-            return scaled(half(tail + 256) * static_cast<float>(s[tail + 32 * g + lane]), 0.0f,
-                          -(half(tail + 288) * static_cast<float>(s[tail + 32 * g + 16 + lane])));
-        }
+        case Format::K5:
+            return scaled(half(at.d) * byte(at.scale_of(g)), 0.0f, -(half(at.dmin) * byte(at.second_of(g))));
         case Format::K6: {
-            const float d = half(4352);
+            const float d = half(at.d);
             for (int i = 0; i < kGroup; ++i) {
-                const int8_t scale = static_cast<int8_t>(s[4096 + 32 * g + i / 16 * 16 + lane]);
+                const int8_t scale = static_cast<int8_t>(s[(i < 16 ? at.scale_of(g) : at.second_of(g)) + lane]);
                 out[i] = d * static_cast<float>(scale) * (q[i] - 128.0f);
             }
             return;
         }
         case Format::B16:
-            for (int i = 0; i < kGroup; ++i) out[i] = bf16_to_float(u16_at(s + g * 1024 + ((i / 2 * kRows + lane) * 2 + i % 2) * 2));
+            for (int i = 0; i < kGroup; ++i) out[i] = bf16_to_float(u16_at(values + pair_at(i, lane) * 2));
             return;
         case Format::H16:
-            for (int i = 0; i < kGroup; ++i) out[i] = f16_to_float(u16_at(s + g * 1024 + (i * kRows + lane) * 2));
+            for (int i = 0; i < kGroup; ++i) out[i] = f16_to_float(u16_at(values + plain_at(i, lane) * 2));
             return;
         case Format::F32:
-            for (int i = 0; i < kGroup; ++i) std::memcpy(&out[i], s + g * 2048 + (i * kRows + lane) * 4, 4);
+            for (int i = 0; i < kGroup; ++i) std::memcpy(&out[i], values + plain_at(i, lane) * 4, 4);
             return;
     }
 }
@@ -377,14 +352,14 @@ void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) 
 }  // namespace
 
 void unpack_row(const Matrix& m, int row, float* out) {
-    const Geometry geo = geometry(m.format);
+    const Layout at = layout_of(m.format);
     const uint8_t* block = m.data + static_cast<size_t>(row / kRows) * m.block_bytes;
-    for (int at = 0; at < m.cols; at += kGroup) {
-        const int group = at / kGroup;
-        const uint8_t* superblock = block + static_cast<size_t>(group / geo.groups) * static_cast<size_t>(geo.bytes);
+    for (int col = 0; col < m.cols; col += kGroup) {
+        const int group = col / kGroup;
+        const uint8_t* superblock = block + static_cast<size_t>(group / at.groups) * static_cast<size_t>(at.bytes);
         float values[kGroup];
-        unpack_group(m.format, superblock, group % geo.groups, row % kRows, values);
-        std::memcpy(out + at, values, static_cast<size_t>(std::min(kGroup, m.cols - at)) * sizeof(float));
+        unpack_group(m.format, superblock, group % at.groups, row % kRows, values);
+        std::memcpy(out + col, values, static_cast<size_t>(std::min(kGroup, m.cols - col)) * sizeof(float));
     }
 }
 

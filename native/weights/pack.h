@@ -16,11 +16,35 @@ enum class Source : int {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30
 };
 
+// What a file's matrices can be of. A test holds names and sizes against models/formats/gguf.py.
+struct SourceType {
+    Source id;
+    const char* name;
+    int values, bytes;  // of a block
+    Format kept;        // the format that changes no value
+};
+constexpr SourceType kSources[] = {
+    {Source::F32, "F32", 1, 4, Format::F32},
+    {Source::F16, "F16", 1, 2, Format::H16},
+    {Source::BF16, "BF16", 1, 2, Format::B16},
+    {Source::Q4_0, "Q4_0", 32, 18, Format::I4S},
+    {Source::Q4_1, "Q4_1", 32, 20, Format::I4M},
+    {Source::Q5_0, "Q5_0", 32, 22, Format::I8S},
+    {Source::Q5_1, "Q5_1", 32, 24, Format::I8M},
+    {Source::Q8_0, "Q8_0", 32, 34, Format::I8S},
+    {Source::Q4_K, "Q4_K", 256, 144, Format::K4},
+    {Source::Q5_K, "Q5_K", 256, 176, Format::K5},
+    {Source::Q6_K, "Q6_K", 256, 210, Format::K6},
+};
+
 // Keep: no value changes. The others apply to F32, F16 and BF16 sources only.
 enum class Target { Keep, B16, F32, Int8, Int4 };
 
 // Bytes of one row of `cols` values. Throws std::invalid_argument for an unknown type or cols that do not fit it.
 size_t row_bytes(int source, int64_t cols);
+
+// Bytes that a matrix [rows, cols] takes once it is packed. Throws as `pack` does for its type and target.
+size_t packed_bytes(int source, int rows, int cols, Target target);
 
 // Memory for weights: few large mappings on huge pages where the system has them.
 class Arena {

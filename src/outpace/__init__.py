@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.results import Delta, Result
     from outpace.engine.statistics import Stats
-    from outpace.errors import DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError
+    from outpace.errors import DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError, RuleError
     from outpace.exact.sampling import TokenLogprob
-    from outpace.params import LogitRule, SamplingParams
+    from outpace.params import GrammarRule, LogitRule, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -21,12 +21,14 @@ _HOME = {
     "Delta": "engine.results",
     "DrafterError": "errors",
     "Engine": "engine.engine",
+    "GrammarRule": "params",
     "LogitRule": "params",
     "MemoryLimitError": "errors",
     "ModelError": "errors",
     "OutpaceError": "errors",
     "ParameterError": "errors",
     "Result": "engine.results",
+    "RuleError": "errors",
     "SamplingParams": "params",
     "Stats": "engine.statistics",
     "TokenLogprob": "exact.sampling",
@@ -36,12 +38,14 @@ __all__ = [
     "Delta",
     "DrafterError",
     "Engine",
+    "GrammarRule",
     "LogitRule",
     "MemoryLimitError",
     "ModelError",
     "OutpaceError",
     "ParameterError",
     "Result",
+    "RuleError",
     "SamplingParams",
     "Stats",
     "TokenLogprob",

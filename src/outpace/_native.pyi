@@ -1,4 +1,4 @@
-"""The C++ runtime (native/bindings/). Only models/native/model.py, tests and benchmarks use it."""
+"""The C++ runtime (native/bindings/). models/native uses it, ``_fast`` picks from it, tests and benchmarks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outpace.exact.tree import Tree
+
 _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
 _U8 = npt.NDArray[np.uint8]
+_Rules = list[tuple[Any, ...]]  # see describe_rules in models/native/output.py
+_Chooser = tuple[float, int, float, float, int, int, int, int, _Rules]  # see describe there
+
+INTERFACE: int
+KV_BLOCK: int
 
 class MemoryLimit(RuntimeError): ...
 
@@ -37,56 +44,54 @@ class Result:
     """One forward's logits, best tokens and taps. Indices are packed ones. Raises IndexError for others."""
 
     def best(self, at: _I32) -> _I32:
-        """Argmax int32 [n]; -1: all are -inf; -2: NaN."""
+        """Argmax int32 [n]; -1: all are -inf; -2: NaN or infinity."""
 
-    def walk(
-        self,
-        start: int,
-        tokens: _I32,
-        parents: _I32 | None,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        log_min_p: float,
-        seed: int,
-        sample: int,
-        index: int,
-        stream: int,
-    ) -> tuple[_I32, _I32] | None:
-        """Tokens gained and nodes kept of a draft that starts after packed index ``start``; None: not decided here."""
+    @staticmethod
+    def of(logits: _F32, wanted: _I32, isa: str = "") -> Result:
+        """As if a forward had computed ``logits`` float32 [n, V] of packed indices ``wanted``."""
 
-    def choose(
-        self,
-        at: int,
-        rules: list[tuple[Any, ...]],
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        log_min_p: float,
-        seed: int,
-        sample: int,
-        index: int,
-        stream: int,
-    ) -> int:
-        """A token; -1: none is allowed; -2: NaN; -3: too close to top-p's edge to decide here."""
+    def verify(
+        self, tokens: _I32, widths: _I32, parents: _I32 | None, starts: _I32, rows: list[_Chooser | tuple[()] | None]
+    ) -> tuple[_I32, _I32, _I32]:
+        """The arrays of Verdicts. ``rows``: None is left out, () is greedy without rules. Accepted -1: not decided."""
+
+    def choose(self, at: int, chooser: _Chooser) -> int:
+        """A token; -1: none is allowed; -2: NaN or infinity; -3: too close to top-p's edge to decide here."""
 
     def logits(self, at: _I32) -> _F32: ...
-    def taps(self, at: _I32) -> _F32: ...
+    def tap_places(self, at: _I32) -> _I32:
+        """Where packed indices stand among the tapped tokens. Raises IndexError, and ValueError without taps."""
 
-class Model:
-    @staticmethod
-    def build(
+    def tapped(self) -> _F32:
+        """float32 [n, T, H] of all tapped tokens, not copied; not to be written to."""
+
+class Weights:
+    """A decoder's packed weights; any number of models can share them. Raises ValueError for what does not fit."""
+
+    def __init__(
+        self,
         config: dict[str, Any],
         layers: list[dict[str, Any]],
         embedding: Matrix,
         head: Matrix,
         final_norm: _F32,
         ropes: list[_F32],
-        isa: str,
-        threads: int,
-        kv_f32: bool,
-        kv_limit: int,
-    ) -> Model: ...
+    ) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Runtime:
+    """Threads, working memory and a lock for models that compute in turn. Raises ValueError, RuntimeError.
+
+    A child of ``os.fork`` gets threads of its own when it first computes; the fork waits for a forward under way.
+    """
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+class Model:
+    def __init__(self, weights: Weights, runtime: Runtime, isa: str, kv_f32: bool, kv_limit: int) -> None: ...
     def forward(
         self,
         token: _I32,
@@ -97,6 +102,8 @@ class Model:
         wanted: _I32,
         taps: tuple[int, ...],
         layers: int,
+        tapped: npt.NDArray[np.bool_] | None,
+        features: _F32 | None,
     ) -> Result: ...
     @property
     def isa(self) -> str: ...
@@ -106,14 +113,15 @@ class Model:
     def weight_bytes(self) -> int: ...
     def time_phases(self, on: bool) -> None: ...
     def take_timings(self) -> dict[str, float]: ...
-    def kv_alloc(self, capacity: int, /) -> int: ...
+    def kv_alloc(self) -> int: ...
     def kv_free(self, row: int, /) -> None: ...
     def kv_length(self, row: int, /) -> int: ...
-    def kv_capacity(self, row: int, /) -> int: ...
     def kv_truncate(self, row: int, n: int, /) -> None: ...
     def kv_compact(self, row: int, start: int, keep: _I32, /) -> None: ...
     def kv_fork(self, src: int, dst: int, n: int, /) -> None: ...
-    def kv_bytes_for(self, capacity: int, /) -> int: ...
+    def kv_growth(self, row: int, n: int, /) -> int: ...
+    def kv_bytes_for(self, positions: int, /) -> int: ...
+    def kv_exclusive(self, rows: list[int], /) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
     @property
@@ -140,18 +148,19 @@ class SuffixIndex:
         """Tokens, parents and gains of the tree."""
 
 class Datastore:
-    """The search of ``retrieval``; drafters/lookup/datastore.py is the reference. Keeps its arrays. Raises ValueError."""
+    """See ``Search`` of drafters/lookup/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
 
     def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 
 class Policy:
-    """What is behind ``--size auto``; see control/adaptive.py, the reference. Raises ValueError."""
+    """What is behind ``--size auto``; control/adaptive.py is its face. Takes and gives the seams' own values: ``seams``
+    names their classes (Sizes, Decision, Drafts) and numpy's ``empty``, int32 and uint8. Raises ValueError."""
 
+    explain: bool
     def __init__(
         self,
-        rules: dict[str, Any],
         table: list[float],
         last_width: float,
         last_seconds: float,
@@ -159,35 +168,25 @@ class Policy:
         row: float,
         position: float,
         position_width: float,
+        seams: dict[str, Any],
+        explain: bool,
     ) -> None: ...
-    def plan(
-        self, rows: list[tuple[int, int, bool]], most: list[int], contexts: Sequence[int], prefill: int
-    ) -> list[int]:
-        """``rows``: row, kind of sampling, whether the policy decides for it. Nodes to ask for; none at all while all
-        rows wait: then ``waited`` ends the step."""
-
-    def trim(
-        self,
-        widths: _I32,
-        width: int,
-        parents: _I32 | None,
-        said: _F32 | None,
-        source: _U8 | None,
-        sources: list[int],
-        sampled: list[bool],
-    ) -> tuple[list[list[int]], float | None, list[bool]]:
-        """Nodes to verify by row, the speed expected of the best draft, and by row whether the policy chose."""
-
-    def learn(
-        self, accepted: list[int], path: _I32, total: float, draft: float, target: float, rest: float
-    ) -> None: ...
-    def waited(self, seconds: float) -> None: ...
+    def plan(self, rows: Sequence[Any], most: Sequence[int], load: Any) -> Any: ...
+    def trim(self, drafts: Any) -> tuple[Any, list[Any]]: ...
+    def learn(self, verdicts: Any, seconds: Any) -> None: ...
     def release(self, row: int) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """capital, advantage, tables, curves: (rows, context, steps, plain seconds, [(nodes, plain steps, sd)])."""
+
     def __len__(self) -> int: ...
 
 def usable_isas() -> list[str]: ...
 def kernels(isa: str = "") -> str: ...
 def row_bytes(source: int, cols: int) -> int: ...
+def packed_bytes(source: int, rows: int, cols: int, target: str = "keep") -> int: ...
+def source_types() -> dict[int, tuple[str, int, int]]:
+    """GGUF's number -> name, values and bytes of a block, of what can be packed."""
+
 def pack(
     arena: Arena,
     data: _U8,
@@ -198,23 +197,24 @@ def pack(
     target: str = "keep",
     threads: int = 1,
 ) -> Matrix: ...
-def choose(
-    logits: _F32,
-    rules: list[tuple[Any, ...]],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    log_min_p: float,
-    seed: int,
-    sample: int,
-    index: int,
-    stream: int,
-    isa: str = "",
-) -> int: ...
-def merge(
-    proposals: list[tuple[list[int], list[int], list[float], list[int]]], budget: int
-) -> tuple[list[int], list[int], list[float], list[int]]:
-    """See tree.py, the reference: tokens, parents, gains and sources."""
+def embed(model: Model, tokens: _I32) -> _F32: ...
+def final_norm(model: Model, states: _F32) -> _F32: ...
+def head(model: Model, normed: _F32, ids: _I32 | None) -> _F32: ...
+def pack_batch(
+    rows: list[int],
+    tokens: list[_I32],
+    starts_at: list[int],
+    wanted: list[bool],
+    trees: list[_I32 | None],
+    last_only: bool,
+) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]:
+    """See models/base.py, the reference: token, row, position, parent, starts, wanted."""
+
+def pack_trees(trees: list[Tree], sourced: bool) -> tuple[_I32, _I32, _I32 | None, _F32, _U8 | None]:
+    """See exact/tree.py, the reference: tokens, widths, parents, confidence, source."""
+
+def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
+    """See exact/tree.py, the reference: tokens, parents, gains and sources."""
 
 def newest_match(tokens: _I32, least: int, most: int) -> tuple[int, int] | None: ...
 def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 

@@ -1,8 +1,61 @@
-"""Errors a user can meet. Each message names the value that is wrong and the remedy."""
+"""Errors a user can meet. Each message names the value that is wrong and the remedy.
+
+A message is told to two audiences: a caller's arguments are ``max_tokens=0`` in Python and ``--max-tokens 0`` on the
+command line. So a message is made of parts, in which an ``Argument`` stands for one, and is spelled when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A parameter in a message, by its name in Python, perhaps with a value."""
+
+    name: str
+    value: Any = ...  # ...: none; a singleton that can be pickled
+
+    @property
+    def has_value(self) -> bool:
+        return self.value is not ...
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value!r}" if self.has_value else self.name
 
 
 class OutpaceError(Exception):
-    """Base of every error that Outpace raises on purpose."""
+    """Base of every error that Outpace raises on purpose.
+
+    ``parts``: texts, ``Argument``s, and errors whose own message is told here.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+
+    def __str__(self) -> str:
+        return self.told(str)
+
+    def told(self, spell: Callable[[Argument], str]) -> str:
+        """The message, with every argument as ``spell`` writes it. ``str(error)`` writes Python."""
+
+        def text(part: Any) -> str:
+            if isinstance(part, Argument):
+                return spell(part)
+            return part.told(spell) if isinstance(part, OutpaceError) else str(part)
+
+        return "".join(text(part) for part in self.args)
+
+    @property
+    def parameter(self) -> str | None:
+        """The parameter that the message names first, if it names one."""
+        for part in self.args:
+            found = part.name if isinstance(part, Argument) else getattr(part, "parameter", None)
+            if found is not None:
+                return str(found)
+        return None
 
 
 class ParameterError(OutpaceError, ValueError):
@@ -23,3 +76,19 @@ class MemoryLimitError(OutpaceError):
 
 class NoTokenAllowedError(OutpaceError):
     """The logit rules of a request forbid every token, so nothing can be chosen."""
+
+    def __init__(self, *parts: Any) -> None:
+        names = (Argument("allowed_tokens"), ", ", Argument("logit_bias"), ", ", Argument("bad_words"))
+        super().__init__(*(parts or ("every token is forbidden: loosen ", *names, " or the grammar")))
+
+
+class NotFiniteError(OutpaceError, FloatingPointError):
+    """The model's logits are NaN or infinite, so nothing can be chosen."""
+
+    def __init__(self, *parts: Any) -> None:
+        remedy = (Argument("dtype", "float32"), ", or check the weights")
+        super().__init__(*(parts or ("the model produced NaN or infinite logits: try ", *remedy)))
+
+
+class RuleError(OutpaceError):
+    """A logit rule, or a foreign logits processor, raised or returned nonsense: its request ends, and no other."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outpace.errors import ParameterError
 
@@ -17,17 +21,36 @@ def check_writable(path: Path) -> None:
         raise ParameterError(f"{path} cannot be written: give a file in a folder that exists and is writable")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as JSON, whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write bytes to, which takes ``path``'s place when the block ends: whole, on the disk, or not at all.
+
+    What is there keeps its permissions; ``mode`` has those of a new file. Raises OSError.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    part = Path(name)
     try:
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        os.replace(part, path)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else mode)
+        part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file, whole or not at all; ``mode``: permissions of a new one. Raises OSError."""
+    with replacing(path, mode) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON, whole or not at all. Raises OSError."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(path, text.encode("utf-8"))
 
 
 def cache_dir() -> Path:

@@ -17,7 +17,7 @@ from outpace.errors import DrafterError
 from outpace.models.load import LoadOptions, load
 from outpace.models.native import model as native
 from outpace.params import SamplingParams
-from tests.toy import ToyError, ToyModel
+from tests.toy import ToyModel
 
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
 
@@ -60,16 +60,24 @@ def test_greedy_rejection_is_plain_decoding_and_sampled_rejection_carries_q() ->
     assert sum(r.stats.accepted for r in sampled) > 0
 
 
-def test_a_drafting_forward_that_fails_leaves_the_row_as_it_was() -> None:
+def test_a_drafting_forward_that_fails_costs_nothing_but_the_draft() -> None:
+    params = SamplingParams(max_tokens=20)
+    with Engine(ToyModel(5, layers=4)) as plain:
+        expected = plain.generate([1, 2, 3], params).token_ids
     target = ToyModel(5, layers=4)
     with Engine(target, drafter=LayersDrafter(target, 1), size=4) as engine:
-        engine.add([1, 2, 3], SamplingParams(max_tokens=20))
-        for _ in range(3):
-            engine.step()
-        target.fail = "output"  # of the first drafting forward: its KV is written already
-        with pytest.raises(ToyError):
-            engine.step()
-        engine.check()
+        engine.add([1, 2, 3], params)
+        found = None
+        for step in range(60):
+            if step == 3:
+                target.fail = "output"  # of the first drafting forward: its KV is written already
+            for delta in engine.step():
+                found = delta.result or found
+            engine.check()
+            if engine.idle:
+                break
+        assert found is not None
+        assert found.token_ids == expected
 
 
 @pytest.mark.parametrize("layers", [0, -1, 4, 99])
@@ -87,12 +95,12 @@ def test_the_demo_model(backend: str) -> None:
     )  # type: ignore[arg-type]
     model, tokenizer = load("demo", options)
     prompts = ["Count from one to ten.", "Why is the sky blue?", "Repeat: to be or not to be."]
-    with Engine(model, tokenizer) as plain:
+    with Engine(model, tokenizer, prefix_rows=0) as plain:
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=12, temperature=temperature, seed=5)
             expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
             for layers in (10, 22):
-                engine = Engine(model, tokenizer, drafter=LayersDrafter(model, layers), size=4)
+                engine = Engine(model, tokenizer, drafter=LayersDrafter(model, layers), size=4, prefix_rows=0)
                 assert [engine.generate(prompts[0], params).token_ids] == expected[:1], layers
                 together = engine.generate_many(prompts, params)
                 engine.check()

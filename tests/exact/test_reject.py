@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from outpace.arrays import F32, F64, I32
-from outpace.exact.drafts import Draft
+from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import reject, typical, walk_row
+from outpace.exact.verify import reject, typical, walk
 from outpace.params import SamplingParams
 from tests.exact.outcomes import every_outcome
 from tests.exact.test_walk import shapes
@@ -202,7 +202,8 @@ def test_coupled_and_rejection_agree_when_greedy() -> None:
         for tokens in product(range(3), repeat=3):
             draft = Draft(np.array(tokens, np.int32), parents)
             ends = [(), *paths_of(draft)]
-            walked = walk_row(lambda node: int(greedy.p(ends[node + 1]).argmax()), draft)  # noqa: B023
+            whole = Drafts(draft.tokens[None], np.array([3], np.int32), None if parents is None else parents[None])
+            walked = walk(lambda _, nodes: np.array([greedy.p(ends[n + 1]).argmax() for n in nodes]), whole).row(0)  # noqa: B023
             (_, rejected), *more = every_outcome(lambda chance: reject(lambda n: greedy.p(ends[n + 1]), draft, chance))  # noqa: B023
             assert not more
             assert rejected.tokens.tolist() == walked.tokens.tolist()

@@ -136,7 +136,6 @@ def test_the_cache_holds_the_text_that_is_committed(data: st.DataObject) -> None
     draft = Speller(bpe("b"), SAID, data.draw(st.integers(2, 9)), max_length=512)
     translated = drafter(draft)
     own, target = bpe("b"), bpe("a")
-    translated.admit(0, 400)
     pieces = st.sampled_from([" ", "t", "h", "e", "he", " t", " th", "é", "👍", "\n"])
     texts = st.lists(pieces, min_size=1, max_size=4).map("".join)
     tokens = target.encode(data.draw(texts)).tolist()
@@ -157,7 +156,6 @@ def test_the_cache_holds_the_text_that_is_committed(data: st.DataObject) -> None
 def test_ids_that_more_text_changes_are_taken_back() -> None:
     draft, own, target = Speller(bpe("b"), SAID, max_length=64), bpe("b"), bpe("a")
     translated = drafter(draft)
-    translated.admit(0, 60)
     tokens: list[int] = []
     for text, more in (("x t", "x t"), ("x th", "h"), ("x the x", "e x")):
         tokens += target.encode(more).tolist()
@@ -171,7 +169,6 @@ def test_a_draft_goes_on_where_a_character_was_left() -> None:
     tokens = target.encode("x 👍").tolist()
     for said, drafted in (("👍", 2), ("👎", 1), ("the", 0)):
         translated = drafter(Speller(bpe("b"), said, 10**9, max_length=64))
-        translated.admit(0, 60)
         found = translated.propose([view(tokens[:-2])], np.array([5], np.int32)).row(0).tokens.tolist()
         expected = target.encode(said).tolist()[2:]
         assert found[: len(expected)] == expected if drafted else not found
@@ -181,7 +178,6 @@ def test_the_end_is_proposed_when_the_draft_model_ends() -> None:
     draft = Speller(bpe("b"), " the", 10**9, max_length=64)
     draft._cycle.append(EOS)
     translated = drafter(draft)
-    translated.admit(0, 60)
     drafts = translated.propose([view(bpe("a").encode("x").tolist())], np.array([5], np.int32))
     assert drafts.row(0).tokens.tolist() == [*bpe("a").encode(" the").tolist(), EOS]
 

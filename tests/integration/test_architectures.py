@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from outpace.arrays import F32, I32
-from outpace.errors import ModelError
+from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch
 from outpace.models.torch.anatomy import max_length
 from outpace.models.torch.model import TransformersModel
@@ -88,7 +89,8 @@ class Pair:
     def __init__(self, family: str) -> None:
         module = tiny(family)
         self.reference = copy.deepcopy(module)
-        self.model = TransformersModel(module, name=family)
+        self.model = TransformersModel(module, name=family, kv_block=4)
+        self.model.kv._extend(64)
 
     def own(self, tokens: I32, **kw: Any) -> Any:
         with torch.inference_mode():
@@ -98,12 +100,16 @@ class Pair:
         logits: F32 = self.own(tokens).logits[0].numpy()
         return logits
 
-    def row(self, capacity: int) -> int:
-        """A row whose memory holds NaN wherever nothing has been written."""
-        row = self.model.kv.alloc(capacity)
-        for block in self.model.kv._rows[row].blocks:
-            block.fill_(torch.nan)
-        return row
+    def row(self) -> int:
+        """A row of a cache whose free blocks hold NaN."""
+        kv = self.model.kv
+        free = np.flatnonzero(kv._references == 0)
+        for slab in kv._slabs:
+            for block in free[(free >= slab.first) & (free < slab.first + slab.blocks)].tolist():
+                at = (block - slab.first) * kv.block
+                for tensor in slab.tensors:
+                    tensor[..., at : at + kv.block, :] = torch.nan
+        return kv.alloc()
 
     def run(self, chunks: dict[int, I32], parents: dict[int, I32] | None = None, **kw: Any) -> dict[int, F32]:
         """Logits of every new token, by row."""
@@ -143,7 +149,7 @@ def close(ours: F32, theirs: F32) -> None:
 
 def test_ragged_rows_in_chunks(pair: Pair) -> None:
     texts = [text(37, 1), text(5, 2), text(21, 3)]
-    rows = [pair.row(len(t)) for t in texts]
+    rows = [pair.row() for t in texts]
     rng = np.random.default_rng(4)
     done, found = [0, 0, 0], [[], [], []]
     while any(d < len(t) for d, t in zip(done, texts, strict=True)):
@@ -161,7 +167,7 @@ def test_ragged_rows_in_chunks(pair: Pair) -> None:
 
 
 def test_truncated_and_extended_again(pair: Pair) -> None:
-    row = pair.row(40)
+    row = pair.row()
     wrong, right = text(30, 5), text(33, 6)
     right[:11] = wrong[:11]
     pair.run({row: wrong})
@@ -174,7 +180,7 @@ def test_truncated_and_extended_again(pair: Pair) -> None:
 def test_tree_equals_its_chains(pair: Pair) -> None:
     prompt, nodes = text(18, 7), text(9, 8)
     parents = np.array([-1, 0, 0, -1, 3, 1, 4, 6, 2], np.int32)
-    tree, other = pair.row(30), pair.row(30)
+    tree, other = pair.row(), pair.row()
     pair.run({tree: prompt, other: prompt[:4]})
     ours = pair.run({other: prompt[4:9], tree: nodes}, {tree: parents})
     close(ours[other], pair.own_logits(prompt[:9])[4:])
@@ -193,7 +199,7 @@ def test_tree_equals_its_chains(pair: Pair) -> None:
 
 def test_forked_row_goes_its_own_way(pair: Pair) -> None:
     prompt, a, b = text(16, 10), text(6, 11), text(7, 12)
-    source, copied = pair.row(30), pair.row(24)
+    source, copied = pair.row(), pair.row()
     pair.run({source: prompt})
     pair.model.kv.fork(source, copied, 13)
     ours = pair.run({source: a, copied: b})
@@ -203,22 +209,33 @@ def test_forked_row_goes_its_own_way(pair: Pair) -> None:
 
 def test_taps_are_the_layers_outputs(pair: Pair) -> None:
     t = text(14, 13)
-    row = pair.row(14)
+    row = pair.row()
     pair.run({row: t[:5]})
     batch = Batch.pack([row], [t[5:]], [5], [False], taps=(2, 0))
     taps = pair.model.forward(batch).taps(np.arange(9, dtype=np.int32))
+    pair.run({pair.row(): text(9, 31)})  # they stay what they were
     hidden = pair.own(t, output_hidden_states=True).hidden_states
     for i, layer in enumerate((2, 0)):
-        close(taps[:, i], hidden[layer + 1][0, 5:].numpy())
+        close(taps.numpy()[:, i], hidden[layer + 1][0, 5:].numpy())
+    some = taps.at(np.array([1, 4, 8], np.int32)).at(np.array([2, 0], np.int32))
+    assert len(some) == 2
+    np.testing.assert_array_equal(some.native.numpy(), taps.numpy()[[8, 1]])
+    np.testing.assert_array_equal(some.layers((1,)).numpy(), taps.numpy()[[8, 1], 1:])
+
+
+def test_taps_of_rows_that_draft_only(pair: Pair) -> None:
+    rows = [pair.row(), pair.row()]
+    batch = Batch.pack(rows, [text(3, 1), text(4, 2)], [0, 0], [False] * 2, taps=(1,), tapped=np.array([False, True]))
+    output = pair.model.forward(batch)
+    assert output.taps(np.array([3, 6], np.int32)).native.shape == (2, 1, 32)
+    with pytest.raises(ValueError, match=r"rows \[0\] of the batch are not tapped"):
+        output.taps(np.array([2, 3], np.int32))
 
 
 def test_first_layers_alone(pair: Pair) -> None:
     t = text(12, 14)
-    row = pair.row(12)
+    row = pair.row()
     ours = np.concatenate([pair.run({row: t[:7]}, layers=2)[row], pair.run({row: t[7:]}, layers=2)[row]])
-    batch = Batch.pack([row], [t[:1]], [12], [True])
-    with pytest.raises(ValueError, match="do not fit"):
-        pair.model.forward(batch)
     holder, name = pair.model._anatomy.holder, pair.model._anatomy.attribute
     path = next(n for n, m in pair.model._module.named_modules() if m is holder)
     holder = pair.reference.get_submodule(path)
@@ -232,7 +249,7 @@ def test_first_layers_alone(pair: Pair) -> None:
 
 def test_only_wanted_logits(pair: Pair) -> None:
     a, b = text(9, 15), text(6, 16)
-    rows = [pair.row(9), pair.row(6)]
+    rows = [pair.row(), pair.row()]
     batch = Batch.pack(rows, [a, b], [0, 0], [True, True], last_only=True)
     assert batch.wanted.tolist() == [8, 14]
     logits = pair.model.forward(batch).logits(batch.wanted)
@@ -241,7 +258,7 @@ def test_only_wanted_logits(pair: Pair) -> None:
 
 def test_no_wanted_logits(pair: Pair) -> None:
     t = text(9, 17)
-    row = pair.row(9)
+    row = pair.row()
     pair.model.forward(Batch.pack([row], [t[:6]], [0], [False]))
     assert pair.model.kv.length(row) == 6
     close(pair.run({row: t[6:]})[row], pair.own_logits(t)[6:])
@@ -249,11 +266,30 @@ def test_no_wanted_logits(pair: Pair) -> None:
 
 def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     t = text(10, 18)
-    row, other = pair.row(10), pair.row(3)
+    row, other = pair.row(), pair.row()
     pair.run({row: t[:4]})
-    with pytest.raises(ValueError, match="do not fit"):
-        pair.run({row: t[4:6], other: t[:4]})
-    assert (pair.model.kv.length(row), pair.model.kv.length(other)) == (4, 0)
+    kv = pair.model.kv
+    kv.fork(row, other, 3)
+    before = kv.bytes
+    for broken, error in (
+        (Batch.pack([row, 77], [t[4:6], t[:4]], [4, 0], [True, True]), "row 77 is not allocated"),
+        (Batch.pack([row, row], [t[4:6], t[6:8]], [4, 6], [True, True]), "comes twice"),
+        (replace(Batch.pack([row], [t[4:6]], [4], [True]), parent=np.array([1, -1], np.int32)), "not a node before it"),
+        (Batch.pack([row], [t[4:6]], [127], [True]), "position 128 is beyond"),
+        (Batch.pack([row], [t[5:7]], [5], [True]), "holds 4 positions, but its new tokens begin at position 5"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            pair.model.forward(broken)
+    kv._limit = kv.reserved
+    try:
+        third, long = pair.row(), np.tile(t, 12)
+        with pytest.raises(MemoryLimitError, match=f"120 more positions of row {third} do not fit"):
+            pair.run({row: long, other: long, third: long})
+        kv.free(third)
+    finally:
+        kv._limit = None
+    assert (kv.length(row), kv.length(other), kv.bytes) == (4, 3, before)
+    kv.check()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -262,8 +298,56 @@ def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="out of memory"):
         pair.run({row: t[4:6]}, layers=3)
     hook.remove()
-    assert pair.model.kv.length(row) == 4
+    assert (kv.length(row), kv.bytes) == (4, before)
+    kv.check()
     close(pair.run({row: t[4:]})[row], pair.own_logits(t)[4:])
+    close(pair.run({other: t[3:]})[other], pair.own_logits(t)[3:])
+
+
+def test_features_enter_beside_the_tokens(pair: Pair) -> None:
+    t, rng = text(11, 20), np.random.default_rng(21)
+    features = rng.normal(0, 0.5, (11, 32)).astype(np.float32)
+    row = pair.row()
+    found = [
+        pair.run({row: t[:6]}, features=features[:6])[row],
+        pair.run({row: t[6:]}, features=torch.from_numpy(features[6:]))[row],
+    ]
+    holder, name = pair.model._anatomy.holder, pair.model._anatomy.attribute
+    path = next(n for n, m in pair.model._module.named_modules() if m is holder)
+    first = getattr(pair.reference.get_submodule(path), name)[0]
+    added = torch.from_numpy(features)[None]
+    hook = first.register_forward_pre_hook(lambda _, inputs: (inputs[0] + added, *inputs[1:]))
+    try:
+        close(np.concatenate(found), pair.own_logits(t))
+    finally:
+        hook.remove()
+    with pytest.raises(ValueError, match=r"features of shape \[11, 32\] do not fit 1 tokens of width 32"):
+        pair.run({row: t[:1]}, features=features)
+
+
+NO_EMBEDDING = ("gpt2", "opt")  # a position's own embedding is added
+
+
+def test_parts_end_where_the_model_ends(pair: Pair) -> None:
+    """From the last layer's output to the logits, and from tokens to what the first layer sees."""
+    t = text(10, 22)
+    batch = Batch.pack([pair.row()], [t], [0], [True], taps=(3,))
+    output = pair.model.forward(batch)
+    parts, taps = pair.model.parts, output.taps(batch.wanted)
+    logits = parts.logits(parts.norm(taps.native[:, 0]))
+    close(logits.numpy(), output.logits(batch.wanted))
+    ids = np.array([5, 0, 96], np.int32)
+    some = parts.logits(parts.norm(taps.at(ids[:1]).native[:, 0]), ids)
+    close(some.numpy(), output.logits(batch.wanted)[5:6, ids])
+    if pair.model.info.name in NO_EMBEDDING:
+        with pytest.raises(ModelError, match="not a multiple of the token's embedding"):
+            parts.embed(t)
+        return
+    seen: list[Any] = []
+    hook = pair.model._anatomy.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    pair.run({pair.row(): t})
+    hook.remove()
+    close(parts.embed(t).numpy(), seen[0][0].numpy())
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -327,7 +411,7 @@ def test_length_dependent_rope_is_limited_to_where_it_is_exact(family: str, chan
     assert len(told) == 1
     assert f"contexts are limited to {limit}" in told[0]
     t = text(limit, 1)
-    row = model.kv.alloc(limit)
+    row = model.kv.alloc()
     batch = Batch.pack([row], [t], [0], [True])
     with torch.inference_mode():
         own = reference(input_ids=torch.from_numpy(t.astype(np.int64))[None], use_cache=False).logits[0].numpy()

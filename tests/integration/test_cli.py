@@ -94,6 +94,9 @@ def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["completion_tokens"] == len(value["token_ids"]) <= 12
     assert value["seed"] == 5
     assert all(len(entry["top"]) == 2 for entry in value["logprobs"])
+    assert {"token", "text", "logprob"} <= set(value["logprobs"][0]["top"][0])
+    assert [entry["token"] for entry in value["logprobs"]] == value["token_ids"]
+    assert any(entry["text"] and entry["text"] in value["text"] for entry in value["logprobs"])
     assert value["stats"]["tokens"] == value["completion_tokens"]
 
 
@@ -115,7 +118,7 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert code == 0
     assert "identical" in out
     assert out.count("tokens/s") == 2
-    assert "green: drafted by ngram and accepted" in out
+    assert "green: drafted by suffix and accepted" in out  # what auto stands for
     code, out, _ = outpace(
         capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
     )
@@ -238,16 +241,19 @@ def test_verify_fails_on_a_difference(
     import numpy as np
 
     from outpace.engine import verifier
-    from outpace.exact.drafts import Draft, Verdict
+    from outpace.exact.drafts import Verdict, Verdicts
 
-    true_walk = verifier.Verifier._walk
+    true_verdicts = verifier.Verifier.verdicts
 
-    def gullible(self: Any, i: int, draft: Draft) -> Verdict:
-        if not len(draft.tokens):
-            return true_walk(self, i, draft)
-        return Verdict(np.append(draft.tokens, np.int32(17)), np.arange(len(draft.tokens), dtype=np.int32))
+    def gullible(self: Any) -> Verdicts:
+        rows = []
+        for i, verdict in enumerate(true_verdicts(self)):
+            tokens = self._drafts.row(i).tokens
+            accepted = Verdict(np.append(tokens, np.int32(17)), np.arange(len(tokens), dtype=np.int32))
+            rows.append(accepted if len(tokens) else verdict)
+        return Verdicts.of(rows)
 
-    monkeypatch.setattr(verifier.Verifier, "_walk", gullible)
+    monkeypatch.setattr(verifier.Verifier, "verdicts", gullible)
     code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--drafter", "ngram:size=7")
     assert code == 1
     assert "DIFFERENT" in out
@@ -326,9 +332,71 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outpace(capsys, "doctor", "--json")
     value = json.loads(out)
     assert code == 0
-    assert value["demo"]["ok"]
+    assert value["model"]["ok"]
+    assert value["model"]["name"] == "demo"
     assert {"python", "packages", "cpu", "memory", "backends"} <= set(value)
-    assert len(value["demo"]["cost"]["widths"]) == len(value["demo"]["cost"]["seconds"]) > 3
+    assert len(value["model"]["cost"]["widths"]) == len(value["model"]["cost"]["seconds"]) > 3
+
+
+def test_doctor_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outpace(capsys, "doctor", "--model", "./nope")
+    assert code == 1
+    assert "./nope" in out
+    assert "FAILED: ./nope does not exist: check the path, or use --model demo" in out
+
+
+def test_help_lists_every_drafter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace.drafters.catalogue import listed
+
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = outpace(capsys, "generate", "--help")
+    for spelled, says in listed():
+        assert f"{spelled} - {says}" in out
+
+
+def test_every_argument_in_a_message_is_spelled_as_an_option() -> None:
+    from outpace.cli.options import spell
+    from outpace.errors import Argument
+
+    for argument, expected in (
+        (Argument("max_tokens", 0), "--max-tokens 0"),
+        (Argument("stop_ids"), "--stop-id"),
+        (Argument("bad_words"), "--bad-word"),
+        (Argument("raw", True), "--raw"),
+        (Argument("temperature", 1), "--temperature 1"),
+        (Argument("model", "a b"), "--model 'a b'"),
+        (Argument("allowed_tokens", [1]), "allowed_tokens=[1]"),
+    ):
+        assert spell(argument) == expected
+
+
+def test_a_system_message_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "Say hello.", "--json", "-n", "4", "--prompt-logprobs", "0")
+    plain = json.loads(outpace(capsys, *asked)[1])
+    found = json.loads(outpace(capsys, *asked, "--system", "You are a pirate, and say so at every turn.")[1])
+    assert found["prompt_tokens"] != plain["prompt_tokens"]
+    assert "pirate" in "".join(entry["text"] for entry in found["prompt_logprobs"] if entry)
+
+
+def test_words_that_must_not_come_do_not_come(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "The capital of France is", "--raw", "--json", "-n", "8")
+    plain = json.loads(outpace(capsys, *asked)[1])["text"]
+    assert "Paris" in plain
+    code, out, _ = outpace(capsys, *asked, "--bad-word", "Paris", "--compare")
+    assert code == 0
+    found = json.loads(out)
+    assert "Paris" not in found["text"]
+    assert found["compare"]["identical"]
+
+
+def test_an_answer_is_as_long_as_it_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "Say hello.", "--json", "-n", "60", "--stop", "e")
+    plain = json.loads(outpace(capsys, *asked)[1])
+    found = json.loads(outpace(capsys, *asked, "--min-tokens", "20", "--include-stop")[1])
+    assert plain["completion_tokens"] < 20 <= found["completion_tokens"]
+    assert plain["finish_reason"] == found["finish_reason"] == "stop"
+    assert "e" not in plain["text"]
+    assert found["text"].endswith("e")
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -340,13 +408,16 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "1.73x" in out
     rows, found = tmp_path / "rows.jsonl", tmp_path / "out.json"
     rows.write_text('{"token_ids": [5, 6, 7, 5, 6]}\n{"prompt": "Count to ten, twice."}\n')
-    assert outpace(capsys, "bench", "--prompts", str(rows), "-n", "40", "-t", "1", "--json", str(found))[0] == 0
+    drafters = ("-d", "none", "-d", "ngram:size=3", "-d", "auto")  # what auto drafts hangs on the machine
+    assert (
+        outpace(capsys, "bench", "--prompts", str(rows), "-n", "40", "-t", "1", *drafters, "--json", str(found))[0] == 0
+    )
     code, out, _ = outpace(capsys, "plan", "--from", str(found), "--json")
     assert code == 0
-    (measured,) = json.loads(out)
-    assert measured["measured"]["name"] == "ngram"
-    assert 0 < measured["measured"]["alpha"] <= 1
-    assert json.loads(found.read_text())["configs"][1]["size"] == "auto"
+    measured = json.loads(out)
+    assert [m["measured"]["name"] for m in measured] == ["ngram:size=3", "auto"]
+    assert 0 < measured[0]["measured"]["alpha"] <= 1
+    assert [config["size"] for config in json.loads(found.read_text())["configs"]] == [0, 3, "auto"]
 
 
 def test_tune_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -370,6 +441,11 @@ def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], 
     written = Path(answers).read_text()
     assert outpace(capsys, *made)[0] == 0
     assert Path(answers).read_text() == written  # nothing is answered twice
+    Path(answers).write_text(written[:-9])  # killed in the middle of a line
+    code, out, err = outpace(capsys, *made)
+    assert (code, out) == (0, f"{answers}: 2 answers\n")
+    assert "the last line was cut short" in err
+    assert Path(answers).read_text() == written
     code, out, _ = outpace(capsys, "datastore", "build", "--corpus", answers, "-t", "1", store)
     assert code == 0
     assert f"retrieval:{store}" in out
@@ -397,20 +473,26 @@ BAD = {
         ("generate", "hi", "--drafter", "model:demo-gemma", "--acceptance", "rejection", "-T", "1"),
         "model:demo-gemma has another tokenizer",
     ),
-    "size": (("generate", "hi", "--size", "99"), "size=99"),
-    "temperature": (("generate", "hi", "--temperature", "-1"), "temperature=-1"),
-    "top-p": (("generate", "hi", "--top-p", "0"), "top_p"),
+    "size": (("generate", "hi", "--size", "99"), "--size 99"),
+    "temperature": (("generate", "hi", "--temperature", "-1"), "--temperature -1"),
+    "top-p": (("generate", "hi", "--top-p", "0"), "--top-p 0.0 leaves no token: for the likeliest one use --temp"),
+    "min tokens": (("generate", "hi", "--min-tokens", "9", "-n", "3"), "--min-tokens 9 is more than --max-tokens 3"),
+    "bad word": (("generate", "hi", "--bad-word", " "), "--bad-word has ' '"),
+    "system without a template": (("generate", "hi", "--system", "x", "--raw"), "--system needs the chat template"),
+    "no trace": (("generate", "hi", "--trace", "/nope/x.trace"), "cannot be written"),
+    "kv dtype": (("generate", "hi", "--kv-dtype", "int2"), "--kv-dtype int2 is not known"),
+    "quantize": (("generate", "hi", "--quantize", "int2"), "--quantize int2 is not known"),
     "logit bias": (("generate", "hi", "--logit-bias", "x"), "token id and a number"),
     "acceptance": (("generate", "hi", "--acceptance", "maybe"), "coupled"),
-    "backend": (("generate", "hi", "--backend", "abacus"), "backend='abacus'"),
+    "backend": (("generate", "hi", "--backend", "abacus"), "--backend abacus"),
     "memory": (("generate", "hi", "--kv-memory", "lots"), "not an amount of memory"),
-    "too little memory": (("generate", "hi", "--kv-memory", "4KiB"), "kv_memory"),
+    "too little memory": (("generate", "hi", "--kv-memory", "4KiB"), "--kv-memory"),
     "long prompt": (("generate", "hi", "--max-length", "20"), "shorten the prompt"),
     "not Unicode": (("generate", "a\udcffb"), "not valid Unicode"),
-    "stop id": (("generate", "hi", "--stop-id", "999999"), "stop_ids has token id 999999"),
-    "threads": (("generate", "hi", "--threads", "0"), "threads=0"),
+    "stop id": (("generate", "hi", "--stop-id", "999999"), "--stop-id has token id 999999"),
+    "threads": (("generate", "hi", "--threads", "0"), "--threads 0"),
     "dtype": (("generate", "hi", "--dtype", "int3"), "float32"),
-    "samples": (("generate", "hi", "--n", "0"), "n=0"),
+    "samples": (("generate", "hi", "--n", "0"), "--n 0"),
     "no such folder": (("generate", "hi", "--model", "./nope"), "does not exist"),
     "no model there": (("generate", "hi", "--model", "/"), "no config.json"),
     "draft model": (("generate", "hi", "--drafter", "model:./nope"), "does not exist"),

@@ -62,7 +62,7 @@ def test_drafting_changes_nothing(
         same = first_difference(plain.token_ids, drafted.token_ids) or len(plain.token_ids)
         for a, b in zip(plain.logprobs[:same], drafted.logprobs[:same], strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
-            np.testing.assert_allclose([v for _, v in a.top], [v for _, v in b.top], atol=1e-3)
+            np.testing.assert_allclose([its.logprob for its in a.top], [its.logprob for its in b.top], atol=1e-3)
     samples = {r.token_ids for r in results[name][0]}
     assert len(samples) == SamplingParams(**CASES[name]).n, "samples of one request must differ"
 
@@ -85,7 +85,7 @@ def test_logprobs_are_the_models_own(engine: Engine, results: dict[str, tuple[li
             assert found.token == result.token_ids[i]
             assert found.logprob == pytest.approx(float(reference[i, found.token]), abs=2e-3)
             best = torch.topk(reference[i], 3).values.tolist()
-            np.testing.assert_allclose([v for _, v in found.top], best, atol=2e-3)
+            np.testing.assert_allclose([its.logprob for its in found.top], best, atol=2e-3)
 
 
 def _reference(module: Any, ids: torch.Tensor) -> torch.Tensor:

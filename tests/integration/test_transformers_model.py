@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,24 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outpace.arrays import F32, I32
-from outpace.errors import MemoryLimitError, ModelError
+from outpace.errors import MemoryLimitError, ModelError, NoTokenAllowedError
+from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import Bias
 from outpace.exact.sampling import Chooser
+from outpace.exact.verify import walk
 from outpace.models.base import Batch
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import LoadOptions, estimate, load, resolve
 from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.torch.kv import LayerShape, TorchKV
-from outpace.models.torch.model import TorchOutput, TransformersModel
+from outpace.models.torch.model import TransformersModel
+from outpace.models.torch.output import TorchOutput
 from outpace.params import SamplingParams
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny
@@ -120,11 +127,12 @@ def test_gguf_is_the_original_model(architecture: str, family: str, changes: Any
     t = text(40, 1)
     np.testing.assert_allclose(own(module, t), own(original, t), rtol=1e-6, atol=1e-6)
     model = TransformersModel(module, name="m")
-    row = model.kv.alloc(40)
+    row = model.kv.alloc()
     for at in (slice(0, 25), slice(25, 26), slice(26, 40)):
         batch = Batch.pack([row], [t[at]], [at.start], [True])
         close(model.forward(batch).logits(batch.wanted), own(original, t)[at])
-    taken = estimate(str(path), LoadOptions(backend="transformers", dtype="float32"))
+    taken = estimate(str(path), LoadOptions(backend="transformers", dtype="float32", device="cpu"))
+    assert taken.device == "cpu"
     assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
 
 
@@ -160,7 +168,10 @@ def chooser(params: SamplingParams | None = None, **kw: Any) -> Chooser:
 
 
 def output(logits: list[list[float]], wanted: list[int]) -> TorchOutput:
-    return TorchOutput(np.array(wanted, np.int32), torch.tensor(logits), [])
+    n = max(wanted) + 1
+    asked = np.isin(np.arange(n), wanted)
+    batch = Batch.pack([0], [np.zeros(n, np.int32)], [0], [True])
+    return TorchOutput(replace(batch, wanted=np.flatnonzero(asked).astype(np.int32)), torch.tensor(logits))
 
 
 def test_greedy_choices_take_the_lowest_id_on_ties() -> None:
@@ -190,86 +201,311 @@ def test_taps_must_be_asked_for() -> None:
         output([[0.0]], [0]).taps(np.array([0], np.int32))
 
 
+@st.composite
+def verified(draw: st.DrawFn) -> tuple[Any, Drafts, I32, Batch, list[Chooser | None]]:
+    """Logits with ties, NaN and -inf, drafts that follow them often, and rows of every kind."""
+    vocab, b = 5, draw(st.integers(1, 4))
+    number = st.sampled_from([0.0, 1.0, 2.0, 2.0, -1.0, float("-inf"), float("nan")])
+    widths = draw(st.lists(st.integers(0, 5), min_size=b, max_size=b))
+    width = max(widths)
+    tokens = np.array(draw(st.lists(st.integers(0, 2), min_size=b * width, max_size=b * width)), np.int32)
+    parents = None
+    if draw(st.booleans()):
+        parents = np.array([[draw(st.integers(-1, node - 1)) for node in range(width)] for _ in range(b)], np.int32)
+        parents = parents.reshape(b, width)
+    drafts = Drafts(tokens.reshape(b, width), np.array(widths, np.int32), parents)
+    before = draw(st.integers(0, 2))  # tokens of a row that prefills stand before the others
+    counts = [before, *(w + 1 for w in widths)]
+    batch = Batch.pack(list(range(b + 1)), [np.zeros(n, np.int32) for n in counts], [0] * (b + 1), [False] + [True] * b)
+    values = st.lists(number, min_size=vocab, max_size=vocab)
+    plain = st.lists(st.floats(-3, 3, width=32), min_size=vocab, max_size=vocab)
+    logits = [draw(st.one_of(plain, plain, values)) for _ in batch.wanted]
+    kinds = {
+        "greedy": Chooser(SamplingParams(), Noise(1), 4),
+        "sampled": Chooser(SamplingParams(temperature=0.9, top_k=3), Noise(5, 1), 2),
+        "filtered": Chooser(SamplingParams(temperature=1.3, top_p=0.8, min_p=0.05), Noise(6), 0),
+        "ruled": Chooser(
+            SamplingParams(), Noise(1), 0, (Bias(np.zeros(1, np.int32), np.ones(1, np.float32)),), (None,)
+        ),
+    }
+    choosers = [draw(st.sampled_from([None, *kinds.values()])) for _ in range(b)]
+    return np.array(logits, np.float32).reshape(-1, vocab), drafts, batch.starts[1:-1], batch, choosers
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(case=verified())
+def test_verify_is_the_walk(on_device: bool, case: tuple[Any, Drafts, I32, Batch, list[Chooser | None]]) -> None:
+    logits, drafts, starts, batch, choosers = case
+    out = TorchOutput(batch, torch.from_numpy(logits))
+    out._on_device = on_device  # the way that takes one copy, without a device
+    verdicts = out.verify(drafts, starts, choosers)
+    assert len(verdicts) == len(drafts)
+    at = {int(where): i for i, where in enumerate(batch.wanted)}
+    for i, chooser in enumerate(choosers):
+        if chooser is None or chooser.rules:
+            assert verdicts.accepted[i] == -1
+            continue
+        draft = drafts.row(i)
+
+        def choose(rows: I32, nodes: I32, i: int = i, draft: Any = draft, chooser: Chooser = chooser) -> I32:
+            path = draft.path(int(nodes[0]))
+            after = chooser.after(draft.tokens[path].tolist())
+            return np.array([after.choose(logits[at[int(starts[i]) + 1 + int(nodes[0])]])], np.int32)
+
+        alone = Drafts(
+            draft.tokens[None],
+            np.array([len(draft)], np.int32),
+            None if draft.parents is None else draft.parents[None],
+        )
+        try:
+            expected = walk(choose, alone).row(0)
+        except (NoTokenAllowedError, FloatingPointError):
+            assert verdicts.accepted[i] == -1
+            continue
+        found = verdicts.row(i)
+        assert (found.tokens.tolist(), found.path.tolist()) == (expected.tokens.tolist(), expected.path.tolist())
+
+
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
-
-def cache(limit: int | None = None, *, uneven: bool = False) -> TorchKV:
-    shapes = [LayerShape(2, 4, 6), LayerShape(1, 8, 4)] if uneven else [LayerShape(2, 4, 4)] * 3
-    return TorchKV(shapes, torch.float32, torch.device("cpu"), limit)
+SHAPES = {"even": [LayerShape(2, 4, 4)] * 3, "uneven": [LayerShape(2, 4, 6), LayerShape(1, 8, 4)]}
+BLOCK = 4
 
 
-def fill(kv: TorchKV, row: int, n: int) -> None:
-    """Slot s holds the number s everywhere."""
-    keys, values = kv.tensors(row)
-    for tensor in (*keys, *values):
-        tensor[:, :n] = torch.arange(n, dtype=torch.float32)[:, None]
-    kv.lengthen(row, n)
+def cache(limit: int | None = None, *, kind: str = "even", block: int = BLOCK) -> TorchKV:
+    return TorchKV(SHAPES[kind], torch.float32, torch.device("cpu"), limit, block)
 
 
-def slots(kv: TorchKV, row: int) -> list[float]:
-    keys, values = kv.tensors(row)
-    seen = [t[:, : kv.length(row)].amax((0, 2)).tolist() for t in (*keys, *values)]
-    assert all(s == seen[0] for s in seen)
-    assert all(bool((t[:, : kv.length(row)] == t[:1, : kv.length(row), :1]).all()) for t in (*keys, *values))
-    return seen[0]
+def write(kv: TorchKV, values: dict[int, list[int]]) -> None:
+    """Put a number a slot behind the rows' ends, as a forward would."""
+    with kv.writing({row: len(its) for row, its in values.items()}) as runs:
+        for row, its in values.items():
+            for slot, value in enumerate(its, kv.length(row)):
+                run = next(run for run in runs[row] if slot < run.slot + run.count)
+                for tensor in (*run.slab.keys, *run.slab.values):
+                    tensor[:, run.at + slot - run.slot] = value
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_cache_arithmetic(uneven: bool) -> None:
-    kv = cache(uneven=uneven)
-    a, b = kv.alloc(10), kv.alloc(6)
-    assert (a, b, kv.rows) == (0, 1, [0, 1])
-    fill(kv, a, 9)
-    kv.fork(a, b, 5)
-    assert slots(kv, b) == [0, 1, 2, 3, 4]
-    kv.compact(a, 4, np.array([0, 2, 4], np.int32))
-    assert slots(kv, a) == [0, 1, 2, 3, 4, 6, 8]
-    kv.compact(a, 5, np.array([0, 1], np.int32))
-    assert slots(kv, a) == [0, 1, 2, 3, 4, 6, 8]
-    kv.compact(a, 3, np.zeros(0, np.int32))
-    assert slots(kv, a) == [0, 1, 2]
-    kv.truncate(b, 2)
-    assert slots(kv, b) == [0, 1]
-    kv.fork(b, b, 1)
-    assert kv.length(b) == 1
-    assert kv.bytes == kv.bytes_for(10) + kv.bytes_for(6)
+def held(kv: TorchKV, row: int) -> list[int]:
+    """The numbers of a row's slots, which every layer has to agree on."""
+    found = []
+    for slot in range(kv.length(row)):
+        run = next(run for run in kv.runs(row) if slot < run.slot + run.count)
+        values = {float(v) for t in (*run.slab.keys, *run.slab.values) for v in t[:, run.at + slot - run.slot].ravel()}
+        assert len(values) == 1
+        found.append(int(values.pop()))
+    return found
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rows against plain lists of numbers, under a limit of 24 blocks."""
+
+    kind = "even"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_bytes = BLOCK * cache(kind=self.kind).bytes_per_position
+        self.kv = cache(24 * self.block_bytes + 7, kind=self.kind)
+        self.rows: dict[int, list[int]] = {}
+        self.next = 0
+
+    def numbers(self, n: int) -> list[int]:
+        self.next += n
+        return list(range(self.next - n, self.next))
+
+    @rule()
+    def alloc(self) -> None:
+        if len(self.rows) < 7:
+            row = self.kv.alloc()
+            assert row not in self.rows
+            self.rows[row] = []
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        freed, before = self.kv.exclusive([row]), self.kv.bytes
+        self.kv.free(row)
+        del self.rows[row]
+        assert self.kv.bytes == before - freed
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def forward(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), min_size=1, unique=True))
+        more = {row: self.numbers(data.draw(st.integers(1, 11))) for row in rows}
+        before = self.kv.bytes
+        apart = self.kv.growth(rows[0], len(more[rows[0]]))
+        try:
+            write(self.kv, more)
+            if len(rows) == 1:
+                assert self.kv.bytes == before + apart
+        except MemoryLimitError:
+            assert len(rows) > 1 or before + apart > self.kv.limit
+            assert self.kv.bytes == before
+            return
+        for row, its in more.items():
+            self.rows[row] += its
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def forward_that_fails(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), min_size=1, unique=True))
+        before, tables = self.kv.bytes, {row: list(self.kv._rows[row].blocks) for row in self.rows}
+        try:
+            with self.kv.writing({row: data.draw(st.integers(1, 9)) for row in rows}):
+                raise KeyboardInterrupt
+        except (KeyboardInterrupt, MemoryLimitError):
+            pass
+        assert self.kv.bytes == before
+        assert tables == {row: self.kv._rows[row].blocks for row in self.rows}
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        n = data.draw(st.integers(0, len(self.rows[row])))
+        self.kv.truncate(row, n)
+        del self.rows[row][n:]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def compact(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        there = self.rows[row]
+        start = data.draw(st.integers(0, len(there)))
+        keep = sorted(data.draw(st.sets(st.integers(0, max(0, len(there) - start - 1))))) if start < len(there) else []
+        try:
+            self.kv.compact(row, start, np.array(keep, np.int32))
+        except MemoryLimitError:  # it had to copy what it shares
+            return
+        self.rows[row] = there[:start] + [there[start + k] for k in keep]
+
+    @precondition(lambda self: any(not its for its in self.rows.values()))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        dst = data.draw(st.sampled_from([row for row, its in sorted(self.rows.items()) if not its]))
+        src = data.draw(st.sampled_from(sorted(self.rows)))
+        n, before = data.draw(st.integers(0, len(self.rows[src]))), self.kv.bytes
+        self.kv.fork(src, dst, n)
+        self.rows[dst] = self.rows[src][:n]
+        assert self.kv.bytes == before  # by reference
+
+    @invariant()
+    def every_row_holds_its_numbers(self) -> None:
+        self.kv.check()
+        assert self.kv.rows == sorted(self.rows)
+        for row, its in self.rows.items():
+            assert held(self.kv, row) == its
+        distinct = {block for row in self.rows for block in self.kv._rows[row].blocks}
+        assert self.kv.bytes == len(distinct) * self.block_bytes == self.kv.exclusive(list(self.rows))
+
+
+class UnevenCacheMachine(CacheMachine):
+    kind = "uneven"
+
+
+TestCache = CacheMachine.TestCase
+TestUnevenCache = UnevenCacheMachine.TestCase
+TestCache.settings = TestUnevenCache.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_a_row_that_grows_stays_in_one_run() -> None:
+    """Rows that grow side by side, with drafts that are taken back, and one that goes on from a kept prefix."""
+    kv = cache(block=16)
+    rows = [kv.alloc() for _ in range(4)]
+    for _ in range(60):
+        write(kv, {row: [1] * 5 for row in rows})
+        for row in rows:
+            kv.truncate(row, kv.length(row) - 3)
+    assert [len(kv.runs(row)) for row in rows] == [1] * 4
+    goes_on = kv.alloc()
+    kv.fork(rows[3], goes_on, 117)
+    write(kv, {goes_on: [2] * 40})
+    assert len(kv.runs(goes_on)) == 1
+    assert held(kv, rows[3]) == [1] * 120
+    assert held(kv, goes_on) == [1] * 117 + [2] * 40
     kv.check()
-    kv.free(a)
-    assert kv.alloc(3) == 0
-    kv.free(0)
-    kv.free(b)
+
+
+def test_a_shared_prefix_is_held_once() -> None:
+    kv = cache(block=16)
+    first = kv.alloc()
+    write(kv, {first: [1] * 1000})
+    once = kv.bytes
+    assert once == kv.bytes_for(1000) == 63 * 16 * kv.bytes_per_position
+    rows = [kv.alloc() for _ in range(15)]
+    for row in rows:
+        kv.fork(first, row, 1000)
+        assert kv.growth(row, 1) == kv.bytes_for(1)
+    assert (kv.bytes, kv.growth(first, 0), kv.growth(first, 1)) == (once, 0, kv.bytes_for(1))
+    write(kv, {row: [row] for row in [first, *rows]})
+    assert kv.bytes == once + 15 * kv.bytes_for(1)
+    assert kv.exclusive(rows) == 15 * kv.bytes_for(1)
+    for row in (first, rows[0], rows[-1]):
+        assert held(kv, row) == [1] * 1000 + [row]
+    for row in (first, *rows):
+        kv.free(row)
     assert (kv.bytes, kv.rows) == (0, [])
     kv.check()
 
 
+def test_a_device_without_memory_is_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache()
+    row = kv.alloc()
+    write(kv, {row: [5] * 6})
+    left = 30 * BLOCK  # positions that the device still has
+
+    def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        nonlocal left
+        if shape[-2] > left:
+            raise RuntimeError("[enforce fail] not enough memory")
+        left -= shape[-2]
+        return torch.zeros(shape, **options)
+
+    there = kv.reserved
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MemoryLimitError, match=r"5000 more positions of row 0 do not fit: the cpu has no 768 bytes"):
+        write(kv, {row: [1] * 5000})
+    kv.check()
+    assert (kv.length(row), kv.bytes) == (6, kv.bytes_for(6))
+    assert kv.reserved - there <= 30 * BLOCK * kv.bytes_per_position
+    more = (kv.reserved - kv.bytes) // kv.bytes_per_position
+    write(kv, {row: [7] * more})
+    assert held(kv, row) == [5] * 6 + [7] * more
+
+
 def test_cache_is_bounded() -> None:
-    kv = cache(limit=1000)
-    assert kv.bytes_for(1) == 3 * 2 * 2 * 4 * 4
-    kv.alloc(5)
-    with pytest.raises(MemoryLimitError, match=r"6 positions needs 1152 bytes.*40 of 1000 are free"):
-        kv.alloc(6)
-    assert kv.rows == [0]
+    kv = cache(limit=2000)
+    assert kv.bytes_for(1) == kv.bytes_for(4) == 4 * 3 * 2 * (4 + 4) * 4
+    row = kv.alloc()
+    with pytest.raises(MemoryLimitError, match=r"9 more positions of row 0 do not fit: all of the 2000 bytes"):
+        write(kv, {row: [1] * 9})
+    write(kv, {row: [1] * 8})
+    assert (kv.rows, kv.bytes, kv.limit) == ([0], 1536, 2000)
     kv.check()
 
 
 def test_cache_refuses_nonsense() -> None:
     kv = cache()
-    row, small = kv.alloc(4), kv.alloc(2)
-    fill(kv, row, 4)
+    row, other = kv.alloc(), kv.alloc()
+    write(kv, {row: [0, 1, 2, 3], other: [9]})
     for wrong in (
         lambda: kv.truncate(row, 5),
         lambda: kv.truncate(row, -1),
         lambda: kv.compact(row, 2, np.array([1, 0], np.int32)),
         lambda: kv.compact(row, 2, np.array([0, 2], np.int32)),
-        lambda: kv.fork(row, small, 3),
-        lambda: kv.fork(small, row, 1),
-        lambda: kv.room(row, 1),
-        lambda: kv.room(77, 1),
-        lambda: kv.alloc(0),
+        lambda: kv.fork(row, other, 3),
+        lambda: kv.fork(row, row, 1),
+        lambda: kv.length(77),
+        lambda: kv.free(77),
+        lambda: write(kv, {row: [1], 77: [2]}),
     ):
         with pytest.raises(ValueError):
             wrong()
-    assert slots(kv, row) == [0, 1, 2, 3]
+    assert held(kv, row) == [0, 1, 2, 3]
+    kv.check()
 
 
 # -- the demo model ----------------------------------------------------------------------------------------------------
@@ -284,7 +520,7 @@ def test_demo_says_what_its_own_forward_says() -> None:
         "La rivière prend sa source dans les montagnes. 河は山から海へ流れる。"
     )
     expected = own(reference, tokens)
-    row = model.kv.alloc(len(tokens))
+    row = model.kv.alloc()
     found = []
     for begin in range(0, len(tokens), 13):
         chunk = tokens[begin : begin + 13]

@@ -30,7 +30,7 @@ SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True
 @pytest.fixture(scope="module", params=PAIRS, ids=" from ".join)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     target, draft = request.param
-    with Engine.load(target, drafter=f"model:{draft},size=4", threads=1, max_length=512) as loaded:
+    with Engine.load(target, drafter=f"model:{draft},size=4", threads=1, max_length=512, prefix_rows=0) as loaded:
         yield loaded
 
 
@@ -91,7 +91,9 @@ def test_a_composition(engine: Engine) -> None:
 
     prompt = "the cat, the dog, the cat, the dog, the cat,"
     plain = engine.generate(prompt, GREEDY, raw=True, drafter=False)
-    composed = Engine(engine.model, engine.tokenizer, drafter=ComposedDrafter([NgramDrafter(), engine.drafter]), size=6)
+    composed = Engine(
+        engine.model, engine.tokenizer, drafter=ComposedDrafter([NgramDrafter(), engine.drafter]), size=6, prefix_rows=0
+    )
     found = composed.generate(prompt, GREEDY, raw=True)
     composed.check()
     assert found.token_ids == plain.token_ids

@@ -20,11 +20,11 @@ def test_every_tree_drafter_says_what_plain_decoding_says_natively() -> None:
     model, tokenizer = load("demo", options)
     sampled = SamplingParams(max_tokens=40, temperature=0.8, seed=1)
     greedy = SamplingParams(max_tokens=40)
-    with Engine(model, tokenizer, size=7) as plain:
+    with Engine(model, tokenizer, size=7, prefix_rows=0) as plain:
         expected = [plain.generate_many(PROMPTS, params) for params in (greedy, sampled)]
         for spec in ("ngram:candidates=3", "suffix", "suffix:history=1", "ngram+suffix"):
             drafter = build(parse(spec), DraftContext(model, tokenizer, options, 7))
-            engine = Engine(model, tokenizer, drafter=drafter, size=7)
+            engine = Engine(model, tokenizer, drafter=drafter, size=7, prefix_rows=0)
             for params, results in zip((greedy, sampled), expected, strict=True):
                 for prompt, result in zip(PROMPTS, results, strict=True):
                     found = engine.generate(prompt, params)

@@ -145,6 +145,40 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.close()
 
 
+class Foreign:
+    """A rule that the runtime has never heard of: it forbids even tokens."""
+
+    def start(self, prompt: Any) -> None: ...
+
+    def advance(self, state: None, token: int) -> None: ...
+
+    def apply(self, state: None, logits: Any) -> None:
+        logits[::2] = -np.inf
+
+
+class Grammar:
+    """A rule with masks: what it allows, about ``share`` of all tokens, follows from the tokens so far."""
+
+    def __init__(self, vocab: int, share: float) -> None:
+        self.vocab, self.share = vocab, share
+
+    def start(self, prompt: Any) -> tuple[int, ...]:
+        return tuple(int(t) for t in prompt)
+
+    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        return (*state, token)
+
+    def allowed(self, state: tuple[int, ...]) -> Any:
+        return np.random.default_rng(state).random(self.vocab) < self.share
+
+    def apply(self, state: tuple[int, ...], logits: Any) -> None:
+        logits[~self.allowed(state)] = -np.inf
+
+    def mask(self, state: tuple[int, ...]) -> Any:
+        bits = np.packbits(self.allowed(state), bitorder="little")
+        return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
+
+
 def feed(
     model: NativeModel, row: int, tokens: Any, chunk: int | None = None, parents: Sequence[int] | None = None
 ) -> Any:

@@ -71,7 +71,7 @@ def test_folder_in_float32(name: str, isa: str, tmp_path: Path, rng: np.random.G
     tokens = rng.integers(0, 120, 150)
     expected = reference(theirs, tokens)
     assert ours.info.dtype == "float32"
-    row = ours.kv.alloc(200)
+    row = ours.kv.alloc()
     assert np.abs(feed(ours, row, tokens) - expected).max() < 2e-3 * np.abs(expected).max()
 
 
@@ -83,7 +83,7 @@ def test_folder_in_sixteen_bits(
     theirs = saved(name, tmp_path, dtype)
     ours = load_native(tmp_path, isa=isa)
     tokens = rng.integers(0, 120, 100)
-    row = ours.kv.alloc(100)
+    row = ours.kv.alloc()
     got, expected = feed(ours, row, tokens), reference(theirs, tokens)
     assert ours.info.dtype == "bfloat16"
     assert (got.argmax(-1) == expected.argmax(-1)).mean() > 0.9
@@ -96,7 +96,7 @@ def test_quantised_on_loading(quantize: str, tmp_path: Path, rng: np.random.Gene
     ours = load_native(tmp_path, quantize=quantize)
     assert ours.info.dtype == quantize
     tokens = rng.integers(0, 120, 100)
-    row = ours.kv.alloc(100)
+    row = ours.kv.alloc()
     got, expected = feed(ours, row, tokens), reference(theirs, tokens)
     correlation = np.corrcoef(got.ravel(), expected.ravel())[0, 1]
     assert correlation > {"int8": 0.99, "int4": 0.8}[quantize]  # random weights forgive little
@@ -120,7 +120,7 @@ def test_gguf_against_transformers_on_the_same_values(
     ours = load_native(path, kv_dtype="float32")
     tokens = rng.integers(0, 100, 120)
     expected = reference(theirs, tokens)
-    row = ours.kv.alloc(120)
+    row = ours.kv.alloc()
     got = feed(ours, row, tokens)
     if kind in ("F32", "F16"):
         assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
@@ -136,7 +136,7 @@ def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
         theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
         ours = load_native(path)
         tokens = rng.integers(0, 100, 60)
-        row = ours.kv.alloc(60)
+        row = ours.kv.alloc()
         expected = reference(theirs, tokens)
         assert np.corrcoef(feed(ours, row, tokens).ravel(), expected.ravel())[0, 1] > 0.995
 

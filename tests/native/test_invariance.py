@@ -18,7 +18,7 @@ KINDS = ["Q4_1", "Q8_0", "BF16"]
 def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load(kind, isa=isa, threads=2, kv_dtype=kv_dtype)
     tokens = rng.integers(0, 100, 150)
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     alone = feed(model, row, tokens, 1)
     for chunk in (2, 3, 5, 7, 8, 13, 16, 33, 64, 150):
         model.kv.truncate(row, 0)
@@ -28,7 +28,7 @@ def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng:
 def test_every_width_after_a_context(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", isa=isa, threads=2)
     context, more = rng.integers(0, 100, 100), rng.integers(0, 100, 64)
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     feed(model, row, context)
     alone = feed(model, row, more, 1)
     for width in range(1, 65):
@@ -41,7 +41,7 @@ def test_threads(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     results = []
     for threads in (1, 2, 3, 9):  # 9: more than this machine has cores, so that runs lose some on the way
         model = tiny.load("Q4_1", isa=isa, threads=threads)
-        row = model.kv.alloc(200)
+        row = model.kv.alloc()
         results.append(np.concatenate([feed(model, row, tokens[:129]), feed(model, row, tokens[129:], 1)]))
         model.close()
     assert all(np.array_equal(results[0], result) for result in results[1:])
@@ -52,10 +52,10 @@ def test_batches(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     sequences = [rng.integers(0, 100, n).astype(np.int32) for n in (1, 5, 70, 131)]
     alone = []
     for tokens in sequences:
-        row = model.kv.alloc(200)
+        row = model.kv.alloc()
         alone.append(feed(model, row, tokens))
         model.kv.free(row)
-    rows = [model.kv.alloc(200) for _ in sequences]
+    rows = [model.kv.alloc() for _ in sequences]
     output = model.forward(Batch.pack(rows, sequences, [0] * 4, [True] * 4))
     n = sum(map(len, sequences))
     assert np.array_equal(output.logits(np.arange(n, dtype=np.int32)), np.concatenate(alone))
@@ -76,7 +76,7 @@ def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tin
     model = tiny.load("Q4_1", architecture, sizes, isa=isa, threads=2)
     parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14]
     nodes = rng.integers(0, 100, len(parents))
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     if context:
         feed(model, row, rng.integers(0, 100, context))
     tree = feed(model, row, nodes, parents=parents)
@@ -91,7 +91,7 @@ def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rn
         model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
         parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14] if keep != [1] else [-1, -1]
         nodes, context = rng.integers(0, 100, len(parents)), rng.integers(0, 100, 59)
-        tree, chain = model.kv.alloc(200), model.kv.alloc(200)
+        tree, chain = model.kv.alloc(), model.kv.alloc()
         feed(model, tree, context)
         feed(model, tree, nodes, parents=parents)
         model.kv.compact(tree, 59, np.array(keep, np.int32))
@@ -105,13 +105,13 @@ def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rn
 def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
     tokens = rng.integers(0, 100, 100)
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     expected = feed(model, row, tokens, 9)
     parents = [-1, 0, 0, 1, 2]
     tree = feed(model, row, [1, 2, 3, 4, 5], parents=parents)
     model.kv.free(row)
     model._handle.kv_poison()
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     pieces = []
     for at in range(0, 100, 9):
         pieces.append(feed(model, row, tokens[at : at + 9]))
@@ -134,7 +134,7 @@ def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny,
 def test_odd_shapes(sizes: dict[str, int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("F32", sizes=sizes, isa=isa, threads=2)
     tokens = rng.integers(0, 100, 90)
-    row = model.kv.alloc(100)
+    row = model.kv.alloc()
     alone = feed(model, row, tokens, 1)
     model.kv.truncate(row, 0)
     assert np.array_equal(feed(model, row, tokens), alone)
@@ -147,7 +147,7 @@ def test_argmax_of_the_head_is_that_of_its_logits(isa: str, tiny: Tiny, rng: np.
     from outpace.params import SamplingParams
 
     model = tiny.load("Q4_1", isa=isa, threads=2, sizes={"vocab": 1500})
-    row = model.kv.alloc(200)
+    row = model.kv.alloc()
     tokens: Any = rng.integers(0, 1500, 130).astype(np.int32)
     output = model.forward(Batch.pack([row], [tokens], [0], [True]))
     at = np.arange(130, dtype=np.int32)

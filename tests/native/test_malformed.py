@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from native_helpers import Tiny
 
-from outpace.models.native.model import estimate
+from outpace.models.native.build import estimate
 
 _CHILD = textwrap.dedent(
     """
@@ -47,7 +47,7 @@ _CHILD = textwrap.dedent(
         try:
             model = load_native(work, threads=1, kv_memory=1 << 24)
             n = min(4, model.info.max_length)
-            row = model.kv.alloc(n)
+            row = model.kv.alloc()
             model.forward(Batch.pack([row], [np.zeros(n, np.int32)], [0], [True])).logits(np.array([n - 1], np.int32))
             loaded += 1
             model.close()

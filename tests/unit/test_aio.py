@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True, temperature=1.0, seed=1)
 
 def make(**options: Any) -> Engine:
     model = ToyModel(6, max_length=4000, memory=3)
-    return Engine(model, ToyTokenizer(), drafter=NgramDrafter(), size=4, **options)  # type: ignore[arg-type]
+    return Engine(model, ToyTokenizer(), drafter=NgramDrafter(), size=4, **{"prefix_rows": 0, **options})  # type: ignore[arg-type]
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -155,16 +155,36 @@ def test_errors_of_add_reach_the_caller_alone() -> None:
     run(scenario())
 
 
+def failing(batch: Any) -> Any:
+    raise ToyError("the toy was told to fail")
+
+
+def test_a_step_that_fails_once_is_not_noticed() -> None:
+    async def scenario() -> None:
+        async with AsyncEngine(make()) as engine:
+            stream = engine.stream([1], LONG.with_(max_tokens=9))
+            first = await anext(stream)
+            engine.engine.model.fail = "output"  # type: ignore[attr-defined]
+            rest = [delta async for delta in stream]
+            with make() as alone:
+                expected = alone.generate([1], LONG.with_(max_tokens=9)).token_ids
+            assert (*first.token_ids, *(t for d in rest for t in d.token_ids)) == expected
+
+    run(scenario())
+
+
 def test_a_failing_step_reaches_every_running_stream_and_the_engine_goes_on() -> None:
     async def scenario() -> None:
         async with AsyncEngine(make(prefix_rows=1)) as engine:
             streams = [engine.stream([i], LONG) for i in range(3)]
             for stream in streams:
                 await anext(stream)
-            engine.engine.model.fail = "output"  # type: ignore[attr-defined]
+            model: Any = engine.engine.model
+            forward, model.forward = model.forward, failing
             for stream in streams:
                 with pytest.raises(ToyError):
                     _ = [delta async for delta in stream]
+            model.forward = forward
             assert (await engine.generate([1], LONG.with_(max_tokens=9)))[0].completion_tokens == 9
             engine.engine.check()
 

@@ -16,6 +16,7 @@ from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.exact.tree import Tree, pack
+from outpace.models.base import HostTaps
 from outpace.params import Acceptance, SamplingParams
 from tests.exact.test_reject import Language, output, same, sampled_trees
 from tests.unit.test_registry import context
@@ -80,7 +81,7 @@ def test_the_best_of_all_in_one_tree_with_sources() -> None:
     assert drafter.name == "a+b"
     assert drafts.row(0).tokens.tolist() == [1, 4, 2, 5]
     assert drafts.row(0).parents.tolist() == [-1, 0, 0, -1]  # type: ignore[union-attr]
-    assert [drafts.source_of(0, i) for i in range(4)] == ["a", "b", "a", "b"]
+    assert [drafts.sources_of(0)[i] for i in range(4)] == ["a", "b", "a", "b"]
     assert drafts.row(1).tokens.tolist() == [1, 4]
     assert drafts.q is None
 
@@ -92,7 +93,7 @@ def test_a_fallback_works_only_where_those_before_it_have_nothing() -> None:
 
     drafter = ComposedDrafter([Odd("a", A), Fixed("b", B)], [False, True])
     drafts = drafter.propose([view(0), view(1), view(2)], sizes(3, 3, 3))
-    assert [drafts.source_of(i, 0) for i in range(3)] == ["b", "a", "b"]
+    assert [drafts.sources_of(i)[0] for i in range(3)] == ["b", "a", "b"]
     assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[1, 4, 5], [1, 2, 3], [1, 4, 5]]
     with pytest.raises(DrafterError, match="first part"):
         ComposedDrafter([Fixed("a", A), Fixed("b", B)], [True, False])
@@ -105,7 +106,7 @@ def test_agreeing_chains_stay_a_chain() -> None:
     drafts = drafter.propose([view()], sizes(7))
     assert drafts.parents is None
     assert drafts.row(0).tokens.tolist() == [1, 2, 3]
-    assert [drafts.source_of(0, i) for i in range(3)] == ["a", "b", "a"]
+    assert [drafts.sources_of(0)[i] for i in range(3)] == ["a", "b", "a"]
 
 
 def test_a_part_sees_its_own_layers_and_its_own_path() -> None:
@@ -116,9 +117,9 @@ def test_a_part_sees_its_own_layers_and_its_own_path() -> None:
     drafter.propose([view()], sizes(4))
     taps = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
     verdict = Verdict(np.array([1, 4, 9], np.int32), np.array([0, 1], np.int32))
-    drafter.observe([Event(0, 3, verdict.tokens, verdict, taps)])
-    assert a.seen[0].taps[:, :, 0].tolist() == [[1, 2], [4, 5]]  # type: ignore[index]
-    assert b.seen[0].taps[:, :, 0].tolist() == [[0], [3]]  # type: ignore[index]
+    drafter.observe([Event(0, 3, verdict.tokens, verdict, HostTaps(taps))])
+    assert a.seen[0].taps.numpy()[:, :, 0].tolist() == [[1, 2], [4, 5]]  # type: ignore[union-attr]
+    assert b.seen[0].taps.numpy()[:, :, 0].tolist() == [[0], [3]]  # type: ignore[union-attr]
     assert a.seen[0].verdict.path.tolist() == [0]  # type: ignore[union-attr]
     assert a.seen[0].verdict.tokens.tolist() == [1, 4]  # type: ignore[union-attr]
     assert b.seen[0].verdict.path.tolist() == [0, 1]  # type: ignore[union-attr]
@@ -150,7 +151,7 @@ def test_rejection_is_exact_by_enumeration(temperature: float, size: int, tree: 
                 return
             draft = found.row(0)
             assert len(draft) <= size
-            assert found.source_of(0, 0) == "drawing"
+            assert found.sources_of(0)[0] == "drawing"
             yield drawing.weight, draft
 
     assert same(output(target, drafts(), size + 1), target.sequences(size + 1))
@@ -169,7 +170,7 @@ def test_rows_without_rejection_are_merged_beside_rows_with() -> None:
     drafts = ComposedDrafter([Fixed("a", A), Both(Language(6, params, 2))]).propose(two, sizes(4, 4))
     assert drafts.q is not None
     assert drafts.widths.tolist() == [4, 4]
-    assert [drafts.source_of(0, i) for i in range(4)] == ["drawing", "drawing", "a", "a"]
+    assert [drafts.sources_of(0)[i] for i in range(4)] == ["drawing", "drawing", "a", "a"]
     assert drafts.q[0].sum(axis=1) == pytest.approx([1, 1, 1, 1])
     assert drafts.q[1].max(axis=1).tolist() == [1, 1, 1, 1]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from outpace.arrays import I32
+from outpace.arrays import F32, I32
 from outpace.drafters.base import Event, RowView
 from outpace.drafters.forward.lookahead import LookaheadDrafter
 from outpace.engine.engine import Engine
@@ -67,6 +67,37 @@ def test_no_more_nodes_than_asked_and_no_equal_siblings(size: int) -> None:
         tokens += gained
 
 
+def test_nothing_is_derived_from_what_a_rule_forbids() -> None:
+    """-1 after a node: a rule forbids it or what follows. Such a column becomes no n-gram and no guess."""
+    drafter, rng, tokens = LookaheadDrafter(window=3, ngram=3), np.random.default_rng(0), [5, 6, 7]
+    for _ in range(30):
+        draft = propose(drafter, tokens, 15).row(0)
+        assert set(draft.tokens.tolist()) <= {5, 6, 7}  # whatever the target said after a node was never 0 or -1
+        tell(drafter, len(tokens), [int(rng.integers(5, 8))], [5, *[-1] * len(draft)])
+        tokens.append(5)
+    row = drafter._rows[0]
+    assert not row.pool
+    row.generations = [[10, 11, 12], [20, 21, 22]]
+    draft = propose(drafter, tokens, 15).row(0)
+    choices = [5, *[9] * len(draft)]
+    choices[row.leaves[1] + 1] = -1  # one column alone
+    tell(drafter, len(tokens), [5], choices)
+    assert {first: list(grams) for first, grams in row.pool.items()} == {10: [(20, 9)], 12: [(22, 9)]}
+    assert row.generations == [[20, 21, 22], [9, None, 9]]
+    again = propose(drafter, [*tokens, 5], 15).row(0)
+    under = {int(again.tokens[n]): [int(again.tokens[c]) for c in again.children(n)] for n in range(len(again))}
+    assert 9 in under[20]
+    assert {9, 22}.isdisjoint(set(under[21]) - {22})
+
+
+def test_a_draft_that_was_not_verified_teaches_nothing() -> None:
+    drafter, tokens = LookaheadDrafter(window=2, ngram=3), [5, 6, 7]
+    propose(drafter, tokens, 15)
+    tell(drafter, 3, [8], [8])  # the policy dropped it: only the pending token was followed
+    assert drafter._rows[0].generations == [[int(drafter._rows[0].drafted[0][1])]]
+    assert not drafter._rows[0].pool
+
+
 class Listening(LookaheadDrafter):
     def __init__(self) -> None:
         super().__init__()
@@ -97,6 +128,31 @@ def test_it_is_told_the_choice_after_every_node() -> None:
         for path, choice in listening.heard[::7]:
             assert plain.generate(path, SamplingParams(max_tokens=1, ignore_eos=True)).token_ids == (choice,)
     assert len(listening.heard) > 50
+
+
+class Alternates:
+    """Even tokens after odd ones, odd after even; a grammar that cannot be asked about what it forbids."""
+
+    def start(self, prompt: I32) -> int:
+        return int(prompt[-1])
+
+    def advance(self, state: int, token: int) -> int:
+        if token % 2 == state % 2:
+            raise ValueError(f"{token} after {state} is no sentence")
+        return token
+
+    def apply(self, state: int, logits: F32) -> None:
+        logits[state % 2 :: 2] = -np.inf
+
+
+def test_a_grammar_is_never_asked_about_what_it_forbids() -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, rules=[Alternates()])
+    with Engine(ToyModel(6, memory=1)) as plain:
+        expected = plain.generate([1], params)
+    with Engine(ToyModel(6, memory=1), drafter=LookaheadDrafter(), size=14) as engine:
+        found = engine.generate([1], params)
+    assert (found.token_ids, found.finish_reason) == (expected.token_ids, "length")
+    assert found.stats.accepted > 0
 
 
 def test_it_gains_where_the_target_repeats_itself() -> None:

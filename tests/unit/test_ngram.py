@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace import _fast
 from outpace.drafters.base import RowView
-from outpace.drafters.lookup.ngram import NgramDrafter, matches, newest, newest_match
+from outpace.drafters.lookup.ngram import NgramDrafter, matches, newest
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
@@ -43,8 +44,8 @@ def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more
     ids = np.array(tokens, np.int32)
     found = newest(ids, least, least + more)
     assert ([] if found is None else [found]) == matches(ids, least, least + more, 1)
-    if newest_match is not None:
-        assert newest_match(ids, least, least + more) == found
+    if _fast.native is not None:
+        assert _fast.native.newest_match(ids, least, least + more) == found
 
 
 @pytest.mark.parametrize(
@@ -68,4 +69,4 @@ def test_a_batch_is_its_rows_and_no_row_exceeds_its_size() -> None:
     drafts = NgramDrafter().propose(views, np.array([1, 5, 3], np.int32))
     assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[2], [], [3, 3, 3]]
     assert drafts.q is None
-    assert drafts.source_of(0, 0) == "ngram"
+    assert drafts.sources_of(0) == ["ngram"]

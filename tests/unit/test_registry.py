@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outpace.drafters.base import DraftContext
+from outpace.drafters.catalogue import AUTO, METHODS, listed
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
-from outpace.drafters.registry import build, parse
+from outpace.drafters.registry import _BUILDERS, build, parse
 from outpace.errors import DrafterError
 from outpace.models.load import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
@@ -18,6 +19,9 @@ from tests.toy import ToyModel, ToyTokenizer
     [
         ("none", "none", None, None, {}),
         (" ngram ", "ngram", None, None, {}),
+        ("auto", AUTO, None, None, {}),
+        ("auto:size=5", AUTO, None, 5, {"size": "5"}),
+        ("auto+model:x", f"{AUTO}+model", None, None, {}),
         ("ngram:", "ngram", None, None, {}),
         ("ngram:size=5", "ngram", None, 5, {"size": "5"}),
         ("ngram:min=2,max=5,size=3", "ngram", None, 3, {"min": "2", "max": "5", "size": "3"}),
@@ -36,12 +40,14 @@ def test_specs(text: str, name: str, argument: str | None, size: int | None, opt
     [
         ("ngrm", "did you mean ngram?"),
         ("modle:x", "did you mean model?"),
-        ("zzz", "use one of none, ngram, suffix, lookahead, retrieval, layers, model"),
+        ("zzz", "use one of auto, none, ngram, suffix, lookahead, retrieval, layers, model"),
         ("", "use one of"),
         ("ngram:5", "'5' is no option of ngram: it takes min=, max=, candidates=, size="),
         ("ngram:mim=2", "'mim=2' is no option of ngram: it takes min="),
         ("ngram:min=2,", "'' is no option"),
         ("layers", "layers needs how many of the target's layers draft, as in layers:10"),
+        ("auto:max=3", "'max=3' is no option of auto: it takes size="),
+        ("auto+none", "none drafts nothing"),
         ("model", "model needs a model"),
         ("model:", "model needs a model"),
         ("model:size=3", "model needs a model"),
@@ -53,6 +59,12 @@ def test_bad_specs_are_refused_with_what_there_is(text: str, says: str) -> None:
     with pytest.raises(DrafterError) as caught:
         parse(text)
     assert says in str(caught.value)
+
+
+def test_everything_that_is_listed_can_be_built() -> None:
+    assert {*_BUILDERS, "auto"} == set(METHODS)
+    assert [spelled.partition(":")[0] for spelled, _ in listed()] == list(METHODS)
+    assert all(says and "\n" not in says for _, says in listed())
 
 
 def context() -> DraftContext:

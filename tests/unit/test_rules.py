@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from outpace.arrays import F32
-from outpace.errors import ParameterError
+from outpace.errors import ParameterError, RuleError
+from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise
-from outpace.exact.rules import Penalties, rules_for
+from outpace.exact.rules import BadWords, MinTokens, Penalties, rules_for
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
 
@@ -146,6 +147,97 @@ def test_branches_never_see_each_other(params: SamplingParams) -> None:
         assert (chooser.apply_rules(logits) == after(params, prompt.tolist(), list(path), logits)).all()
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5), st.data())
+def test_bad_words_forbid_what_would_complete_them_and_nothing_else(bad: list[list[int]], data: st.DataObject) -> None:
+    output = data.draw(st.lists(st.integers(0, 4), max_size=8))
+    expected = {word[-1] for word in bad if len(word) == 1 or output[1 - len(word) :] == word[:-1]}
+    logits = np.zeros(40, np.float32)
+    params = SamplingParams(bad_words=bad)
+    chooser = Chooser.start(params, Noise(0), rules_for(params, 40), np.array([bad[0][0]], np.int32))
+    for token in output:
+        chooser = chooser.advance(token)
+    found = chooser.apply_rules(logits)
+    assert set(np.flatnonzero(found == -np.inf).tolist()) == expected
+    mask = chooser.mask()
+    assert mask is not None
+    assert (unpacked(mask, 40) == np.isfinite(found)).all()
+    applied = logits.copy()
+    chooser.rules[0].apply(chooser.states[0], applied)
+    assert (applied == found).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_never_has_a_bad_word(temperature: float) -> None:
+    bad = [[0], [1, 2], [3, 3, 3], [4, 1, 1]]
+    params = SamplingParams(bad_words=bad, temperature=temperature)
+    plain = params.with_(bad_words=())
+    spoken = 0
+    for seed in range(6):
+        for its in (params, plain):
+            chooser = Chooser.start(its, Noise(seed), rules_for(its, 5), np.array([1], np.int32))
+            output: list[int] = []
+            for i in range(60):
+                logits = np.random.default_rng([seed, i // 4]).normal(0, 1, 5).astype(np.float32)
+                output.append(chooser.choose(logits))
+                chooser = chooser.advance(output[-1])
+            text = "".join(map(str, output))
+            hits = sum("".join(map(str, word)) in text for word in bad)
+            spoken += hits if its is plain else 0
+            assert its is plain or hits == 0
+    assert spoken > 6, "they would not have been said anyway, so nothing was tested"
+
+
+def test_bad_words_as_texts_count_with_and_without_a_space_before_them() -> None:
+    pieces = {"ab": [1], " ab": [2], "cd": [3, 4], " cd": [5, 4], "\n ef": [6], "ef": [7], " ef": [8]}
+    params = SamplingParams(bad_words=["ab", " cd", "\n ef", [0, 1]])
+    (rule,) = rules_for(params, V, pieces.__getitem__)
+    assert isinstance(rule, BadWords)
+    state = rule.start(np.array([3], np.int32))
+    assert rule.forbidden(state).tolist() == [1, 2, 6, 7, 8]
+    assert rule.forbidden(rule.advance(state, 3)).tolist() == rule.forbidden(rule.advance(state, 5)).tolist()
+    assert rule.forbidden(rule.advance(state, 3)).tolist() == [1, 2, 4, 6, 7, 8]
+    with pytest.raises(ParameterError, match="bad_words has the text 'ab', and there is no tokenizer"):
+        rules_for(params, V)
+
+
+@pytest.mark.parametrize(("ignore_eos", "forbidden"), [(False, [2, 5, 8]), (True, [5])])
+def test_no_end_comes_before_min_tokens(ignore_eos: bool, forbidden: list[int]) -> None:
+    params = SamplingParams(min_tokens=3, stop_ids=[5], ignore_eos=ignore_eos)
+    (rule,) = rules_for(params, V, eos_ids=(8, 2, 99))
+    assert isinstance(rule, MinTokens)
+    chooser = Chooser.start(params, Noise(0), (rule,), np.array([1], np.int32))
+    for n in range(6):
+        found = chooser.apply_rules(np.ones(V, np.float32))
+        applied = np.ones(V, np.float32)
+        rule.apply(chooser.states[0], applied)
+        assert (found == applied).all()
+        assert np.flatnonzero(found == -np.inf).tolist() == (forbidden if n < 3 else [])
+        chooser = chooser.advance(4)
+
+
+def test_a_foreign_processor_that_fails_is_named() -> None:
+    class Wrong:
+        def __init__(self, answer: Any) -> None:
+            self._answer = answer
+
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            if isinstance(self._answer, BaseException):
+                raise self._answer
+            return self._answer
+
+    for answer, says in (
+        (ZeroDivisionError("oops"), "Wrong raised ZeroDivisionError: oops"),
+        (None, "Wrong raised TypeError"),
+        (torch.zeros(1, V + 1), "Wrong raised ValueError"),
+    ):
+        with pytest.raises(RuleError, match=says) as caught:
+            after(SamplingParams(rules=[Wrong(answer)]), [1], [], np.zeros(V, np.float32))
+        assert caught.value.__cause__ is not None
+    with pytest.raises(KeyboardInterrupt):
+        after(SamplingParams(rules=[Wrong(KeyboardInterrupt())]), [1], [], np.zeros(V, np.float32))
+
+
 def test_what_does_nothing_costs_nothing() -> None:
     assert rules_for(SamplingParams(), V) == ()
     assert len(rules_for(SamplingParams(presence_penalty=0.1), V)) == 1
@@ -157,6 +249,7 @@ def test_what_does_nothing_costs_nothing() -> None:
     [
         (SamplingParams(logit_bias={V: 1.0}), "logit_bias"),
         (SamplingParams(allowed_tokens=[0, V]), "allowed_tokens"),
+        (SamplingParams(bad_words=[[0, V]]), "bad_words has token id 9"),
         (SamplingParams(rules=[object()]), "LogitsProcessor"),  # type: ignore[list-item]
     ],
 )

@@ -181,7 +181,7 @@ def test_logits_that_allow_no_choice_are_refused(temperature: float, function: s
     with pytest.raises(NoTokenAllowedError, match="every token is forbidden"):
         decide(np.full(5, -np.inf, np.float32))
     for bad in (np.nan, np.inf):
-        with pytest.raises(FloatingPointError, match="--dtype float32"):
+        with pytest.raises(FloatingPointError, match="dtype='float32'"):
             decide(np.array([1, 2, bad, -np.inf], np.float32))
 
 
@@ -208,5 +208,9 @@ def test_logprobs_are_torchs_log_softmax(logits: F32, top: int, data: st.DataObj
     assert found.token == token
     np.testing.assert_allclose(found.logprob, expected[token], rtol=1e-12, atol=1e-12)
     best = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top]
-    assert [i for i, _ in found.top] == best
-    np.testing.assert_allclose([value for _, value in found.top], expected[best], rtol=1e-12, atol=1e-12)
+    assert [i for i, _, _ in found.top] == best
+    spelled = found.with_texts(lambda token: f"<{token}>")
+    assert (spelled.text, [a.text for a in spelled.top]) == (f"<{token}>", [f"<{i}>" for i in best])
+    assert (spelled.token, spelled.logprob) == (found.token, found.logprob)
+    assert [a.logprob for a in spelled.top] == [a.logprob for a in found.top]
+    np.testing.assert_allclose([value for _, value, _ in found.top], expected[best], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The scheduler on its own: first come first served, memory promised whole, prompts in chunks, prefixes shared."""
+"""The scheduler on its own: first come first served, prompts in chunks, prefixes shared, memory taken as rows grow."""
 
 from __future__ import annotations
 
@@ -6,74 +6,69 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.arrays import common_prefix
-from outpace.drafters.base import Drafter
-from outpace.drafters.none import NoDrafter
-from outpace.engine.scheduler import MIN_SHARED, Plan, Scheduler
+from outpace.control.policy import Fixed
+from outpace.engine.drafting import Drafting
+from outpace.engine.prefix import PIECE, PrefixCache
+from outpace.engine.request import Request
+from outpace.engine.scheduler import Plan, Scheduler
 from outpace.engine.sequence import Sequence
-from outpace.errors import MemoryLimitError
+from outpace.engine.text import TextReader
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
 from tests.toy import BYTES, ToyKV
 
 
-def make(
-    kv: ToyKV,
-    drafter: Drafter | None = None,
-    *,
-    rows: int = 4,
-    chunk: int = 8,
-    memory: int | None = None,
-    prefix: int = 0,
-) -> Scheduler:
+def make(kv: ToyKV, *, rows: int = 4, chunk: int = 8, memory: int | None = None, prefix: int = 0) -> Scheduler:
     return Scheduler(
         kv,
-        drafter or NoDrafter(),
+        Drafting({}, Fixed, 1000),
         max_rows=rows,
         prefill_chunk=chunk,
-        kv_memory=None if memory is None else memory * BYTES,
+        memory=None if memory is None else memory * BYTES,
         prefix_rows=prefix,
     )
 
 
-def seq(request: int, prompt: SequenceOf[int], *, more: int = 4, size: int = 0, sample: int = 0) -> Sequence:
+def seq(request: int, prompt: SequenceOf[int], *, more: int = 4, priority: int = 0, share: bool = True) -> Sequence:
+    return samples(request, prompt, 1, more=more, priority=priority, share=share)[0]
+
+
+def samples(
+    request: int, prompt: SequenceOf[int], n: int, *, more: int = 4, priority: int = 0, share: bool = True
+) -> list[Sequence]:
     params, tokens = SamplingParams(), np.array(prompt, np.int32)
-    return Sequence(
-        request,
-        sample,
-        tokens,
-        params,
-        Chooser.start(params, Noise(0), (), tokens),
-        limit=len(prompt) + more,
-        eos_ids=(),
-        decoder=None,
-        acceptance="coupled",
-        size=size,
-        drafter="none",
-    )
+    asked = Request(request, tokens, params, 0, len(prompt) + more, 0, False, "coupled", "none", share, priority)
+    chooser = Chooser.start(params, Noise(0), (), tokens)
+    return [Sequence(asked, sample, chooser, TextReader(None)) for sample in range(n)]
 
 
 def prefill(kv: ToyKV, plan: Plan) -> None:
     """What the engine does with the chunks."""
     for chunk in plan.chunks:
         kv.write(chunk.sequence.row, chunk.tokens, np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32))
-        chunk.sequence.prefilled += chunk.count
+        chunk.sequence.cached += chunk.count
+
+
+def running(scheduler: Scheduler) -> list[int]:
+    return [s.request.id for s in scheduler.running]
 
 
 def test_prompts_are_prefilled_in_chunks_within_one_budget() -> None:
     kv = ToyKV()
     scheduler = make(kv, chunk=8)
     for request, n in enumerate((6, 1, 13)):
-        scheduler.submit(seq(request, range(n)))
+        scheduler.submit(seq(request, range(100 * request, 100 * request + n)))
     seen = []
     for _ in range(4):
         plan = scheduler.plan()
         prefill(kv, plan)
-        seen.append(([s.request for s in plan.decoding], [(c.sequence.request, c.start, c.count) for c in plan.chunks]))
+        chunks = [(c.sequence.request.id, c.start, c.count) for c in plan.chunks]
+        seen.append(([s.request.id for s in plan.decoding], chunks))
         scheduler.check()
     # A prompt's last token is never prefilled: it is the first pending one. One of a single token decodes at once.
     assert seen == [
@@ -84,33 +79,26 @@ def test_prompts_are_prefilled_in_chunks_within_one_budget() -> None:
     ]
 
 
-def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
-    kv = ToyKV()
-    scheduler = make(kv, memory=30)
-    a, b, c = seq(0, range(16)), seq(1, range(16)), seq(2, [1])
+def test_first_come_first_served_even_if_a_later_one_would_fit_and_priority_before_that() -> None:
+    scheduler = make(ToyKV(), memory=30, chunk=99)
+    a, b, c, d = seq(0, range(16)), seq(1, range(50, 66)), seq(2, [1]), seq(3, [2], priority=1)
     for s in (a, b, c):
         scheduler.submit(s)
     scheduler.plan()
-    assert ([s.request for s in scheduler.running], scheduler.waiting) == ([0], 2)
+    assert (running(scheduler), scheduler.waiting) == ([0], 2)
+    scheduler.submit(d)
     scheduler.release(a)
     scheduler.plan()
-    assert [s.request for s in scheduler.running] == [1, 2]
+    assert running(scheduler) == [3, 1, 2]
     scheduler.check()
 
 
-def test_what_never_fits_is_refused_and_counts_the_draft() -> None:
-    scheduler = make(ToyKV(), memory=20)
-    scheduler.submit(seq(0, range(10), more=4, size=6))
-    with pytest.raises(MemoryLimitError, match="raise kv_memory"):
-        scheduler.submit(seq(1, range(10), more=4, size=7))
-
-
-def test_samples_wait_for_their_sibling_and_take_its_prompt() -> None:
+def test_samples_wait_for_their_sibling_and_take_its_prompt_by_reference() -> None:
     kv = ToyKV()
     scheduler = make(kv, chunk=12)
     prompt = list(range(20))
-    for sample in range(3):
-        scheduler.submit(seq(0, prompt, sample=sample))
+    for s in samples(0, prompt, 3, share=False):
+        scheduler.submit(s)
     counts = []
     for _ in range(3):
         plan = scheduler.plan()
@@ -119,9 +107,29 @@ def test_samples_wait_for_their_sibling_and_take_its_prompt() -> None:
         scheduler.check()
     assert counts == [(1, 12), (1, 7), (3, 0)]
     assert [kv.prefix(s.row, kv.length(s.row)) for s in scheduler.running] == [prompt[:-1]] * 3
+    assert kv.bytes == kv.bytes_for(19)
 
 
-def test_kept_rows_make_room_when_memory_is_needed() -> None:
+def test_requests_that_begin_alike_wait_for_who_computes_the_beginning() -> None:
+    kv = ToyKV()
+    scheduler = make(kv, chunk=24)
+    common = list(range(40))
+    for request in range(3):
+        scheduler.submit(seq(request, [*common, 90 + request, 91]))
+    scheduler.submit(seq(3, [*common, 99], share=False))
+    rows, written = [], 0
+    for _ in range(5):
+        plan = scheduler.plan()
+        prefill(kv, plan)
+        rows.append(len(scheduler.running))
+        written += sum(c.count for c in plan.chunks)
+        scheduler.check()
+    assert rows[0] == 1
+    assert rows[-1] == 4
+    assert written == 41 + 2 + 40  # the beginning once, what follows each, and all of who shares nothing
+
+
+def test_kept_rows_go_only_where_that_makes_the_room() -> None:
     kv = ToyKV()
     scheduler = make(kv, memory=60, chunk=99, prefix=3)
     for request in range(2):
@@ -130,71 +138,82 @@ def test_kept_rows_make_room_when_memory_is_needed() -> None:
         prefill(kv, scheduler.plan())
         scheduler.release(s)
     assert len(kv.rows) == 2
-    big = seq(2, [1] * 30)  # begins like the second, which must survive; the first makes room
-    scheduler.submit(big)
+    lasting = seq(7, [5] * 12, more=20)
+    scheduler.submit(lasting)
+    prefill(kv, scheduler.plan())
+    scheduler.submit(seq(8, [6] * 52))  # cannot fit beside it, whoever goes: so nobody goes
     scheduler.plan()
-    assert big.stats.reused_tokens == 19
+    assert (running(scheduler), len(scheduler.prefixes)) == ([7], 2)
+    scheduler.release(lasting)
+    big = seq(2, [1] * 30, more=2)
+    scheduler.submit(big)
     scheduler.check()
-    scheduler.release(big)
     scheduler.close()
-    assert kv.rows == []
-    assert scheduler.reserved == 0
+    assert all(row in [s.row for s in scheduler.running] for row in kv.rows)
 
 
-def test_a_donor_that_must_go_itself_is_not_copied_from() -> None:
+def test_what_is_shared_survives_its_first_owner() -> None:
     kv = ToyKV()
-    scheduler = make(kv, memory=40, chunk=99, prefix=1)
-    first = seq(0, [1] * 20)
+    scheduler = make(kv, chunk=99, prefix=1)
+    first = seq(0, range(24))
     scheduler.submit(first)
     prefill(kv, scheduler.plan())
     scheduler.release(first)
-    second = seq(1, [1] * 20)
+    second = seq(1, [*range(20), 77, 78])
     scheduler.submit(second)
-    scheduler.plan()
-    assert (second.stats.reused_tokens, len(kv.rows)) == (0, 1)
+    prefill(kv, scheduler.plan())
+    assert second.stats.reused_tokens == 20
+    scheduler.close()
     scheduler.check()
+    assert kv.prefix(second.row, 21) == [*range(20), 77]
 
 
-def test_short_prefixes_are_not_worth_a_copy() -> None:
+def test_the_youngest_gives_way_and_comes_back_before_those_who_came_later() -> None:
     kv = ToyKV()
-    scheduler = make(kv, chunk=99, prefix=2)
-    for request, n in enumerate((MIN_SHARED, MIN_SHARED, MIN_SHARED + 1, MIN_SHARED + 1)):
-        s = seq(request, [1] * n)
+    scheduler = make(kv, chunk=99)
+    old, young, late = seq(0, range(9)), seq(1, range(50, 59)), seq(2, [3])
+    for s in (old, young, late):
         scheduler.submit(s)
-        prefill(kv, scheduler.plan())
-        assert s.stats.reused_tokens == (MIN_SHARED if request == 3 else 0)
-        scheduler.release(s)
-        scheduler.check()
-
-
-def test_cancelling_takes_waiting_and_running_samples() -> None:
-    kv = ToyKV()
-    scheduler = make(kv, rows=1)
-    for request in (0, 1):
-        for sample in range(2):
-            scheduler.submit(seq(request, [1, 2, 3], sample=sample))
+    prefill(kv, scheduler.plan())
+    scheduler.preempt(late)
+    assert scheduler.youngest is young
+    scheduler.preempt(young)
+    scheduler.check()
+    assert (running(scheduler), young.cached, young.stats.preemptions) == ([0], 0, 1)
     scheduler.plan()
-    assert scheduler.requests == [0, 1]
-    gone = scheduler.cancel(0)
-    assert sorted(s.sample for s in gone) == [0, 1]
-    for s in gone:
-        scheduler.release(s)
-    assert (scheduler.requests, kv.rows, scheduler.waiting) == ([1], [], 2)
+    assert running(scheduler) == [0, 1, 2]
     scheduler.check()
 
 
-def test_a_drafter_without_memory_leaves_no_row_behind() -> None:
-    class Full(Drafter):
-        def admit(self, row: int, capacity: int) -> None:
-            raise MemoryLimitError("no room for the draft model")
+@pytest.mark.parametrize("n", [PIECE - 1, PIECE, 3 * PIECE, 3 * PIECE + 5])
+def test_a_kept_beginning_is_found_from_one_piece_on(n: int) -> None:
+    cache = PrefixCache(4)
+    tokens = np.arange(60, dtype=np.int32)
+    cache.keep(5, tokens)
+    assert cache.find(np.append(tokens[:n], [77, 78]).astype(np.int32)) == ((5, n) if n >= PIECE else (-1, 0))
 
-    kv = ToyKV()
-    scheduler = make(kv, Full())
-    scheduler.submit(seq(0, [1, 2], size=3))
-    with pytest.raises(MemoryLimitError):
-        scheduler.plan()
-    assert kv.rows == []
-    assert scheduler.waiting == 1
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 70)), max_size=12), st.integers(0, 70))
+def test_the_index_finds_what_a_search_of_all_rows_would(ops: list[tuple[bool, int, int]], n: int) -> None:
+    """Rows come and go; a kept row that shares a piece or more is found, if not always the longest."""
+    text = np.arange(70, dtype=np.int32)
+    cache, rows = PrefixCache(99), {}
+    for number, (keep, other, length) in enumerate(ops):
+        if keep:
+            tokens = text[:length].copy()
+            tokens[PIECE * (other + 1) :] += 100 * (other + 1)
+            cache.keep(number, tokens)
+            rows[number] = tokens
+        elif rows:
+            row = sorted(rows)[other % len(rows)]
+            cache.forget(row)
+            del rows[row]
+        cache.check()
+    row, shared = cache.find(text[:n])
+    whole = [common_prefix(text[:n], tokens) // PIECE for tokens in rows.values()]
+    assert shared // PIECE == max(whole, default=0)
+    assert row < 0 or common_prefix(text[:n], rows[row]) == shared
 
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.engine.request import Request
 from outpace.engine.results import Delta
 from outpace.engine.sequence import Sequence
-from outpace.engine.text import Decoder
+from outpace.engine.text import LONGEST_RUN, Decoder, TextReader, TextState
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.formats.gguf import GGUFFile
@@ -39,19 +41,16 @@ def sequence(
     params: SamplingParams, decoder: Decoder | None, *, limit: int = 999, eos: tuple[int, ...] = ()
 ) -> Sequence:
     prompt = np.array(PROMPT, np.int32)
-    return Sequence(
-        0,
-        0,
-        prompt,
-        params,
-        Chooser.start(params, Noise(0), (), prompt),
-        limit=limit,
-        eos_ids=eos,
-        decoder=decoder,
-        acceptance="coupled",
-        size=0,
-        drafter="none",
-    )
+    request = Request(0, prompt, params, 0, limit, 0, False, "coupled", "none", added=time.perf_counter())
+    reader = TextReader(decoder, params.stop_strings, include_stop=params.include_stop)
+    return Sequence(request, 0, Chooser.start(params, Noise(0), (), prompt), reader, eos_ids=eos)
+
+
+def append(seq: Sequence, tokens: list[int], sources: list[str]) -> int:
+    """Commit ``tokens`` as a step does; how many were kept."""
+    extension = seq.extended(tokens)
+    seq.commit(extension, sources)
+    return len(extension.tokens)
 
 
 def feed(seq: Sequence, tokens: list[int], steps: list[int]) -> list[Delta]:
@@ -59,11 +58,11 @@ def feed(seq: Sequence, tokens: list[int], steps: list[int]) -> list[Delta]:
     deltas, sizes = [], iter(steps)
     while tokens and seq.finish_reason is None:
         n = next(sizes, 1)
-        seq.append(np.array(tokens[:n], np.int32), ["x"] * len(tokens[:n]))
+        append(seq, tokens[:n], ["x"] * len(tokens[:n]))
         tokens = tokens[n:]
         deltas.append(seq.delta())
     if seq.finish_reason is None:
-        seq.finish_reason = "cancelled"
+        seq.commit(seq.ended("cancelled"))
         deltas.append(seq.delta())
     return deltas
 
@@ -205,25 +204,70 @@ def test_what_ends_a_sequence(
     ids, text, found, found_by = outcome(feed(seq, tokens, steps))
     assert (list(ids), found, found_by) == (tokens[:kept], reason, by)
     assert chr(97 + EOS) not in text or "ignore_eos" in options, "a stop token was shown"
-    assert seq.chooser.index == kept == seq.length - len(PROMPT)
+    assert kept == seq.length - len(PROMPT)
 
 
 def test_append_cuts_and_says_how_many_it_kept() -> None:
     seq = sequence(SamplingParams(), None, limit=5)
-    assert seq.append(np.array([1, 2], np.int32), ["a", "b"]) == 2
+    assert append(seq, [1, 2], ["a", "b"]) == 2
     assert (seq.room, seq.tokens.tolist(), seq.output.tolist()) == (1, [*PROMPT, 1, 2], [1, 2])
-    assert seq.append(np.array([3, 4, 5], np.int32), ["c", "d", "e"]) == 1
+    assert append(seq, [3, 4, 5], ["c", "d", "e"]) == 1
     assert (seq.finish_reason, seq.sources) == ("length", ["a", "b", "c"])
-    assert seq.append(np.zeros(0, np.int32), []) == 0
 
 
 def test_time_to_first_token_starts_the_clock_of_decoding() -> None:
     seq = sequence(SamplingParams(), None)
-    seq.append(np.array([1, 2], np.int32), ["a", "b"])
+    append(seq, [1, 2], ["a", "b"])
     seq.delta()
-    seq.append(np.array([3], np.int32), ["c"])
+    append(seq, [3], ["c"])
     seq.delta()
     s = seq.stats
     assert s.first_delta_tokens == 2
     assert 0 < s.time_to_first_token < s.total_seconds
     assert s.decode_seconds == pytest.approx(s.total_seconds - s.time_to_first_token)
+
+
+def test_runs_without_a_character_are_decoded_once_and_not_from_their_start() -> None:
+    """Bytes that are no character, special tokens: the tokenizer is never given more than a bounded run of them."""
+
+    class Counting(Bytes):
+        longest = 0
+
+        def decode(self, ids: Any, *, skip_special: bool = True) -> str:
+            self.longest = max(self.longest, len(ids))
+            return super().decode(ids, skip_special=skip_special)
+
+    for token, text in ((0x80, "�" * 500), (300, "")):
+        counting = Counting()
+        seq = sequence(SamplingParams(), counting)
+        assert outcome(feed(seq, [97, *[token] * 500, *"é".encode()], [3] * 9))[1] == f"a{text}é"
+        assert counting.longest <= 2 * LONGEST_RUN + 2
+
+
+def test_a_step_that_is_computed_changes_nothing() -> None:
+    seq = sequence(SamplingParams(stop=["ab"]), ToyTokenizer())
+    append(seq, [25], ["x"])
+    before = (seq.tokens.tolist(), seq.chooser, seq.delta().text)
+    assert seq.extended([0, 1, 2]).finish_reason == "stop"
+    assert (seq.tokens.tolist(), seq.chooser, "z") == before
+    assert seq.delta().token_ids == ()
+    assert append(seq, [0, 2], ["x", "y"]) == 2
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "z"), (True, "zab")])
+def test_the_stop_string_stays_if_asked_for(include: bool, text: str) -> None:
+    seq = sequence(SamplingParams(stop=["ab"], include_stop=include), ToyTokenizer())
+    assert outcome(feed(seq, [25, 0, 1, 2], [2]))[1] == text
+
+
+def test_stops_before_min_tokens_do_not_count() -> None:
+    seq = sequence(SamplingParams(stop=["b"], min_tokens=3), ToyTokenizer())
+    assert outcome(feed(seq, [1, 1, 1, 1, 1], []))[1:3] == ("bbb", "stop")
+
+
+def test_text_states_are_values() -> None:
+    reader = TextReader(Bytes(), ["é!"])
+    first, shown = reader.add(TextState(), 97)
+    again = [reader.add(first, token) for token in "é".encode()[:1] * 2]
+    assert shown == "a"
+    assert again[0] == again[1]

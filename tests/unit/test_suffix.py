@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.arrays import I32
 from outpace.drafters.base import RowView
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.drafters.lookup.suffix_index import DOUBT, FEW, NEAREST, WEIGHTS, SuffixIndex
@@ -21,6 +23,19 @@ from outpace.exact.tree import Tree
 from outpace.params import SamplingParams
 
 SEQUENCES = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(0, v), min_size=1, max_size=90))
+
+
+def ids(tokens: Iterable[int]) -> I32:
+    return np.array(list(tokens), np.int32)
+
+
+def reference(capacity: int, most: int = 16) -> SuffixIndex:
+    return SuffixIndex(capacity, most, NEAREST, FEW, WEIGHTS, DOUBT)
+
+
+def tree_of(index: SuffixIndex, context: list[int], budget: int, wide: bool = True) -> Tree:
+    found = index.propose(ids(context), budget, (), wide)
+    return Tree(*found, [0] * len(found[0]))
 
 
 def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[int, int]]:
@@ -59,10 +74,10 @@ def slow_gain(tokens: list[int], path: list[int], places: list[tuple[int, int]])
 @settings(deadline=None, max_examples=300)
 @given(SEQUENCES, st.integers(2, 20))
 def test_places_are_those_of_brute_force(tokens: list[int], most: int) -> None:
-    index = SuffixIndex(1000, most)
-    index.append(tokens)
+    index = reference(1000, most)
+    index.append(ids(tokens))
     near = slow_places(tokens, tokens, most)
-    found = index.places(tokens[-most:])
+    found = index.places(ids(tokens[-most:]))
     assert found[: len(near)] == near
     assert len(found) == len(near)
 
@@ -70,10 +85,10 @@ def test_places_are_those_of_brute_force(tokens: list[int], most: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(SEQUENCES, st.integers(1, 12))
 def test_a_tree_has_the_paths_of_highest_probability(tokens: list[int], budget: int) -> None:
-    index = SuffixIndex(1000)
-    index.append(tokens)
-    tree = index.propose(tokens[-16:], budget)
-    places = index.places(tokens[-16:])
+    index = reference(1000)
+    index.append(ids(tokens))
+    tree = tree_of(index, tokens[-16:], budget)
+    places = index.places(ids(tokens[-16:]))
     assert len(tree) <= budget
     assert tree.gains == sorted(tree.gains, reverse=True)
     assert bool(places) == bool(len(tree))
@@ -82,45 +97,45 @@ def test_a_tree_has_the_paths_of_highest_probability(tokens: list[int], budget: 
         paths.append([*(paths[parent] if parent >= 0 else []), tree.tokens[i]])
         assert tree.gains[i] == pytest.approx(slow_gain(tokens, paths[i], places))
     assert len({tuple(path) for path in paths}) == len(paths)
-    chain = index.propose(tokens[-16:], budget, wide=False)
+    chain = tree_of(index, tokens[-16:], budget, wide=False)
     assert chain.parents == list(range(-1, len(chain) - 1))
-    first = index.propose(tokens[-16:], 1)
+    first = tree_of(index, tokens[-16:], 1)
     assert chain.tokens[:1] == first.tokens
 
 
 def test_appending_at_once_or_one_by_one_is_the_same() -> None:
     tokens = np.random.default_rng(1).integers(0, 4, 500).tolist()
-    at_once, one_by_one = SuffixIndex(120), SuffixIndex(120)
-    at_once.append(tokens)
+    at_once, one_by_one = reference(120), reference(120)
+    at_once.append(ids(tokens))
     for token in tokens:
-        one_by_one.append([token])
-    assert at_once.propose(tokens[-16:], 15) == one_by_one.propose(tokens[-16:], 15)
+        one_by_one.append(ids([token]))
+    assert tree_of(at_once, tokens[-16:], 15) == tree_of(one_by_one, tokens[-16:], 15)
 
 
 def test_an_index_is_bounded_and_keeps_the_newest() -> None:
-    index = SuffixIndex(100)
+    index = reference(100)
     for start in range(0, 1000, 10):
-        index.append(range(start, start + 10))
+        index.append(ids(range(start, start + 10)))
         assert len(index) <= 100
         assert sum(map(len, index._pairs.values())) <= 100
         assert sum(map(len, index._singles.values())) <= 100
-    assert index.tokens == list(range(1000 - len(index), 1000))
+    assert index.tokens().tolist() == list(range(1000 - len(index), 1000))
     assert len(index) >= 50
 
 
 def test_one_token_over_and_over_does_not_grow_the_tables() -> None:
-    index = SuffixIndex(10_000)
-    index.append([7] * 5000)
+    index = reference(10_000)
+    index.append(ids([7] * 5000))
     assert sum(map(len, index._pairs.values())) <= 2 * NEAREST + 1
-    assert index.propose([7] * 16, 5, wide=False).tokens == [7] * 5
+    assert tree_of(index, [7] * 16, 5, wide=False).tokens == [7] * 5
 
 
 def test_nothing_is_matched_or_continued_across_sequences() -> None:
-    index = SuffixIndex(1000)
-    index.append([1, 2, 3, END, 4, 5, END])
-    assert index.propose([2, 3], 5) == Tree()
-    assert index.propose([3], 5) == Tree()
-    assert index.propose([1, 2], 5).tokens == [3]
+    index = reference(1000)
+    index.append(ids([1, 2, 3, END, 4, 5, END]))
+    assert tree_of(index, [2, 3], 5) == Tree()
+    assert tree_of(index, [3], 5) == Tree()
+    assert tree_of(index, [1, 2], 5).tokens == [3]
 
 
 # -- the drafter -----------------------------------------------------------------------------------------------------
@@ -153,11 +168,19 @@ def test_rows_do_not_see_each_other() -> None:
 
 def test_history_has_outputs_but_no_prompts() -> None:
     drafter = SuffixDrafter(history=True)
-    propose(drafter, view(0, [8, 9, 1, 2, 3], 2))
-    drafter.release(0)
+    propose(drafter, view(0, [8, 9, 1, 2], 2))
+    drafter.release(0, ids([8, 9, 1, 2, 3]))
     drafts = propose(drafter, view(0, [5, 1, 2], 3, request=1))
     assert drafts.row(0).tokens.tolist() == [3]
     assert propose(drafter, view(1, [8], 1, request=2)).widths.tolist() == [0]
+
+
+def test_what_did_not_end_well_or_never_drafted_is_not_remembered() -> None:
+    drafter = SuffixDrafter(history=True)
+    propose(drafter, view(0, [8, 1, 2, 3], 1))
+    drafter.release(0)  # cancelled, or preempted: it may come back
+    drafter.release(1, ids([8, 1, 2, 3]))  # nobody knows where its prompt ends
+    assert drafter.places == 0
 
 
 @pytest.mark.parametrize("history", [False, True])
@@ -168,8 +191,8 @@ def test_memory_is_bounded(history: bool) -> None:
         rows = [view(row, rng.integers(0, 50, 900).tolist(), 10, request) for row in range(3)]
         propose(drafter, *rows)
         drafter.check([0, 1, 2])
-        for row in range(3):
-            drafter.release(row)
+        for row in rows:
+            drafter.release(row.row, row.tokens)
         drafter.check([])
     assert (drafter.places > 0) == history
 
@@ -177,8 +200,10 @@ def test_memory_is_bounded(history: bool) -> None:
 def test_history_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "history"
     drafter = SuffixDrafter(history=True, vocab=10, file=str(path))
-    propose(drafter, view(0, [0, 1, 2, 3], 1))
+    propose(drafter, view(0, [0, 1, 2], 1))
+    drafter.release(0, ids([0, 1, 2, 3]))
     drafter.close()
+    assert path.stat().st_mode & 0o077 == 0, "others may read what users were told"
     assert [p.name for p in tmp_path.iterdir()] == ["history"]
     again = SuffixDrafter(history=True, vocab=10, file=str(path))
     assert propose(again, view(0, [1, 2], 2)).row(0).tokens.tolist() == [3]
@@ -190,7 +215,7 @@ def test_history_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_and_changes_nothing(tmp_path: Path, harm: object) -> None:
     drafter = SuffixDrafter(history=True, vocab=10)
     propose(drafter, view(0, [0, 1, 2, 3], 1))
-    drafter.release(0)
+    drafter.release(0, ids([0, 1, 2, 3]))
     drafter.save(tmp_path / "a")
     (tmp_path / "b").write_bytes(harm((tmp_path / "a").read_bytes()))  # type: ignore[operator]
     with pytest.raises(DrafterError, match="damaged or no suffix history: delete it"):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.lookup.suffix_index import SuffixIndex
+from outpace import _fast
+from outpace.drafters.lookup.suffix_index import DOUBT, FEW, NEAREST, WEIGHTS, SuffixIndex
 from outpace.drafters.lookup.votes import END
 
-pytest.importorskip("outpace.drafters.lookup.suffix_native", exc_type=ImportError)  # no extension, or an older one
-from outpace.drafters.lookup.suffix_native import NativeSuffixIndex
+if _fast.native is None:
+    pytest.skip("the extension was not built", allow_module_level=True)
 
+CONSTANTS = (NEAREST, FEW, WEIGHTS, DOUBT)
 TOKENS = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(END, v), max_size=60))
 OPERATION = st.tuples(st.just("append"), TOKENS) | st.tuples(st.just("shrink"), st.integers(-1, 40))
 
@@ -33,22 +36,23 @@ def test_equal_to_the_reference(
     size: int,
     wide: bool,
 ) -> None:
-    slow = [SuffixIndex(capacity, most) for _ in range(3)]
-    fast = [NativeSuffixIndex(capacity, most) for _ in range(3)]
+    slow = [SuffixIndex(capacity, most, *CONSTANTS) for _ in range(3)]
+    fast = [_fast.native.SuffixIndex(capacity, most, *CONSTANTS) for _ in range(3)]
     for which, (name, argument) in operations:
         for index in (slow[which], fast[which]):
-            getattr(index, name)(argument)
-        assert fast[which].tokens == slow[which].tokens
+            getattr(index, name)(np.array(argument, np.int32) if name == "append" else argument)
+        assert fast[which].tokens().tolist() == slow[which].tokens().tolist()
         assert len(fast[which]) == len(slow[which])
-    for context in (slow[0].tokens[-most:], foreign):
+    for context in (slow[0].tokens()[-most:], np.array(foreign, np.int32)):
         assert fast[0].places(context) == slow[0].places(context)
         for n in range(3):
             expected = slow[0].propose(context, size, slow[1 : 1 + n], wide)
             assert fast[0].propose(context, size, fast[1 : 1 + n], wide) == expected
 
 
-def test_bounds_are_refused() -> None:
+@pytest.mark.parametrize("kind", [SuffixIndex, _fast.native.SuffixIndex])
+def test_bounds_are_refused(kind: type[SuffixIndex]) -> None:
     with pytest.raises(ValueError, match="capacity=1 must be"):
-        NativeSuffixIndex(1)
+        kind(1, 16, *CONSTANTS)
     with pytest.raises(ValueError, match="most=1 at least 2"):
-        NativeSuffixIndex(10, 1)
+        kind(10, 1, *CONSTANTS)

@@ -153,7 +153,7 @@ def test_template_follows_hugging_face() -> None:
     text = template.render([said, said, said], extra="+")
     assert text.count('<s>{"role": "user", "content": "é<"}') == 2
     assert text.endswith("20+!")
-    with pytest.raises(ParameterError, match=r"refused the messages: no bad.*--raw"):
+    with pytest.raises(ParameterError, match=r"refused the messages: no bad.*raw=True"):
         template.render([{"role": "bad", "content": ""}])
     with pytest.raises(ParameterError, match="conversation is empty"):
         template.render([])
@@ -172,7 +172,7 @@ def test_hostile_templates_are_only_refused(source: str) -> None:
 def test_no_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder(tmp_path / "m"))
     assert not tokenizer.has_chat_template
-    with pytest.raises(ParameterError, match="no chat template: use --raw"):
+    with pytest.raises(ParameterError, match=r"no chat template: .*raw=True"):
         tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 

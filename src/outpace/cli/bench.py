@@ -29,7 +29,7 @@ def run(
     prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt, id, category.")],
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", "-d", help="A configuration; repeatable. The first is compared with."),
+        typer.Option("--drafter", "-d", help="Repeatable: the first is compared with. Default: none, then auto."),
     ] = None,
     size: Annotated[Any, SIZE] = None,
     acceptance: Annotated[str, ACCEPTANCE] = "coupled",
@@ -62,10 +62,11 @@ def run(
     rows = read_prompts(prompts, limit)
     if json is not None:
         check_writable(json)
-    names = drafter or ["none", "ngram"]
+    names = drafter or ["none", "auto"]
     if len(set(names)) < len(names):
         raise ParameterError(f"--drafter {max(names, key=names.count)} is there twice: name each configuration once")
-    engines = load.engines(names, size=size, acceptance=acceptance, max_rows=concurrency)
+    # No prompt is found again in the KV: a warm-up, or a turn before, would favour one configuration.
+    engines = load.engines(names, size=size, acceptance=acceptance, max_rows=concurrency, prefix_rows=0)
     configurations = [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)]
     bench = Bench(configurations, params, all_turns)
     head = {**_head(bench, acceptance), "concurrency": concurrency, "all_turns": all_turns}
@@ -106,7 +107,7 @@ def run(
 
 
 def _head(bench: Bench, acceptance: str) -> dict[str, Any]:
-    from outpace.cli import machine
+    from outpace.measure import machine
 
     model = bench.configurations[0].engine.model
     return {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outpace.cli.command import flatten
-from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, spell, system_message
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("chat", epilog="Example: outpace chat --model demo --drafter ngram --temperature 0.7")(flatten(run))
+    app.command("chat", epilog="Example: outpace chat --system 'Answer in one line.' -T 0.7")(flatten(run))
 
 
-def run(load: Load, draft: Draft, sampling: Sampling, common: Common) -> int:
+def run(
+    load: Load, draft: Draft, sampling: Sampling, common: Common, system: Annotated[str | None, SYSTEM] = None
+) -> int:
     """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer. --json prints a JSON line a turn."""
     from outpace.cli.conversation import Conversation
 
     params = sampling.params()
     alone = not common.json and sys.stdin.isatty()  # a person, not a pipe
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine:
-        talk = Conversation(engine)
+        talk = Conversation(engine, system_message(system))
         if alone:
             print(f"{load.model}: /reset starts over, /quit leaves, Ctrl-C stops an answer, twice leaves")
         while (text := _read("> " if alone else "")) is not None:
             if text.strip() == "/quit":
                 break
             if text.strip() == "/reset":
-                talk = Conversation(engine)
+                talk = Conversation(engine, system_message(system))
                 continue
             if not text.strip():
                 continue
             try:
                 result = talk.say(text, params, show=not common.json)
             except OutpaceError as error:  # the turn was refused; the conversation goes on without it
-                print(f"outpace: {error} (or /reset)", file=sys.stderr)
+                print(f"outpace: {error.told(spell)} (or /reset)", file=sys.stderr)
                 continue
             if common.json:
                 print(json.dumps(_report(result), ensure_ascii=False), flush=True)

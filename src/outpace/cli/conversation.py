@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from outpace.arrays import I32
@@ -16,9 +18,9 @@ class Conversation:
     The engine keeps the finished row (``prefix_rows=1``): known ids that begin a new prompt find their KV there.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, begin: Sequence[dict[str, str]] = ()) -> None:
         self._engine = engine
-        self._messages: list[dict[str, str]] = []
+        self._messages = list(begin)
         self._text = ""  # rendered text that ``_ids`` stands for; empty: encode everything anew
         self._ids: I32 = np.zeros(0, np.int32)
 

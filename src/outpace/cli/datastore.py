@@ -89,10 +89,14 @@ def answers(
     params = SamplingParams(max_tokens=max_tokens)
     rows = read_prompts(prompts, limit)
     check_writable(out)
-    with load.engine("suffix", max_rows=concurrency) as engine, _progress("prompts", len(rows)) as advance:
-        count = write_answers(engine, rows, out, params, concurrency, advance)
+    with load.engine("auto", max_rows=concurrency) as engine, _progress("prompts", len(rows)) as advance:
+        count = write_answers(engine, rows, out, params, concurrency, advance, _say)
     print(f"{out}: {count} answers")
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"outpace: {what}", file=sys.stderr)
 
 
 @contextmanager

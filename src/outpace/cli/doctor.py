@@ -1,4 +1,4 @@
-"""``outpace doctor``: what this machine has, and whether the demo model runs on it."""
+"""``outpace doctor``: what this machine has, whether a model runs on it, and what its forwards cost."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import machine
 from outpace.cli.command import flatten
-from outpace.cli.options import Common
+from outpace.cli.options import Common, Load, spell
+from outpace.errors import OutpaceError
+from outpace.measure import machine
 
 _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: outpace doctor --measure")(flatten(run))
+    app.command("doctor", epilog="Example: outpace doctor --model demo --measure")(flatten(run))
 
 
 def run(
+    load: Load,
     common: Common,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
     ] = False,
 ) -> int:
-    """Show versions, CPU features, backends, memory, and what the demo model's forwards cost here by width."""
+    """Show versions, CPU features, backends, memory, and what a model's forwards cost here by width."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cpu": machine.cpu(),
         "memory": machine.memory(),
         "backends": _backends(),
-        "demo": _demo(measure),
+        "model": _model(load, measure),
     }
     if common.json:
         print(json.dumps(found))
     else:
         _print(found)
-    return 0 if found["demo"]["ok"] else 1
+    return 0 if found["model"]["ok"] else 1
 
 
 def _version(name: str) -> str | None:
@@ -60,22 +62,23 @@ def _backends() -> dict[str, str]:
     return out
 
 
-def _demo(measure: bool) -> dict[str, Any]:
+def _model(load: Load, measure: bool) -> dict[str, Any]:
     from outpace.control import cost as costs
-    from outpace.engine.engine import Engine
     from outpace.params import SamplingParams
 
     begun = time.perf_counter()
     try:
-        with Engine.load("demo") as engine:
+        with load.engine("none") as engine:
             loaded = time.perf_counter() - begun
             cost = costs.of(engine.model, again=measure)
             result = engine.generate("Say hello.", SamplingParams(max_tokens=16))
             info = engine.model.info
             threads, path = machine.threads_of(engine.model), machine.path_of(engine.model)
     except Exception as error:  # whatever is broken here is what this command is for
-        return {"ok": False, "error": str(error) or type(error).__name__}
+        said = error.told(spell) if isinstance(error, OutpaceError) else str(error)
+        return {"name": load.model, "ok": False, "error": said or type(error).__name__}
     return {
+        "name": load.model,
         "ok": True,
         "backend": info.backend,
         "dtype": info.dtype,
@@ -115,7 +118,7 @@ def _print(found: dict[str, Any]) -> None:
     console.print(f"python        {found['python']}")
     for name, version in found["packages"].items():
         console.print(f"{name:<13} {version or 'not installed'}")
-    cpu, memory, demo = found["cpu"], found["memory"], found["demo"]
+    cpu, memory, model = found["cpu"], found["memory"], found["model"]
     console.print(
         f"cpu           {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['features']) or 'features unknown'}"
     )
@@ -124,13 +127,15 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"memory        {format_bytes(memory['total'])}, {free} available")
     for name, state in found["backends"].items():
         console.print(f"{name:<13} {state}", soft_wrap=True)
-    if demo["ok"]:
-        path = f", {demo['instruction_set']}" if demo["instruction_set"] else ""
+    name = model["name"]
+    if model["ok"]:
+        path = f", {model['instruction_set']}" if model["instruction_set"] else ""
+        threads = "" if model["threads"] is None else f" with {model['threads']} threads"
         console.print(
-            f"demo model    loads in {demo['load_seconds']:.1f} s ({demo['backend']} {demo['dtype']}{path}), "
-            f"decodes at {demo['decode_tokens_per_second']:.0f} tokens/s with {demo['threads']} threads",
+            f"{name:<13} loads in {model['load_seconds']:.1f} s ({model['backend']} {model['dtype']}{path}), "
+            f"decodes at {model['decode_tokens_per_second']:.0f} tokens/s{threads}",
             soft_wrap=True,
         )
-        _print_cost(demo["cost"])
+        _print_cost(model["cost"])
     else:
-        console.print(f"demo model    FAILED: {demo['error']}", soft_wrap=True)
+        console.print(f"{name:<13} FAILED: {model['error']}", soft_wrap=True)

@@ -6,19 +6,22 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli.command import flatten
-from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
     from outpace.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
-    from outpace.params import SamplingParams
+    from outpace.exact.sampling import TokenLogprob
+    from outpace.params import Prompt, SamplingParams
 
 _PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
 
@@ -26,7 +29,7 @@ _PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its
 def register(app: typer.Typer) -> None:
     app.command(
         "generate",
-        epilog="Example: outpace generate 'Write a haiku about rivers.' --drafter ngram --compare",
+        epilog="Example: outpace generate 'Write a haiku about rivers.' --compare",
     )(flatten(run))
 
 
@@ -40,27 +43,45 @@ def run(
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Log-probabilities, with so many alternatives.")
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt's tokens (with --json).")
+    ] = None,
+    system: Annotated[str | None, SYSTEM] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the model the text itself, without a chat template.")
     ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly, and assert identical tokens.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
+    ] = None,
 ) -> int:
     """Answer a prompt."""
+    from outpace.files import check_writable
     from outpace.measure.compare import require_tokens
 
     if prompt is None:
         prompt = _standard_input()
     if not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
-    params = sampling.params(n=n, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
+    if system is not None and raw:
+        raise ParameterError("--system needs the chat template, which --raw leaves out: give one of them")
+    asked: Prompt = prompt if system is None else [*system_message(system), {"role": "user", "content": prompt}]
+    told = {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0, "prompt_logprobs": prompt_logprobs}
+    params = sampling.params(n=n, **told)
     if compare and n != 1:
         raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
     if compare:
         require_tokens(draft.acceptance, params)
-    with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
-        tokens = engine.encode(prompt, raw=raw)
+    if trace is not None:
+        check_writable(trace)
+    reused = 0 if compare else None  # a prefix that is found again would favour whoever comes second
+    with (
+        load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=reused) as engine,
+        _traced(engine, trace, load),
+    ):
+        tokens = engine.encode(asked, raw=raw)
         if compare:
             return _compare(engine, tokens, params, common.json)
         results = _stream(engine, tokens, params, quiet=common.json)
@@ -71,6 +92,14 @@ def run(
     if failed:
         raise ParameterError(str(failed[0]))
     return 0
+
+
+def _traced(engine: Engine, path: Path | None, load: Load) -> AbstractContextManager[Any]:
+    if path is None:
+        return nullcontext()
+    from outpace.measure.trace import tracing
+
+    return tracing(engine, path, load=load.load_options(), scores=True)
 
 
 def _standard_input() -> str:
@@ -96,10 +125,18 @@ def report(engine: Engine, result: Result) -> dict[str, Any]:
         "stats": result.stats.to_dict(),
     }
     if result.logprobs:
-        out["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top} for e in result.logprobs]
+        out["logprobs"] = [scored(entry) for entry in result.logprobs]
+    if result.prompt_logprobs:
+        out["prompt_logprobs"] = [None if entry is None else scored(entry) for entry in result.prompt_logprobs]
     if result.notes or result.error:
         out |= {"notes": list(result.notes), "error": result.error}
     return out
+
+
+def scored(entry: TokenLogprob) -> dict[str, Any]:
+    """A token's log-probability, and the alternatives', for JSON."""
+    top = [{"token": other.token, "text": other.text, "logprob": other.logprob} for other in entry.top]
+    return {"token": entry.token, "text": entry.text, "logprob": entry.logprob, "top": top}
 
 
 def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool) -> list[Result]:
@@ -160,7 +197,7 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
     else:
         console = Console(highlight=False)
         text = Text()
-        for piece, source in pieces(engine, drafted):
+        for piece, source in pieces(engine, drafted, skip_special=params.skip_special_tokens):
             text.append(piece, style="green" if source != "target" else "")
         console.print(text)
         console.print()
@@ -187,19 +224,15 @@ def _pair(engine: Engine, tokens: I32, params: SamplingParams) -> tuple[Result, 
     return drafted, engine.generate(tokens.tolist(), params, drafter=False)
 
 
-def pieces(engine: Engine, result: Result) -> Iterator[tuple[str, str]]:
+def pieces(engine: Engine, result: Result, *, skip_special: bool = True) -> Iterator[tuple[str, str]]:
     """``(text, source)`` of the result's tokens, in order: whole characters, credited to the token that ended them."""
-    import numpy as np
+    from outpace.engine.text import TextReader, TextState
 
-    from outpace.engine.text import TextSoFar
-
-    text = TextSoFar(engine.tokenizer, ())
-    stop = result.stopped_by if isinstance(result.stopped_by, int) else None
+    reader, state = TextReader(engine.tokenizer, skip_special=skip_special), TextState()
     left = result.text
     for token, source in zip(result.token_ids, result.sources, strict=True):
-        if token != stop:
-            text.add(np.array([token], np.int32))
-        piece = text.take(final=False)[: len(left)]
+        state, text = reader.add(state, token)
+        piece = text[: len(left)]  # what stopped it is cut off
         left = left[len(piece) :]
         yield piece, source
     yield left, "target"

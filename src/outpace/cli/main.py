@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import bench, chat, datastore, doctor, generate, plan, tune, verify
+from outpace.cli import bench, chat, datastore, doctor, explain, generate, plan, trace, tune, verify
 from outpace.cli.command import Interrupted, ReaderLeft
+from outpace.cli.options import spell
 from outpace.errors import OutpaceError
 
 # The base of typer's usage errors, wherever this version of typer keeps its click.
@@ -46,7 +47,7 @@ def _root(
     pass
 
 
-for command in (generate, bench, chat, verify, plan, datastore, tune, doctor):
+for command in (generate, bench, chat, verify, trace, explain, plan, datastore, tune, doctor):
     command.register(app)
 
 
@@ -76,7 +77,7 @@ def _run(debug: bool) -> int:
         if debug:
             raise
         if isinstance(error, OutpaceError):
-            return _fail(str(error), 2)
+            return _fail(error.told(spell), 2)
         if isinstance(error, _ClickException):
             message = error.format_message()
             return _fail(f"{message} (see --help)", 2) if message else 2

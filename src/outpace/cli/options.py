@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.errors import ParameterError
+from outpace.drafters.catalogue import listed
+from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
+    from outpace.models.load import LoadOptions
     from outpace.params import SamplingParams
 
 
 def _option(*names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
     return typer.Option(*names, help=help, metavar=metavar, **more)
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    """The messages that a conversation begins with."""
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,16 @@ class Load:
     kv_memory: Annotated[
         str | None, _option("--kv-memory", metavar="SIZE", help="Bound of the KV cache, such as 2GiB.")
     ] = None
+    kv_dtype: Annotated[str, _option("--kv-dtype", help="Of keys and values, native: auto, bfloat16 or float32.")] = (
+        "auto"
+    )
+    quantize: Annotated[
+        str | None, _option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
+    ] = None
+    prefix_rows: Annotated[
+        int | None,
+        _option("--prefix-rows", metavar="N", help="Answers whose KV is kept for prompts that begin alike. 0: none."),
+    ] = None
     max_length: Annotated[
         int | None, _option("--max-length", help="Most positions of a row. Default: the model's.")
     ] = None
@@ -67,12 +85,23 @@ class Load:
         from outpace.engine.load import load_engines
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
-        given = {name: value for name, value in options.items() if value is not None}
-        return load_engines(Engine, self.model, drafters, {**own, **given})
+        # an option that was given overrides a command's own choice
+        given = {name: value for part in (options, own) for name, value in part.items() if value is not None}
+        return load_engines(Engine, self.model, drafters, given)
 
     def engine(self, drafter: str, **options: Any) -> Engine:
         """Load the target with one drafter."""
         return self.engines([drafter], **options)[0]
+
+    def load_options(self) -> LoadOptions:
+        """Raises ParameterError."""
+        from outpace.models.load import LoadOptions
+        from outpace.units import parse_bytes
+
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "prefix_rows")}
+        if self.kv_memory is not None:
+            own["kv_memory"] = parse_bytes(self.kv_memory)
+        return LoadOptions(**own)
 
 
 def _size(text: str) -> int | str:
@@ -83,16 +112,20 @@ def _size(text: str) -> int | str:
 
 
 SIZE = _option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
+SYSTEM = _option("--system", metavar="TEXT", help="A system message before the conversation.")
 ACCEPTANCE = _option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
+
+
+DRAFTERS = "Who drafts; several are joined by + (options: docs/drafters.md).\n\n" + "\n\n".join(
+    f"{spelled} - {says}." for spelled, says in listed()
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One drafter."""
 
-    drafter: Annotated[
-        str, _option("--drafter", "-d", help="none, ngram[:min=,max=] or model:ID (docs/drafters.md).")
-    ] = "ngram"
+    drafter: Annotated[str, _option("--drafter", "-d", help=DRAFTERS)] = "auto"
     size: Annotated[Any, SIZE] = None
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 
@@ -102,6 +135,7 @@ class Sampling:
     """SamplingParams, option by option."""
 
     max_tokens: Annotated[int, _option("--max-tokens", "-n", help="Most tokens to write.")] = 256
+    min_tokens: Annotated[int, _option("--min-tokens", help="So many tokens come before the answer may end.")] = 0
     temperature: Annotated[float, _option("--temperature", "-T", help="0 is greedy.")] = 0.0
     top_k: Annotated[int, _option("--top-k", help="Keep the k likeliest tokens. 0: off.")] = 0
     top_p: Annotated[
@@ -118,22 +152,38 @@ class Sampling:
     logit_bias: Annotated[
         list[str] | None, _option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit. Repeatable.")
     ] = None
+    bad_word: Annotated[
+        list[str] | None, _option("--bad-word", metavar="TEXT", help="The answer must not contain it. Repeatable.")
+    ] = None
     stop: Annotated[list[str] | None, _option("--stop", help="Stop before this text. Repeatable.")] = None
     stop_id: Annotated[list[int] | None, _option("--stop-id", help="Stop after this token id. Repeatable.")] = None
+    include_stop: Annotated[bool, _option("--include-stop", help="What stopped the answer stays in its text.")] = False
     ignore_eos: Annotated[bool, _option("--ignore-eos", help="Write on after the end-of-sequence token.")] = False
+    keep_special: Annotated[bool, _option("--keep-special", help="Show special tokens in the text.")] = False
     seed: Annotated[int | None, _option("--seed", help="Default: a fresh one, which is reported.")] = None
 
     def params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError that names the value."""
         from outpace.params import SamplingParams
 
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("logit_bias", "stop", "stop_id")}
+        plain = [f.name for f in fields(self) if f.name not in _SPELLED]
         return SamplingParams(
-            **{**own, **more},
+            **{**{name: getattr(self, name) for name in plain}, **more},
             logit_bias=dict(_bias(text) for text in self.logit_bias or ()),
+            bad_words=tuple(self.bad_word or ()),
             stop=tuple(self.stop or ()),
             stop_ids=tuple(self.stop_id or ()),
+            skip_special_tokens=not self.keep_special,
         )
+
+
+_SPELLED = {  # options that are not called as their parameter is, and those that are put together from texts
+    "bad_word": "bad_words",
+    "stop_id": "stop_ids",
+    "keep_special": "skip_special_tokens",
+    "logit_bias": "logit_bias",
+    "stop": "stop",
+}
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -141,6 +191,20 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise ParameterError(
-            f"--logit-bias {text!r} is malformed: write a token id and a number, like 42=-1.5"
-        ) from None
+        name = Argument("logit_bias", text)
+        raise ParameterError(name, " is malformed: write a token id and a number, like 42=-1.5") from None
+
+
+_ELSEWHERE = ("n", "raw", "limit", "add", "system", "prompt_logprobs")  # options of single commands
+
+
+def spell(argument: Argument) -> str:
+    """An argument as the command line spells it: ``max_tokens=0`` is ``--max-tokens 0``. What has no option stays."""
+    shared = {f.name: _SPELLED.get(f.name, f.name) for kind in (Load, Draft, Sampling) for f in fields(kind)}
+    options = {parameter: name for name, parameter in shared.items()} | {name: name for name in _ELSEWHERE}
+    if argument.name not in options or argument.value is False or argument.value is None:
+        return str(argument)
+    option = "--" + options[argument.name].replace("_", "-")
+    if not argument.has_value or argument.value is True:
+        return option
+    return f"{option} {shlex.quote(str(argument.value))}"

@@ -52,7 +52,7 @@ def layers(
         depth = engine.model.info.layers
     numbers = sorted(set(tried or [max(1, depth * (i + 1) // (_TRIED + 1)) for i in range(_TRIED)]))
     names = ["none", *(f"layers:{n}" for n in numbers)]
-    engines = load.engines(names, size=size, max_rows=1)
+    engines = load.engines(names, size=size, max_rows=1, prefix_rows=0)
     bench = Bench(
         [Configuration(*pair) for pair in zip(names, engines, strict=True)], SamplingParams(max_tokens=max_tokens)
     )

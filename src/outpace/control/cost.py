@@ -1,20 +1,27 @@
-"""What a forward costs by width, rows and context: measured once for a model, backend and machine, kept on disk.
+"""What a forward costs by width, rows and context: measured once for a model, backend and machine, kept on disk. It is
+where the policy begins; what it then learns from real steps (native/drafting/pace.h) overrules it.
 
 A forward of B rows with N new tokens in all is modelled as
 
     seconds = width(N) + row * (B - 1) + sum over rows of context_i * (position + position_width * width_i)
 
-``width`` is a table over measured totals, joined by straight lines and never falling; the rest are slopes.
+``width`` is a table over measured totals, joined by straight lines and never falling; the rest are slopes. What
+disturbs a machine only ever adds, so a cell's time is its least, and no width costs more than a greater one.
+
+Long because measuring, keeping and distrusting a table belong together.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import math
+import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where a forward takes long
-SLOW = 0.02  # seconds a forward, above which few widths are measured
+FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where there is no time for all
 SHORT, LONG = 32, 512  # contexts
-BUDGET = 0.6  # seconds that measuring may take, about; every cell is measured at least once
-ROUNDS = 5
-QUANTILE = 0.25  # of a cell's times: what disturbs a machine only ever adds
-VERSION = 1  # of the file's format and of the protocol
+BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
+ROUNDS = 6  # at most
+AGREE = 0.05  # two rounds do, when no cell's least falls by more: then the moment was a steady one
+VERSION = 2  # of the file's format and of the protocol
+OLDEST = 30 * 86_400.0  # seconds for which a table is believed
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,69 +92,118 @@ class Cost:
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
+    def doubts(self) -> str | None:
+        """Why no machine can be like this, in words; None: it can be."""
+        numbers = (*self.seconds, self.row, self.position, self.position_width)
+        if not self.widths or len(self.widths) != len(self.seconds) or self.widths[0] != 1:
+            return "it has no width 1, or not one time a width"
+        if any(low >= high for low, high in itertools.pairwise(self.widths)):
+            return "its widths do not ascend"
+        if not all(math.isfinite(n) and n >= 0 for n in numbers) or min(self.seconds) <= 0:
+            return "a time is zero, negative or not a number"
+        for width, seconds in zip(self.widths, self.seconds, strict=True):
+            if seconds < 0.5 * self.seconds[0]:
+                return f"{width} tokens take half the time of one"
+        return None
 
-def of(model: Model, *, again: bool = False) -> Cost:
-    """The model's cost on this machine: from the cache unless ``again``, else measured now.
+    @staticmethod
+    def guess(seconds: float = 1e-3, widest: int = 64, last: float | None = None) -> Cost:
+        """Where nothing was measured but a forward of one token (and perhaps one of ``widest``): rather flat."""
+        return Cost((1, widest), (seconds, max(seconds, 6 * seconds if last is None else last)))
 
-    That takes under a second for a small model. One that cannot hold a row for measuring now gets a flat guess, which
-    is logged and not kept.
+
+def of(model: Model, *, again: bool = False, progress: Progress | None = None) -> Cost:
+    """The model's cost on this machine: from the cache unless ``again``, else measured now, in under 2 seconds.
+
+    A model too slow for that gets a table of few widths, and the rest is learned from its steps. One that cannot hold
+    a row for measuring now gets a guess, which is logged and not kept. ``progress`` is told what is being done.
     """
     path = _path(model)
     if not again:
         known = _read(path)
         if known is not None:
             return known
+    tell = progress or log.info
+    tell("measuring what a forward costs (once for this model and machine) ...")
     begun = time.perf_counter()
     try:
         cost = measure(model)
+        if doubts := cost.doubts():
+            log.warning("the cost of a forward was measured once more, since %s", doubts)
+            cost = measure(model)
     except MemoryLimitError as error:
         log.warning("the cost of a forward was not measured, so a flat one is assumed: %s", error)
-        return Cost((1, 64), (1e-3, 16e-3))
-    log.info("measured what a forward costs in %.1f s", time.perf_counter() - begun)
+        return Cost.guess()
+    spent = time.perf_counter() - begun
+    if doubts := cost.doubts():
+        log.warning("the cost of a forward could not be measured (%s), so it is learned from the steps alone", doubts)
+        return Cost.guess()
+    tell(f"measured what a forward costs in {spent:.1f} s: {1e3 * cost.seconds[0]:.1f} ms for one token")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"version": VERSION, **_identity(model), **cost.to_dict()})
+        write_json(path, {"version": VERSION, "at": time.time(), **_identity(model), **cost.to_dict()})
     except OSError as error:
         log.warning("the cost of a forward is not kept: %s", error)
     return cost
 
 
 def measure(model: Model, budget: float = BUDGET) -> Cost:
-    """Time forwards of ``model``, all cells in turn, up to 5 rounds in ``budget`` seconds.
+    """Time forwards of ``model``, all cells in turn, until two rounds agree, at most for ``budget`` seconds (or the few
+    forwards that a slow model needs to be timed at all).
 
     Raises MemoryLimitError when not even a short row fits. Its rows are gone afterwards.
     """
+    begun = time.perf_counter()
+
+    def left() -> float:
+        return budget - (time.perf_counter() - begun)
+
     bench = _Bench(model)
     try:
-        first = bench.seconds(1, SHORT)
-        widths = [w for w in (WIDTHS if first < SLOW else FEW_WIDTHS) if w <= bench.widest]
+        first = bench.seconds(1)
+        if left() < 8 * (first + bench.prefill):
+            return Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill)
+        least: dict[tuple[int, int, int], float] = {(1, SHORT, 1): first}
+
+        def expected(widths: Sequence[int]) -> float:
+            return sum(first + bench.prefill * w / bench.short for w in widths)
+
+        fits = [w for w in WIDTHS if w <= bench.widest]
+        widths = fits if 3 * expected(fits) < left() else [w for w in fits if w in FEW_WIDTHS]
+        while len(widths) > 2 and 2 * expected(widths) > left():
+            widths.pop()
         cells = [(w, SHORT, 1) for w in widths]
-        if bench.rows(LONG):
-            cells += [(w, LONG, 1) for w in (1, 8, 16)]
-        if bench.rows(SHORT) > 1:
+        if bench.prefill * LONG / bench.short < 0.3 * left() and bench.add(LONG):
+            cells += [(w, LONG, 1) for w in (1, 8, 16) if w <= bench.widest]
+        if 3 * bench.prefill < 0.2 * left() and all(bench.add(SHORT) for _ in range(3)):
             cells.append((1, SHORT, bench.rows(SHORT)))
-        times: dict[tuple[int, int, int], list[float]] = {cell: [] for cell in cells}
-        begun = time.perf_counter()
         for done in range(ROUNDS):
-            if done and (time.perf_counter() - begun) * (done + 1) / done > budget:
-                break
+            started, fell = time.perf_counter(), 0.0
             for cell in cells:
-                times[cell].append(bench.seconds(*cell))
+                seconds = bench.seconds(*cell)
+                before = least.get(cell, math.inf)
+                least[cell] = min(seconds, before)
+                fell = max(fell, before / least[cell] - 1 if least[cell] > 0 else 0.0)
+            if (done and fell < AGREE) or left() < 1.2 * (time.perf_counter() - started):
+                break
     finally:
         bench.close()
-    return _fit({cell: float(np.quantile(found, QUANTILE)) for cell, found in times.items()})
+    return _fit(least)
 
 
 def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
     short = {w: t for (w, context, rows), t in times.items() if rows == 1 and context == SHORT}
-    slopes = [(w, (t - short[w]) / (context - SHORT)) for (w, context, rows), t in times.items() if context > SHORT]
+    slopes = [
+        (w, (t - short[w]) / (LONG - SHORT)) for (w, context, _), t in times.items() if context == LONG and w in short
+    ]
     position = position_width = 0.0
     if len(slopes) > 1:
         position_width, position = np.polyfit([w for w, _ in slopes], [s for _, s in slopes], 1).tolist()
         position, position_width = max(position, 0.0), max(position_width, 0.0)
     bare = [max(t - SHORT * (position + position_width * w), t / 2) for w, t in sorted(short.items())]
-    seconds = np.maximum.accumulate(bare)
-    cost = Cost(tuple(sorted(short)), tuple(float(s) for s in seconds), 0.0, position, position_width)
+    if len(bare) > 1 and max(bare) >= 0.5 * bare[0]:  # else the times make no sense, and `doubts` says so
+        bare = np.minimum.accumulate(bare[::-1])[::-1].tolist()
+    cost = Cost(tuple(sorted(short)), tuple(float(s) for s in bare), 0.0, position, position_width)
     rows = max(r for _, _, r in times)
     if rows == 1:
         return cost
@@ -154,28 +212,38 @@ def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
 
 
 class _Bench:
-    """Rows of a model for measuring: up to 4 short ones and a long one, as many as it has room for."""
+    """Rows of a model for measuring: a short one, and more where there is time and room. Raises MemoryLimitError."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.widest = min(WIDTHS[-1], max(model.info.max_length - SHORT - 1, 1))
+        self.short = min(SHORT, max(model.info.max_length // 2, 1))
+        self.widest = min(WIDTHS[-1], max(model.info.max_length - self.short - 1, 1))
         self._rows: dict[int, list[int]] = {SHORT: [], LONG: []}  # by context
+        self.prefill = 0.0  # seconds of a short row's prompt
         try:
-            self._add(SHORT)
+            self.prefill = self._fill(SHORT, self.short)
+            self._room(self._rows[SHORT][0])
         except BaseException:
             self.close()
             raise
-        for context in (LONG, SHORT, SHORT, SHORT):
-            if context + self.widest < model.info.max_length:
-                try:
-                    self._add(context)
-                except MemoryLimitError:
-                    log.debug("no memory for a row of %d positions to measure with", context)
+
+    def add(self, context: int) -> bool:
+        """Whether there was room for one more row."""
+        if context + self.widest >= self._model.info.max_length:
+            return False
+        try:
+            self._fill(context, self.short if context == SHORT else context)
+            self._room(self._rows[context][-1])
+        except MemoryLimitError:
+            self._drop(context)
+            log.debug("no memory for a row of %d positions to measure with", context)
+            return False
+        return True
 
     def rows(self, context: int) -> int:
         return len(self._rows[context])
 
-    def seconds(self, width: int, context: int, rows: int = 1) -> float:
+    def seconds(self, width: int, context: int = SHORT, rows: int = 1) -> float:
         """Wall time of one forward; the rows are as before afterwards."""
         used = self._rows[context][:rows]
         lengths = [self._model.kv.length(row) for row in used]
@@ -187,11 +255,28 @@ class _Bench:
             self._model.kv.truncate(row, length)
         return spent
 
-    def _add(self, context: int) -> None:
-        row = self._model.kv.alloc(context + self.widest)
+    def _fill(self, context: int, tokens: int) -> float:
+        """A new row of so many tokens, and the seconds that its last 32 or fewer took."""
+        row = self._model.kv.alloc()
         self._rows[context].append(row)
-        for at in range(0, context, 256):
-            self._model.forward(self._batch([row], min(context - at, 256), [at], wanted=False))
+        spent = 0.0
+        for at in range(0, tokens, 256):
+            batch = self._batch([row], min(tokens - at, 256), [at], wanted=False)
+            begun = time.perf_counter()
+            self._model.forward(batch)
+            spent = time.perf_counter() - begun
+        return spent
+
+    def _room(self, row: int) -> None:
+        """Raise MemoryLimitError unless the widest forward fits."""
+        kv = self._model.kv
+        if kv.limit is not None and kv.bytes + kv.growth(row, self.widest) > kv.limit:
+            raise MemoryLimitError(
+                f"a row of {self.short + self.widest} positions does not fit in the KV cache's {kv.limit} bytes"
+            )
+
+    def _drop(self, context: int) -> None:
+        self._model.kv.free(self._rows[context].pop())
 
     def _batch(self, rows: list[int], width: int, starts: list[int], *, wanted: bool) -> Batch:
         vocabulary = self._model.info.vocab_size
@@ -199,9 +284,9 @@ class _Bench:
         return Batch.pack(rows, tokens, starts, [wanted] * len(rows))
 
     def close(self) -> None:
-        for row in (row for rows in self._rows.values() for row in rows):
-            self._model.kv.free(row)
-        self._rows = {SHORT: [], LONG: []}
+        for context in self._rows:
+            while self._rows[context]:
+                self._drop(context)
 
 
 def _identity(model: Model) -> dict[str, Any]:
@@ -213,14 +298,33 @@ def _identity(model: Model) -> dict[str, Any]:
         "model": info.name,
         "weight_bytes": info.weight_bytes,
         "layers": info.layers,
+        "hidden_size": info.hidden_size,
+        "vocab_size": info.vocab_size,
         "backend": info.backend,
         "dtype": info.dtype,
         "device": info.device,
+        "kv_bytes_per_position": info.kv_bytes_per_position,
+        "max_length": info.max_length,
         "threads": getattr(model, "threads", None),
         "instruction_set": getattr(model, "isa", None),
         "machine": f"{platform.node()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "clock": time.get_clock_info("perf_counter").implementation,
         "outpace": __version__,
     }
+
+
+def _cpu() -> str:
+    """The processor's name; that of its kind where the system does not say more."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor()
+    return platform.processor()
 
 
 def _path(model: Model) -> Path:
@@ -229,10 +333,11 @@ def _path(model: Model) -> Path:
 
 
 def _read(path: Path) -> Cost | None:
-    """A cost that was kept; None when there is none or it cannot be used."""
+    """A cost that was kept; None when there is none, or it is old or impossible."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("version") != VERSION:
+        age = time.time() - float(found["at"])
+        if found.get("version") != VERSION or not 0 <= age < OLDEST:
             return None
         cost = Cost(
             tuple(int(w) for w in found["widths"]),
@@ -241,9 +346,12 @@ def _read(path: Path) -> Cost | None:
             float(found["position"]),
             float(found["position_width"]),
         )
-        return cost if cost.widths and len(cost.widths) == len(cost.seconds) and min(cost.seconds) > 0 else None
+        doubts = cost.doubts()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is not usable, so the cost is measured anew: %s", path, error)
+        doubts = repr(error)
+    if doubts:
+        log.warning("%s is not usable (%s), so the cost is measured anew", path, doubts)
         return None
+    return cost

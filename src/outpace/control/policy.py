@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from outpace.drafters.base import RowView
@@ -10,10 +10,17 @@ from outpace.exact.drafts import Drafts, Verdicts
 
 
 class Load(NamedTuple):
-    """What else is in the step: cached positions of each row, and tokens of prefill chunks."""
+    """What else is in the step: cached positions of each row [B], and tokens of prefill chunks."""
 
     contexts: Sequence[int]
     prefill: int = 0
+
+
+class Sizes(NamedTuple):
+    """Nodes to ask for and drafting forwards to allow, [B] each; 0 is plain decoding."""
+
+    nodes: list[int]
+    levels: list[int]
 
 
 class Decision(NamedTuple):
@@ -21,10 +28,12 @@ class Decision(NamedTuple):
 
     size: int
     expected: float | None  # None: nothing was proposed, or a fixed size left nothing to decide
+    why: str = ""  # in words; with numbers where the policy was told to explain
+    worth: tuple[float, ...] = ()  # the chance of each proposed node's whole path, where the policy was told to explain
 
     def __str__(self) -> str:
         if self.expected is None:
-            return f"fixed size {self.size}" if self.size else "off: nothing was proposed"
+            return f"fixed size {self.size}" if self.size else f"off: {self.why or 'nothing was proposed'}"
         return f"{'on' if self.size else 'off'}: expected {self.expected:.2f}x"
 
 
@@ -32,16 +41,21 @@ PLAIN = Decision(0, None)  # nothing was proposed
 
 
 class Policy(Protocol):
-    """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts."""
+    """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts.
 
-    def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
-        """Nodes to ask for and drafting forwards to allow, [B] each, at most ``most`` [B]; 0 is plain decoding."""
+    Called once a step in this order, for the same rows; a step that fails in between is simply planned again. Rows
+    whose drafter is "none" are in ``rows`` with ``most`` 0.
+    """
 
-    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
-        """The part of ``drafts`` that is worth verifying. Keeps parents of what it keeps."""
+    def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
+        """At most ``most`` [B] nodes each."""
 
-    def learn(self, verdicts: Verdicts, seconds: dict[str, float]) -> Sequence[Decision]:
-        """What became of the step, with its wall time by phase; what was decided for each row."""
+    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> tuple[Drafts, Sequence[Decision]]:
+        """The part of ``drafts`` that is worth verifying, with parents of what it keeps, and each row's decision."""
+
+    def learn(self, rows: Sequence[RowView], drafts: Drafts, verdicts: Verdicts, seconds: Mapping[str, float]) -> None:
+        """What became of the step: ``drafts`` as verified, the step's wall seconds by phase (draft, target, verify,
+        other). Rows that were released since ``plan`` are over: nothing may be kept of them."""
 
     def release(self, row: int) -> None:
         """The row is gone; keep nothing of it but shared averages."""
@@ -50,18 +64,14 @@ class Policy(Protocol):
 class Fixed:
     """Drafts what was asked for."""
 
-    def __init__(self) -> None:
-        self._widths: list[int] = []
+    def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
+        return Sizes(list(most), list(most))
 
-    def plan(self, rows: Sequence[RowView], most: list[int], load: Load) -> tuple[list[int], list[int]]:
-        return most, most
+    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> tuple[Drafts, Sequence[Decision]]:
+        return drafts, [Decision(width, None) for width in drafts.widths.tolist()]
 
-    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> Drafts:
-        self._widths = drafts.widths.tolist()
-        return drafts
-
-    def learn(self, verdicts: Verdicts, seconds: dict[str, float]) -> Sequence[Decision]:
-        return [Decision(width, None) for width in self._widths]
+    def learn(self, rows: Sequence[RowView], drafts: Drafts, verdicts: Verdicts, seconds: Mapping[str, float]) -> None:
+        """Nothing to learn."""
 
     def release(self, row: int) -> None:
         """Nothing is kept."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.arrays import I32
 from outpace.exact.drafts import Drafts, Verdict
 from outpace.exact.sampling import Chooser
 from outpace.exact.tree import Tree, pack
 from outpace.params import Acceptance
 
 if TYPE_CHECKING:
-    from outpace.models.base import Model
+    from outpace.models.base import Model, Taps
     from outpace.models.load import LoadOptions
     from outpace.models.text.tokenizer import Tokenizer
 
@@ -27,6 +27,17 @@ class DrafterNeeds:
     taps: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
     choices: bool = False  # the target's choice after every node, not only after visited ones
     draws: bool = False  # under ``rejection``, proposals are sampled (from ``Stream.DRAFT``) and carry q
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What drafting takes, as the policy has to know it."""
+
+    levels: str | None = None  # the source that takes a forward of its own for every level; None: asking costs once
+    nodes: bool = (
+        False  # a row may be asked for more nodes than levels: others draft beside that source, or it branches
+    )
+    trims: bool = True  # nodes may be dropped once they are known; False: a draft is verified whole or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """One decoding row, as a drafter sees it before a step."""
+    """One decoding row, as a drafter and the policy see it before a step."""
 
     row: int
     request: int
@@ -52,17 +63,19 @@ class RowView:
     acceptance: Acceptance
     adaptive: bool = False  # the policy chooses how much is drafted, not the request
     depth: int | None = None  # levels that a stepwise drafter may draft; None: as many as nodes
+    drafter: str = ""  # the name of the drafter that the request chose; "none": it decodes plainly
+    cost: DraftCost = DraftCost()  # that drafter's
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something became final in a row: a prefill chunk, or a verdict's tokens."""
+    """Something became final in a row that goes on: a prefill chunk, or a verdict's tokens."""
 
     row: int
     start: int  # index of ``tokens[0]`` in the sequence
     tokens: I32  # [n] committed since the last event
     verdict: Verdict | None = None  # None: a prefill chunk
-    taps: F32 | None = None  # [m, T, H] of the positions whose KV became final: start - 1 .. start + m - 2
+    taps: Taps | None = None  # [m, T, H] of the positions whose KV became final: start - 1 .. start + m - 2
     choices: I32 | None = None  # the target's choice after each node, the pending token's first
 
 
@@ -75,15 +88,17 @@ def levels(rows: Sequence[RowView], sizes: I32) -> I32:
 class Drafter:
     """Base of every drafting method. A new method overrides ``propose`` and what it needs of the rest.
 
+    A row is known by its number from the first call that names it (``observe``, ``fork`` or ``propose``) until
+    ``release``; a drafter that is behind, for whatever reason, catches up from ``RowView.tokens``. What it raises costs
+    no request anything: its rows go on plainly. MemoryLimitError in ``propose`` only means: nothing this time.
+
     Under ``coupled`` nothing that a drafter does can show in the output. Under ``rejection`` a proposal that was
     sampled must carry its ``q``, drawn from ``Stream.DRAFT``, and its size must not depend on the tokens drawn.
     """
 
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
-    stepwise: str | None = None  # the source that takes a forward of its own for every level, if there is one
-    mixed: bool = False  # others draft beside the stepwise source
-    explores: bool = False  # its drafts are verified whole or not at all: nodes that say little now serve later ones
+    cost: DraftCost = DraftCost()
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""
@@ -95,17 +110,14 @@ class Drafter:
     def observe(self, events: Sequence[Event]) -> None:
         """Called after every prefill chunk and every verdict."""
 
-    def admit(self, row: int, capacity: int) -> None:
-        """A row that may be drafted for begins; it will hold at most ``capacity`` positions. Reserve memory now."""
-
     def fork(self, src: int, dst: int, n: int) -> None:
-        """The admitted row ``dst`` starts with the first n tokens of ``src``."""
+        """The row ``dst`` begins with the first n tokens of ``src``. A drafter may ignore it and catch up."""
 
-    def release(self, row: int) -> None:
-        """The row is gone; keep nothing of it."""
+    def release(self, row: int, tokens: I32 | None = None) -> None:
+        """The row is gone; keep nothing of it. ``tokens``: all that it committed, where its request ended well."""
 
-    def bytes_for(self, capacity: int) -> int:
-        """KV bytes that a row of ``capacity`` positions takes in this drafter, counted at admission."""
+    def growth(self, row: int, positions: int) -> int:
+        """KV bytes more that drafting takes once the row has so many positions (the row may be unknown yet)."""
         return 0
 
     @property

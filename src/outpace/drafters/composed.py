@@ -9,12 +9,13 @@ rejection, SpecInfer, arXiv 2305.09781, algorithm 2, with each node's own q).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 
 from outpace.arrays import F64, I32
-from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, TreeDrafter
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Draft, Drafts, Verdict, depths
 from outpace.exact.tree import Tree, merge, pack
@@ -50,9 +51,11 @@ class ComposedDrafter(Drafter):
             taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
             draws=any(part.needs.draws for part in parts),
         )
-        stepwise = [part.stepwise for part in parts if part.stepwise is not None]
-        self.stepwise = stepwise[0] if stepwise else None
-        self.mixed = len(stepwise) < len(parts)
+        levels = [part.cost.levels for part in parts if part.cost.levels is not None]
+        self.cost = DraftCost(
+            levels[0] if levels else None,
+            nodes=bool(levels) and (len(levels) < len(parts) or any(part.cost.nodes for part in parts)),
+        )
         self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for lookups
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
@@ -110,12 +113,13 @@ class ComposedDrafter(Drafter):
                 tree.sources = [j] * len(tree)
                 trees[j][i] = tree
             return
-        proposed = (
-            part.propose(asked, np.array(their, np.int32)).among(at, len(rows)) if at else Drafts.empty(len(rows))
-        )
+        proposed = Drafts.empty(len(rows))
+        if at:
+            proposed = part.propose(asked, np.array(their, np.int32)).among(at, len(rows))
         whole[j] = proposed
         for i in at:
-            trees[j][i] = _tree(proposed, i, j)
+            trees[j][i] = tree_of(proposed, i)
+            trees[j][i].sources = [j] * len(trees[j][i])
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):
@@ -134,7 +138,7 @@ class ComposedDrafter(Drafter):
         ``verdict`` is what the step would have been with this part's proposal only, so it may be shorter than
         ``tokens``.
         """
-        taps = None if event.taps is None or not columns else event.taps[:, columns]
+        taps = None if event.taps is None or not columns else event.taps.layers(columns)
         verdict = event.verdict
         if verdict is not None:
             drafts = self._last.get(event.row)
@@ -142,21 +146,18 @@ class ComposedDrafter(Drafter):
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return replace(event, taps=taps, verdict=verdict)
 
-    def admit(self, row: int, capacity: int) -> None:
-        for part in self.parts:
-            part.admit(row, capacity)
-
     def fork(self, src: int, dst: int, n: int) -> None:
         for part in self.parts:
             part.fork(src, dst, n)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, tokens: I32 | None = None) -> None:
         self._last.pop(row, None)
-        for part in self.parts:
-            part.release(row)
+        with ExitStack() as all_of_them:  # one that fails spares the others
+            for part in self.parts:
+                all_of_them.callback(part.release, row, tokens)
 
-    def bytes_for(self, capacity: int) -> int:
-        return sum(part.bytes_for(capacity) for part in self.parts)
+    def growth(self, row: int, positions: int) -> int:
+        return sum(part.growth(row, positions) for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -168,8 +169,9 @@ class ComposedDrafter(Drafter):
             part.check(rows)
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        with ExitStack() as all_of_them:
+            for part in self.parts:
+                all_of_them.callback(part.close)
 
 
 def follow(draft: Draft, tokens: I32) -> I32:
@@ -184,14 +186,18 @@ def follow(draft: Draft, tokens: I32) -> I32:
     return np.array(path, np.int32)
 
 
-def _tree(drafts: Drafts, i: int, source: int) -> Tree:
-    draft = drafts.row(i)
+def tree_of(drafts: Drafts, i: int) -> Tree:
+    """Row i's draft as a tree, with its drafter's own gains, or assumed ones."""
+    draft, k = drafts.row(i), int(drafts.widths[i])
     if drafts.confidence is not None:
-        gains = drafts.confidence[i, : len(draft)].tolist()
+        gains = drafts.confidence[i, :k].tolist()
     else:
-        depth = np.arange(len(draft)) if draft.parents is None else depths(draft.parents)
+        depth = np.arange(k) if draft.parents is None else depths(draft.parents)
         gains = (ASSUMED ** (depth + 1.0)).tolist()
-    return Tree.of(draft, gains, source)
+    tree = Tree.of(draft, gains)
+    if drafts.source is not None:
+        tree.sources = drafts.source[i, :k].tolist()
+    return tree
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Tree:

@@ -1,22 +1,26 @@
-"""Turns a spec string into a drafter: ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``ngram+suffix``, ``none``."""
+"""Turns a spec string into a drafter: ``auto``, ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``ngram+suffix``."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.catalogue import AUTO, COMMON, METHODS
 from outpace.errors import DrafterError
+
+if TYPE_CHECKING:
+    from outpace.models.load import LoadOptions
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """A parsed spec: ``name[:argument][,option=value...]``, or several joined by ``+``: then ``parts`` has them.
 
-    ``size`` is the engine's; the rest is the drafter's.
+    ``size`` is the engine's; the rest is the drafter's. ``auto`` is parsed as what it stands for; ``text`` says "auto".
     """
 
     text: str
@@ -71,7 +75,7 @@ def parse(text: str) -> DrafterSpec:
 def _split(text: str) -> list[str]:
     """The specs that ``+`` joins. After a colon, where a path may stand, a ``+`` only counts when a drafter's name
     follows, ended by a colon, another ``+`` or the end."""
-    names = "|".join(_METHODS)
+    names = "|".join(METHODS)
     specs = [""]
     for piece in re.split(r"(\+)", text):
         at_join = specs[-1].endswith("+")
@@ -86,31 +90,31 @@ def _split(text: str) -> list[str]:
 
 def _parse_one(text: str) -> DrafterSpec:
     name, _, rest = text.strip().partition(":")
-    if name not in _METHODS:
-        close = difflib.get_close_matches(name, _METHODS, 1)
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise DrafterError(f"unknown drafter {name!r}{hint}: use one of {', '.join(_METHODS)}")
-    method = _METHODS[name]
+        raise DrafterError(f"unknown drafter {name!r}{hint}: use one of {', '.join(METHODS)}")
+    method = METHODS[name]
     argument, options = None, {}
     for part in rest.split(",") if rest else []:
         key, equals, value = part.partition("=")
-        if equals and key in (*method.options, *_COMMON):
+        if equals and key in (*method.options, *COMMON):
             options[key] = value
         elif method.argument and argument is None and not options:
             argument = part
         else:
-            known = ", ".join(f"{option}=" for option in (*method.options, *_COMMON))
+            known = ", ".join(f"{option}=" for option in (*method.options, *COMMON))
             raise DrafterError(f"{text}: {part!r} is no option of {name}: it takes {known}")
     if method.argument and not argument:
         raise DrafterError(f"{text}: {name} needs {method.argument}, as in {name}:{method.example}")
-    return DrafterSpec(text, name, argument, options)
+    return DrafterSpec(text, AUTO if name == "auto" else name, argument, options)
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises DrafterError or ModelError."""
     if spec.parts:
         return _composed(spec, context)
-    return _METHODS[spec.name].build(spec, context)
+    return _BUILDERS[spec.name](spec, context)
 
 
 def _none(spec: DrafterSpec, context: DraftContext) -> Drafter:
@@ -181,11 +185,34 @@ def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return RetrievalDrafter(datastore, **{name: value for name, value in given.items() if value is not None})
 
 
+def draft_models(spec: DrafterSpec, options: LoadOptions) -> list[tuple[str, LoadOptions]]:
+    """The draft models that ``spec`` names, and how each is loaded beside a target loaded with ``options``.
+
+    Trust in the target's repository is no trust in the draft model's, and its revision none of theirs: those come from
+    the spec alone. Raises DrafterError.
+    """
+    return [
+        (
+            part.argument,
+            replace(
+                options,
+                kv_memory=None,
+                max_length=None,
+                revision=part.options.get("revision"),
+                trust_remote_code=part.flag("trust", False),
+                allow_pickle=part.flag("pickle", False),
+            ),
+        )
+        for part in spec.parts or (spec,)
+        if part.name == "model" and part.argument is not None
+    ]
+
+
 def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
     from outpace.drafters.forward.model import load
 
-    assert spec.argument is not None
-    return load(spec.argument, context)
+    ((model, options),) = draft_models(spec, context.options)
+    return load(model, context, options)
 
 
 def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
@@ -199,25 +226,12 @@ def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return LayersDrafter(context.target, layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Method:
-    build: Callable[[DrafterSpec, DraftContext], Drafter]
-    options: tuple[str, ...] = ()
-    argument: str = ""  # what the part after the colon names, if anything
-    example: str = ""
-
-
-_COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
-_METHODS = {
-    "none": _Method(_none),
-    "ngram": _Method(_ngram, ("min", "max", "candidates")),
-    "suffix": _Method(_suffix, ("max", "memory", "tree", "history", "file")),
-    "lookahead": _Method(_lookahead, ("window", "ngram", "guesses")),
-    "retrieval": _Method(
-        _retrieval, ("places", "min"), argument="a datastore (outpace datastore build)", example="/data/store"
-    ),
-    "layers": _Method(_layers, argument="how many of the target's layers draft", example="10"),
-    "model": _Method(
-        _model, argument="a model: a name, folder or .gguf file", example="HuggingFaceTB/SmolLM2-135M-Instruct"
-    ),
+_BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # of every method but ``auto``
+    "none": _none,
+    "ngram": _ngram,
+    "suffix": _suffix,
+    "lookahead": _lookahead,
+    "retrieval": _retrieval,
+    "layers": _layers,
+    "model": _model,
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,20 +19,24 @@ from outpace.engine.statistics import Stats
 from outpace.errors import OutpaceError
 from outpace.params import Prompt, SamplingParams
 
+log = logging.getLogger(__name__)
+
 _Receive = Callable[[Delta | BaseException], None]
 
 
 class AsyncEngine:
     """Serves requests from any number of asyncio tasks (and threads). The engine itself lives in one thread.
 
-    ``add`` and ``cancel`` take effect between steps. Closing a stream cancels its request. If a step fails, every
-    running request gets the error, and the engine goes on with the next.
+    ``add`` and ``cancel`` take effect between steps. Closing a stream cancels its request. A step that fails leaves
+    everything as it was, so it is tried once more; if that fails too, every request gets the error, and the engine goes
+    on with the next.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._receivers: dict[int, _Receive] = {}  # touched by the engine's thread alone
+        self._failing = False  # the last step failed
         self._closed = False
         self._lock = threading.Lock()  # no job may slip in behind the last one, where nobody would ever run it
         self._thread = threading.Thread(target=self._run, name="outpace-engine", daemon=True)
@@ -144,16 +150,26 @@ class AsyncEngine:
                 continue
             if job is None:
                 break
-            job()
+            self._guarded(job)
         self._fail(OutpaceError("the engine was closed while this request ran"))
-        self._engine.close()
+        self._guarded(self._engine.close)
+
+    def _guarded(self, job: Callable[[], Any]) -> None:
+        """The thread outlives whatever goes wrong in a job that nobody waits for."""
+        try:
+            job()
+        except Exception:
+            log.exception("the engine failed between two steps")
 
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            self._fail(error)
+            if self._failing:
+                self._fail(error)
+            self._failing = not self._failing
             return
+        self._failing = False
         for delta in deltas:
             receive = self._receivers.get(delta.request)
             if receive is not None:
@@ -162,6 +178,6 @@ class AsyncEngine:
     def _fail(self, error: BaseException) -> None:
         """Every request that runs gets ``error`` and ends."""
         for request, receive in list(self._receivers.items()):
-            self._engine.cancel(request)
+            self._guarded(partial(self._engine.cancel, request))
             receive(error)
         self._receivers.clear()

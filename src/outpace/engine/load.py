@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
-from outpace.drafters.base import DraftContext
-from outpace.drafters.registry import build, parse
-from outpace.errors import MemoryLimitError, ParameterError
+from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.registry import build, draft_models, parse
+from outpace.engine.intake import EngineOptions
+from outpace.errors import ParameterError
 from outpace.models.load import LoadOptions, estimate, load
+from outpace.models.memory import spare_memory
 from outpace.units import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from outpace.engine.engine import Engine
-
-E = TypeVar("E", bound="Engine")
+E = TypeVar("E")
 
 log = logging.getLogger(__name__)
 
-ENGINE_OPTIONS = ("size", "acceptance", "max_rows", "prefill_chunk", "prefix_rows")
+ENGINE_OPTIONS = tuple(field.name for field in fields(EngineOptions))
+OWN = ("on_step", "cost")  # of the engine, passed through as they are
 
 
-def load_engine(kind: type[E], model: str, drafter: str, options: dict[str, Any]) -> E:
-    """What ``Engine.load`` does."""
-    return load_engines(kind, model, [drafter], options)[0]
-
-
-def load_engines(kind: type[E], model: str, drafters: Sequence[str], options: dict[str, Any]) -> list[E]:
-    """One engine a drafter spec, over one target; used in turn, not at once.
+def load_engines(
+    make: Callable[..., E], model: str, drafters: Sequence[str], options: dict[str, Any], more: Sequence[str] = ()
+) -> list[E]:
+    """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
 
     Raises ModelError, DrafterError, ParameterError or MemoryLimitError; then nothing stays loaded.
     """
@@ -38,67 +35,50 @@ def load_engines(kind: type[E], model: str, drafters: Sequence[str], options: di
         options = {**options, "kv_memory": parse_bytes(options["kv_memory"])}
     known = {field.name for field in fields(LoadOptions)}
     for name in options:
-        if name not in known and name not in ENGINE_OPTIONS:
-            takes = ", ".join((*sorted(known), *ENGINE_OPTIONS))
+        if name not in known and name not in (*ENGINE_OPTIONS, *OWN):
+            takes = ", ".join((*sorted(known), *ENGINE_OPTIONS, *OWN))
             raise ParameterError(f"{name!r} is no option of Engine.load: it takes {takes}")
     engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
     load_options = LoadOptions(**{name: value for name, value in options.items() if name in known})
-    specs = [parse(drafter) for drafter in drafters]
+    specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
-    sizes = [kind.check_options(**own) for own in sized]
-    weights = _announce(model, [id_ for s in specs for id_ in s.arguments_of("model")], load_options)
-    limit = load_options.kv_memory if load_options.kv_memory is not None else _spare_memory(weights)
+    checked = [EngineOptions(**own) for own in sized]
+    beside = [its for s in (*specs, *others) for its in draft_models(s, load_options)]
+    device, weights = _announce(model, beside, load_options)
+    limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
+    load_options = replace(load_options, kv_memory=limit)
+    if len(specs) > 1:  # used in turn: what one keeps would be another's loss
+        sized = [{"prefix_rows": 0, **own} for own in sized]
     target, tokenizer = load(model, load_options)
-    engines: list[E] = []
-    try:
-        for spec, own, size in zip(specs, sized, sizes, strict=True):
-            acceptance = own.get("acceptance", "coupled")
-            drafter = build(spec, DraftContext(target, tokenizer, load_options, size, acceptance))
-            engines.append(kind(target, tokenizer, drafter=drafter, kv_memory=limit, **own))
-    except BaseException:
-        for engine in engines:
-            engine.close()
-        target.close()
-        raise
+    with ExitStack() as undo:
+        undo.callback(target.close)
+        engines: list[E] = []
+        for spec, own, its in zip(specs, sized, checked, strict=True):
+            context = DraftContext(target, tokenizer, load_options, its.nodes, its.acceptance)
+            built = [_closed_by(undo, build(one, context)) for one in (spec, *others)]
+            named = {drafter.name: drafter for drafter in built[1:] if drafter.name != "none"}
+            rest = {name: options[name] for name in OWN if name in options}
+            engine = make(target, tokenizer, drafter=built[0], drafters=named, kv_memory=limit, **own, **rest)
+            engines.append(engine)
+        undo.pop_all()
     return engines
 
 
-def _announce(model: str, draft_models: Sequence[str], options: LoadOptions) -> int:
-    """Log what loading will take, and return the weights' bytes."""
+def _closed_by(undo: ExitStack, drafter: Drafter) -> Drafter:
+    undo.callback(drafter.close)
+    return drafter
+
+
+def _announce(model: str, beside: Sequence[tuple[str, LoadOptions]], options: LoadOptions) -> tuple[str, int]:
+    """Log what loading will take; the target's device, and the bytes of all weights there. ``beside``: draft models."""
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]
     per_position, weights = target.kv_bytes_per_position, target.weights
-    for draft_model in draft_models:
-        drafter = estimate(draft_model, options)
+    for draft_model, its in beside:
+        drafter = estimate(draft_model, its)
         parts.append(f"drafter {format_bytes(drafter.weights)}")
-        per_position, weights = per_position + drafter.kv_bytes_per_position, weights + drafter.weights
+        per_position += drafter.kv_bytes_per_position
+        weights += drafter.weights if drafter.device == target.device else 0
     bound = "half of the free memory" if options.kv_memory is None else format_bytes(options.kv_memory)
     log.info("memory: %s, KV %s a position, bounded by %s", ", ".join(parts), format_bytes(per_position), bound)
-    return weights
-
-
-def _spare_memory(weights: int) -> int | None:
-    """Half of what is free once the weights are loaded; None where the system does not say."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-    with_cache = available_memory() or free
-    if with_cache < weights:
-        raise MemoryLimitError(
-            f"the weights need {format_bytes(weights)}, but {format_bytes(with_cache)} are free: "
-            "use a smaller model or --dtype bfloat16"
-        )
-    return (with_cache - weights) // 2
-
-
-def available_memory() -> int | None:
-    """Linux' own estimate of what can be had without swapping, in bytes."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
+    return target.device, weights

@@ -9,7 +9,7 @@ from outpace.engine.statistics import Stats
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import Acceptance
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 TARGET = "target"  # the source of recovered and bonus tokens
 
 
@@ -43,6 +43,7 @@ class Result:
     acceptance: Acceptance
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of the prompt's tokens; the first has none
     stopped_by: str | int | None = None  # the stop string or token id
     error: str | None = None
     notes: tuple[str, ...] = ()  # what was turned off or lossy, and why

@@ -1,25 +1,28 @@
-"""Which rows run now: admission under the memory bound, and prefill chunks beside decoding rows."""
+"""Which rows run now: admission, prefill chunks beside decoding rows, and what gives way when memory runs out.
+
+Memory is taken as rows grow, never reserved. When it is short, kept prefixes go first, then drafts of this step, then
+the youngest row: it waits again, and its tokens are computed anew later, the very same ones.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import bisect
+from dataclasses import dataclass, field
 
 from outpace.arrays import I32, common_prefix
+from outpace.control.policy import Load
+from outpace.engine.drafting import Drafting
+from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
+from outpace.models.base import KVCache
 
-if TYPE_CHECKING:
-    from outpace.drafters.base import Drafter
-    from outpace.models.base import KVCache
-
-MIN_SHARED = 16  # a shorter common prefix is not worth a copy
+ATTEMPTS = 3  # at giving a sequence its row, after which it fails
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens ``start .. start + count - 1`` of a sequence, to be prefilled in this step."""
+    """Committed tokens ``start .. start + count - 1`` of a sequence, whose KV is written in this step."""
 
     sequence: Sequence
     start: int
@@ -29,175 +32,335 @@ class Chunk:
     def tokens(self) -> I32:
         return self.sequence.tokens[self.start : self.start + self.count]
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the logits after these tokens are needed: for the prompt's own log-probabilities."""
+        params, sequence = self.sequence.request.params, self.sequence
+        return params.prompt_logprobs is not None and len(sequence.prompt_logprobs) < sequence.prompt_length
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """A step's rows. ``failed``: sequences that cannot run, with the reason."""
+
     decoding: list[Sequence]
     chunks: list[Chunk]
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
 
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.chunks)
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A finished row whose KV stays for requests that begin alike (the prefix cache)."""
-
-    tokens: I32  # those whose KV is there
-    reserved: int
+    @property
+    def load(self) -> Load:
+        return Load([s.cached for s in self.decoding], sum(chunk.count for chunk in self.chunks))
 
 
 class Scheduler:
-    """First come, first served. A row's memory is reserved whole at admission, so a running row never waits."""
+    """First come, first served within a priority. ``memory``: bound in bytes over target and drafters."""
 
     def __init__(
         self,
         kv: KVCache,
-        drafter: Drafter,
+        drafting: Drafting,
         *,
         max_rows: int,
         prefill_chunk: int,
-        kv_memory: int | None,
+        memory: int | None,
         prefix_rows: int,
     ) -> None:
-        self._kv, self._drafter = kv, drafter
-        self._max_rows, self._prefill_chunk = max_rows, prefill_chunk
-        self._kv_memory, self._prefix_rows = kv_memory, prefix_rows
-        self._waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # by row, least recently used first
+        self._kv, self._drafting = kv, drafting
+        self._max_rows, self._prefill_chunk, self._memory = max_rows, prefill_chunk, memory
+        self.prefixes = PrefixCache(prefix_rows)
+        self._waiting: list[tuple[int, int, Sequence]] = []  # (-priority, arrival), ascending
+        self._arrivals: dict[int, int] = {}  # by id(sequence), of those that wait or run
+        self._arrived = 0
+        self.running: list[Sequence] = []  # the oldest first
+        self.preemptions = 0
 
     @property
     def idle(self) -> bool:
         return not self.running and not self._waiting
 
     @property
-    def requests(self) -> list[int]:
+    def sequences(self) -> list[Sequence]:
         """Those that run or wait."""
-        return list(dict.fromkeys(s.request for s in [*self.running, *self._waiting]))
+        return [*self.running, *(s for _, _, s in self._waiting)]
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def reserved(self) -> int:
-        """KV bytes promised to rows, target and drafter together."""
-        return sum(s.reserved for s in self.running) + sum(kept.reserved for kept in self._kept.values())
-
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises MemoryLimitError when it could never run."""
-        capacity = self._capacity(sequence)
-        sequence.reserved = self._kv.bytes_for(capacity)
-        if sequence.size:
-            sequence.reserved += self._drafter.bytes_for(capacity)
-        if self._kv_memory is not None and sequence.reserved > self._kv_memory:
-            raise MemoryLimitError(
-                f"{capacity} positions need {sequence.reserved:,} bytes of KV, but kv_memory is {self._kv_memory:,}: "
-                "raise kv_memory, or lower max_tokens or the prompt"
-            )
-        self._waiting.append(sequence)
+        """Queue a sequence."""
+        self._arrived += 1
+        self._arrivals[id(sequence)] = self._arrived
+        self._queue(sequence)
+
+    def most_positions(self) -> int | None:
+        """The most positions that a row could ever have in the memory there is (None: no bound)."""
+        if self._memory is None:
+            return None
+        return self._memory // self._kv.bytes_for(self._kv.block) * self._kv.block
+
+    # -- a step ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Admit what fits, then pick this step's rows: all that decode, and prefill chunks up to the budget."""
-        while self._waiting and self._admit(self._waiting[0]):
-            self.running.append(self._waiting.popleft())
-        decoding = [s for s in self.running if s.decoding]
-        budget = self._prefill_chunk
-        chunks = []
+        failed: list[tuple[Sequence, str]] = []
+        for sequence in self.running:
+            sequence.paused = False
+        while self._waiting and len(self.running) < self._max_rows:
+            sequence = self._waiting[0][2]
+            if self._memory is not None and self._kv.bytes_for(sequence.length + 1) > self._memory:
+                failed.append((sequence, self._full(sequence.length + 1)))
+            else:
+                try:
+                    if not self._admit(sequence):
+                        break
+                    continue
+                except Exception as error:
+                    sequence.attempts += 1
+                    if sequence.attempts < ATTEMPTS or (isinstance(error, MemoryLimitError) and self.running):
+                        break  # it waits: what runs gives memory back, and what failed once may not fail again
+                    failed.append((sequence, f"it could not begin: {error or type(error).__name__}"))
+            self._waiting.pop(0)
+        while True:
+            plan = self._rows(failed)
+            if self._fits(plan):
+                return plan
+
+    def _rows(self, failed: list[tuple[Sequence, str]]) -> Plan:
+        budget, chunks = self._prefill_chunk, []
         for sequence in self.running:
             if budget and not sequence.decoding:
-                count = min(budget, sequence.prompt_length - 1 - sequence.prefilled)
-                chunks.append(Chunk(sequence, sequence.prefilled, count))
+                count = min(budget, sequence.length - 1 - sequence.cached)
+                chunks.append(Chunk(sequence, sequence.cached, count))
                 budget -= count
-        return Plan(decoding, chunks)
+        return Plan([s for s in self.running if s.decoding], chunks, failed)
 
-    def cancel(self, request: int) -> list[Sequence]:
-        """Take a request's samples out of the queue and find those that run; both are returned."""
-        queued = [s for s in self._waiting if s.request == request]
-        self._waiting = deque(s for s in self._waiting if s.request != request)
-        return queued + [s for s in self.running if s.request == request]
+    def _fits(self, plan: Plan) -> bool:
+        """Whether memory suffices for a step's rows; if not, something gave way, or the last row failed."""
+        if self._memory is None:
+            return True
+        if not self._drafting.keeps_cache and self._growth(plan, quick=True) <= self._memory:
+            return True
+        while (need := self._growth(plan)) > self._memory:
+            if not self._evict(need - self._memory):
+                break
+        if need <= self._memory:
+            return True
+        drafting = [s for s in plan.decoding if s.size and not s.paused]
+        if drafting:
+            for sequence in drafting:
+                sequence.paused = True  # plain decoding for this step
+            return False
+        if len(self.running) > 1:
+            self.preempt(self.youngest)
+            return False
+        only = self.running[0]
+        if self._drafting.bytes and only.size:
+            self._drafting.give_up(
+                only, "there is no kv_memory for its drafter too, so it was decoded plainly from there on"
+            )
+            return False
+        plan.failed.append((only, self._full(only.length + 1)))
+        self._leave(only)
+        return False
+
+    def _growth(self, plan: Plan, quick: bool = False) -> int:
+        """Bytes in use once the plan's rows have grown; with ``quick`` an upper bound that costs next to nothing."""
+        total = self._kv.bytes + self._drafting.bytes
+        if quick:
+            block = self._kv.block
+            blocks = sum(_width(s) // block + 2 for s in plan.decoding) + sum(c.count // block + 2 for c in plan.chunks)
+            return total + blocks * self._kv.bytes_for(block)
+        for sequence in plan.decoding:
+            total += self._kv.growth(sequence.row, _width(sequence))
+            if not sequence.paused:
+                total += self._drafting.growth(sequence, sequence.length + sequence.size)
+        return total + sum(self._kv.growth(chunk.sequence.row, chunk.count) for chunk in plan.chunks)
+
+    # -- rows come and go --------------------------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a sequence its row if there is room; what it shares with another row, it takes from there."""
+        donor, shared, wait = self._donor(sequence)
+        if wait:
+            return False
+        if not self._has_room(sequence, donor[0], shared):
+            if self.running:
+                return False
+            donor, shared = (-1, None), 0  # alone, it fits: what is kept makes way
+            self.close()
+        row = self._kv.alloc()
+        try:
+            if shared:
+                self._share(row, donor[0], shared, sequence)
+        except BaseException:
+            self._kv.free(row)
+            sequence.cached = 0
+            raise
+        sequence.row = row
+        self.running.append(self._waiting.pop(0)[2])
+        if sequence.cached and donor[1] is not None:
+            self._drafting.fork(donor[1], sequence, sequence.cached)
+            if donor[1].request is sequence.request:
+                sequence.prompt_logprobs = list(donor[1].prompt_logprobs)
+        elif sequence.cached:
+            self.prefixes.used(donor[0])
+        return True
+
+    def _share(self, row: int, donor: int, shared: int, sequence: Sequence) -> None:
+        """Fork the first ``shared`` positions; where that fails, the row begins empty."""
+        try:
+            self._kv.fork(donor, row, shared)
+        except MemoryLimitError:
+            raise
+        except Exception:
+            self._drafting.faults.append("a prefix could not be shared: it is computed again")
+            if self._kv.length(row):
+                self._kv.truncate(row, 0)
+            return
+        sequence.cached = shared
+        sequence.stats.reused_tokens += shared
+
+    def _donor(self, sequence: Sequence) -> tuple[tuple[int, Sequence | None], int, bool]:
+        """The row that shares the longest beginning (and the sequence that runs in it), how many positions, and whether
+        to wait because a row that is being prefilled will soon share more."""
+        begin = sequence.tokens[: sequence.length - 1]
+        shares = sequence.request.reuse_prefix and sequence.request.params.prompt_logprobs is None
+        best: tuple[tuple[int, Sequence | None], int] = ((-1, None), 0)
+        soon = 0
+        for other in self.running:
+            sibling = other.request is sequence.request
+            if not sibling and not (shares and other.request.reuse_prefix):
+                continue
+            common, least = common_prefix(begin, other.tokens[: other.length - 1]), 1 if sibling else PIECE
+            if (ready := min(common, other.cached)) > best[1] and ready >= least:
+                best = (other.row, other), ready
+            if not other.decoding and common >= least:
+                soon = max(soon, common)
+        if shares and self.prefixes.most:
+            row, shared = self.prefixes.find(begin)
+            if shared > best[1]:
+                best = (row, None), shared
+        return best[0], best[1], soon > best[1]
+
+    def _has_room(self, sequence: Sequence, donor: int, shared: int) -> bool:
+        """Whether all of its tokens fit beside what runs; kept prefixes go only if that makes the room."""
+        if self._memory is None:
+            return True
+        block = self._kv.bytes_for(self._kv.block)
+        whole = self._kv.bytes_for(sequence.length + 1)
+        need = whole - shared // self._kv.block * block + block * len(self.running)
+        need += self._kv.bytes + self._drafting.bytes - self._memory
+        if need <= 0:
+            return True
+        others = [row for row in self.prefixes.rows if row != donor]
+        if self._kv.exclusive(others) >= need:
+            while need > 0 and (freed := self._evict(need, spare=donor)):
+                need -= freed
+        return need <= 0
+
+    def _evict(self, need: int, spare: int = -1) -> int:
+        """Free the least recently used kept row that frees anything; how many bytes that gave."""
+        for row in self.prefixes.rows:
+            if row == spare:
+                continue
+            before = self._kv.bytes
+            self.prefixes.forget(row)
+            self._kv.free(row)
+            if before > self._kv.bytes:
+                return before - self._kv.bytes
+        return 0
+
+    def make_room(self) -> bool:
+        """Free every kept prefix; whether that freed anything."""
+        before = self._kv.bytes
+        self.close()
+        return self._kv.bytes < before
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's row away; it waits again, before those that came later."""
+        try:
+            self._leave(sequence)
+        finally:
+            sequence.cached = 0
+            if len(sequence.prompt_logprobs) < sequence.prompt_length:
+                sequence.prompt_logprobs = []  # the prompt is gone through again
+            sequence.stats.preemptions += 1
+            self.preemptions += 1
+            self._queue(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """A running sequence has ended: keep its row for the prefix cache, or free it."""
-        if sequence.row < 0:
-            return
-        self.running.remove(sequence)
-        row, sequence.row = sequence.row, -1
-        n = self._kv.length(row)
-        if self._prefix_rows and n >= MIN_SHARED and sequence.error is None:
-            self._kept[row] = _Kept(sequence.tokens[:n].copy(), sequence.reserved)
-            if len(self._kept) > self._prefix_rows:
-                self._evict()
-        else:
-            self._free(row)
+        """A sequence has ended: its row is kept for the prefix cache, or freed. Does nothing for one that has left."""
+        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        self._arrivals.pop(id(sequence), None)
+        if sequence.row >= 0:
+            keeps = sequence.request.reuse_prefix and sequence.error is None and self.prefixes.most > 0
+            self._leave(sequence, keep=keeps)
 
     def roll_back(self) -> None:
-        """A step failed halfway: cut what it wrote behind the committed tokens."""
-        for sequence in self.running:
-            n = sequence.length - 1 if sequence.decoding else sequence.prefilled
-            self._kv.truncate(sequence.row, min(n, self._kv.length(sequence.row)))
+        """A step failed halfway: cut what it wrote behind the committed tokens; preempt a row that cannot be cut."""
+        for sequence in list(self.running):
+            try:
+                if self._kv.length(sequence.row) != sequence.cached:
+                    self._kv.truncate(sequence.row, sequence.cached)
+            except Exception:
+                self.preempt(sequence)
 
     def close(self) -> None:
-        while self._kept:
-            self._evict()
+        """Give back what is kept."""
+        for row in self.prefixes.rows:
+            self.prefixes.forget(row)
+            self._kv.free(row)
 
     def check(self) -> None:
         """Assert that memory is accounted for and that no row leaks."""
-        owned = sorted([*(s.row for s in self.running), *self._kept])
+        owned = sorted([*(s.row for s in self.running), *self.prefixes.rows])
         assert owned == self._kv.rows, f"rows {self._kv.rows} are allocated, but {owned} are owned"
         assert len(self.running) <= self._max_rows
-        assert self._kv_memory is None or self.reserved <= self._kv_memory, "more KV memory is promised than there is"
-        assert self._kv.bytes + self._drafter.bytes <= self.reserved, "more KV memory is in use than was reserved"
+        assert self._memory is None or self._kv.bytes <= self._memory, "more KV memory is in use than there is"
+        assert {id(s) for s in self.sequences} == set(self._arrivals), (
+            "a sequence's arrival is not that of one that lives"
+        )
+        self.prefixes.check()
         self._kv.check()
-        self._drafter.check(owned)
+        self._drafting.check([s.row for s in self.running])
 
-    def _admit(self, sequence: Sequence) -> bool:
-        if len(self.running) >= self._max_rows:
-            return False
-        siblings = [s for s in self.running if s.request == sequence.request]
-        if siblings and not siblings[0].decoding:
-            return False  # its prompt is being prefilled: wait for it and share
-        donor, shared = self._donor(sequence, siblings)
-        while self._kv_memory is not None and self.reserved + sequence.reserved > self._kv_memory:
-            if not self._kept:
-                return False
-            if next(iter(self._kept)) == donor:
-                donor, shared = -1, 0
-            self._evict()
-        sequence.row = self._kv.alloc(self._capacity(sequence))
-        sequence.stats.kv_bytes = sequence.reserved
-        if sequence.size:
-            try:
-                self._drafter.admit(sequence.row, self._capacity(sequence))
-            except BaseException:
-                self._kv.free(sequence.row)
-                sequence.row = -1
-                raise
-        if shared:
-            self._kv.fork(donor, sequence.row, shared)
-            if sequence.size:
-                self._drafter.fork(donor, sequence.row, shared)
-            sequence.prefilled = sequence.stats.reused_tokens = shared
-            if donor in self._kept:
-                self._kept.move_to_end(donor)
-        return True
+    def _leave(self, sequence: Sequence, keep: bool = False) -> None:
+        """The sequence gives up its row; whatever interrupts this, the row is not lost."""
+        row = sequence.row
+        try:
+            self._drafting.release(sequence)
+        finally:
+            self.running.remove(sequence)
+            sequence.row = -1
+            if keep and self._kv.length(row) >= PIECE:
+                self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)])
+                if len(self.prefixes) > self.prefixes.most:
+                    oldest = self.prefixes.rows[0]
+                    self.prefixes.forget(oldest)
+                    self._kv.free(oldest)
+            else:
+                self._kv.free(row)
 
-    def _donor(self, sequence: Sequence, siblings: list[Sequence]) -> tuple[int, int]:
-        """The row that shares the longest prefix with the sequence's prompt, and how many positions."""
-        donors = [(s.row, s.tokens[: self._kv.length(s.row)]) for s in siblings]
-        donors += [(row, kept.tokens) for row, kept in self._kept.items()]
-        best, shared = -1, MIN_SHARED - 1
-        for row, tokens in donors:
-            n = common_prefix(sequence.tokens[:-1], tokens)
-            if n > shared:
-                best, shared = row, n
-        return (best, shared) if best >= 0 else (-1, 0)
+    def _queue(self, sequence: Sequence) -> None:
+        key = (-sequence.request.priority, self._arrivals[id(sequence)])
+        bisect.insort(self._waiting, (*key, sequence), key=lambda entry: entry[:2])
 
-    def _capacity(self, sequence: Sequence) -> int:
-        return sequence.limit + sequence.size  # a tree's nodes may reach beyond the limit before it is settled
+    @property
+    def youngest(self) -> Sequence:
+        """The running sequence that gives way first: of the lowest priority, the one that came last."""
+        return min(self.running, key=lambda s: (s.request.priority, -self._arrivals[id(s)]))
 
-    def _evict(self) -> None:
-        row, _ = self._kept.popitem(last=False)
-        self._free(row)
+    def _full(self, positions: int) -> str:
+        return (
+            f"{positions} positions need {self._kv.bytes_for(positions):,} bytes of KV, but kv_memory is "
+            f"{self._memory:,}: raise kv_memory, or lower max_tokens or the prompt"
+        )
 
-    def _free(self, row: int) -> None:
-        self._drafter.release(row)
-        self._kv.free(row)
+
+def _width(sequence: Sequence) -> int:
+    """New tokens of a decoding row in this step, at most."""
+    return 1 + (0 if sequence.paused else min(sequence.size, max(sequence.room - 1, 0)))

@@ -1,18 +1,36 @@
-"""One sample of one request on the host: its tokens, when it stops, and the text so far."""
+"""One sample of one request on the host: its tokens, when it stops, and the text so far.
+
+What a step would add is computed first, as an ``Extension``, and taken up by ``commit``, which cannot fail.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outpace.arrays import I32
+from outpace.engine.request import Request
 from outpace.engine.results import Delta, FinishReason, Result
 from outpace.engine.statistics import Stats
-from outpace.engine.text import Decoder, TextSoFar
+from outpace.engine.text import TextError, TextReader, TextState
 from outpace.exact.sampling import Chooser, TokenLogprob
-from outpace.params import Acceptance, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What committing some tokens would make of a sequence."""
+
+    tokens: I32  # [n] those that are kept: up to the first that ends it
+    chooser: Chooser
+    text: TextState
+    shown: str  # text that may be shown now
+    finish_reason: FinishReason | None = None
+    stopped_by: str | int | None = None
+    error: str | None = None
 
 
 class Sequence:
@@ -20,43 +38,39 @@ class Sequence:
 
     def __init__(
         self,
-        request: int,
+        request: Request,
         sample: int,
-        prompt: I32,
-        params: SamplingParams,
         chooser: Chooser,
+        reader: TextReader,
         *,
-        limit: int,
-        eos_ids: tuple[int, ...],
-        decoder: Decoder | None,
-        acceptance: Acceptance,
-        size: int,
-        drafter: str,
-        adaptive: bool = False,
+        eos_ids: tuple[int, ...] = (),
+        text_of: Callable[[int], str] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.request, self.sample, self.params, self.chooser = request, sample, params, chooser
-        self.limit = limit  # most committed tokens, prompt included
-        self.acceptance: Acceptance = acceptance
-        self.size = size  # most nodes a step; 0: plain decoding
-        self.adaptive = adaptive  # the policy chooses how many of them
-        self.drafter, self.notes = drafter, notes
-        self.prompt_length = self.length = len(prompt)
-        self._tokens = np.empty(limit, np.int32)
-        self._tokens[: len(prompt)] = prompt
+        self.request, self.sample, self.chooser = request, sample, chooser
+        self._reader, self._text_of = reader, text_of  # of committed text; of a token by itself
+        self.size = request.size  # most nodes a step; falls to 0 when its drafter or the policy failed
+        self.attempts = 0  # at giving it a row, that failed
+        self.paused = False  # no memory for a draft in this step
+        self.drafter = request.drafter
+        self.notes = list(notes)
+        params = request.params
+        self.prompt_length = self.length = len(request.prompt)
+        self._tokens = np.empty(min(request.limit, self.length + 64), np.int32)
+        self._tokens[: self.length] = request.prompt
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self._text = TextSoFar(decoder, params.stop_strings)
-        self.row = -1  # -1: not admitted
-        self.reserved = 0  # KV bytes
-        self.prefilled = 0  # prompt positions whose KV is written
+        self._text = TextState()
+        self._shown: list[str] = []
+        self.row = -1  # -1: it waits
+        self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None
         self.error: str | None = None
         self.sources: list[str] = []
         self.logprobs: list[TokenLogprob] = []
-        self.stats = Stats(prompt_tokens=len(prompt))
-        self._reported = 0
-        self._added = time.perf_counter()
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self._reported = self._reported_text = 0
         self._first: float | None = None
 
     @property
@@ -70,53 +84,118 @@ class Sequence:
         return self._tokens[self.prompt_length : self.length]
 
     @property
+    def limit(self) -> int:
+        return self.request.limit
+
+    @property
     def decoding(self) -> bool:
-        """Whether all of the prompt but its last token is in the KV cache."""
-        return self.prefilled >= self.prompt_length - 1
+        """Whether all committed tokens but the last are in the KV cache."""
+        return self.cached >= self.length - 1
 
     @property
     def room(self) -> int:
         """The most tokens that may still be committed."""
         return self.limit - self.length
 
-    def append(self, tokens: I32, sources: SequenceOf[str]) -> int:
-        """Commit ``tokens`` up to the first that ends the sequence; returns how many were kept (at least 1)."""
-        given, kept = tokens.tolist(), 0
-        for token in given:
-            self._tokens[self.length] = token
-            self.length += 1
+    def extended(self, tokens: SequenceOf[int]) -> Extension:
+        """What ``tokens`` (at least one) would make of it: kept up to the first that ends it.
+
+        Raises RuleError or TextError when a rule or the tokenizer fails.
+        """
+        text, shown, kept = self._text, "", 0
+        stopped_by: str | int | None = None
+        reason: FinishReason | None = None
+        params, done = self.request.params, self.length - self.prompt_length
+        for token in tokens:
             kept += 1
-            if token in self._stop_ids:
-                self.finish_reason, self.stopped_by = "stop", token
-                self._text.add(self._tokens[self.length - 1 : self.length - 1])
+            early = done + kept <= params.min_tokens
+            if token in self._stop_ids and not early:
+                reason, stopped_by = "stop", token
+                if params.include_stop:
+                    text, more = self._reader.add(text, token, may_stop=False)
+                    shown += more
             else:
-                self._text.add(self._tokens[self.length - 1 : self.length])
-                if self._text.stopped_by is not None:
-                    self.finish_reason, self.stopped_by = "stop", self._text.stopped_by
-                elif self.length == self.limit:
-                    self.finish_reason = "length"
-            if self.finish_reason:
+                text, more = self._reader.add(text, token, may_stop=not early)
+                shown += more
+                if text.stopped_by is not None:
+                    reason, stopped_by = "stop", text.stopped_by
+                elif self.length + kept == self.limit:
+                    reason = "length"
+            if reason:
                 break
-        self.chooser = self.chooser.after(given[:kept])
-        self.sources.extend(sources[:kept])
-        return kept
+        if reason:
+            text, more = self._reader.finish(text)
+            shown += more
+            if text.stopped_by is not None and stopped_by is None:
+                reason, stopped_by = "stop", text.stopped_by
+        given = list(tokens[:kept])
+        # Nothing follows a token that ends it: a grammar need not take it.
+        chooser = self.chooser.after(given[:-1] if reason else given)
+        return Extension(np.array(given, np.int32), chooser, text, shown, reason, stopped_by)
+
+    def spelled(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
+        """The same, with the tokens' texts where there is a tokenizer. Raises TextError."""
+        if self._text_of is None:
+            return logprobs
+        try:
+            return [its.with_texts(self._text_of) for its in logprobs]
+        except Exception as error:
+            raise TextError(f"the tokenizer could not spell a token: {error!r}") from error
+
+    def ended(self, reason: FinishReason, error: str | None = None) -> Extension:
+        """An extension by nothing that ends it."""
+        try:
+            text, shown = self._reader.finish(self._text)
+        except TextError:  # what could not be decoded is left out; the request ends for a reason of its own
+            text, shown = self._text, self._text.held
+        return Extension(np.empty(0, np.int32), self.chooser, text, shown, reason, None, error)
+
+    def commit(self, extension: Extension, sources: SequenceOf[str] = ()) -> None:
+        """Take up what ``extended`` computed. ``sources``: who wrote each token."""
+        n = len(extension.tokens)
+        if self.length + n > len(self._tokens):
+            grown = np.empty(min(self.limit, 2 * (self.length + n)), np.int32)
+            grown[: self.length] = self.tokens
+            self._tokens = grown
+        self._tokens[self.length : self.length + n] = extension.tokens
+        self.length += n
+        self.chooser, self._text = extension.chooser, extension.text
+        if extension.shown:
+            self._shown.append(extension.shown)
+        self.sources.extend(sources[:n])
+        if extension.finish_reason is not None:
+            self.finish_reason, self.stopped_by = extension.finish_reason, extension.stopped_by
+            self.error = extension.error
+            self._text = replace(self._text, held="")
+
+    def plainly(self, why: str) -> None:
+        """Its drafter or the policy failed: it goes on without them."""
+        self.size = 0
+        if why not in self.notes:
+            self.notes.append(why)
+
+    @property
+    def reported(self) -> bool:
+        """Whether there is nothing new for a delta."""
+        return self._reported == self.length - self.prompt_length and self.finish_reason is None
 
     def delta(self) -> Delta:
         """What was gained since the last delta; the last one carries the result."""
         start, self._reported = self._reported, self.length - self.prompt_length
+        text, self._reported_text = "".join(self._shown[self._reported_text :]), len(self._shown)
         now = time.perf_counter()
         gained = self._reported - start
         if self._first is None and gained:
             self._first = now
-            self.stats.time_to_first_token = now - self._added
+            self.stats.time_to_first_token = now - self.request.added
             self.stats.first_delta_tokens = gained
         if self._first is not None:
             self.stats.decode_seconds = now - self._first
-        self.stats.total_seconds = now - self._added
+        self.stats.total_seconds = now - self.request.added
         return Delta(
-            request=self.request,
+            request=self.request.id,
             sample=self.sample,
-            text=self._text.take(final=self.finish_reason is not None),
+            text=text,
             token_ids=tuple(self.output[start:].tolist()),
             sources=tuple(self.sources[start:]),
             logprobs=tuple(self.logprobs[start:]),
@@ -126,20 +205,22 @@ class Sequence:
 
     def _result(self) -> Result:
         assert self.finish_reason is not None
+        request = self.request
         return Result(
-            request=self.request,
+            request=request.id,
             sample=self.sample,
-            text=self._text.whole,
+            text="".join(self._shown),
             token_ids=tuple(self.output.tolist()),
             sources=tuple(self.sources),
             finish_reason=self.finish_reason,
             prompt_tokens=self.prompt_length,
-            seed=self.chooser.noise.seed,
-            drafter=self.drafter,
-            acceptance=self.acceptance,
+            seed=request.seed,
+            drafter=request.drafter,
+            acceptance=request.acceptance,
             stats=self.stats,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             stopped_by=self.stopped_by,
             error=self.error,
-            notes=self.notes,
+            notes=tuple(self.notes),
         )

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.exact.drafts import Draft, Verdict
+from outpace.exact.drafts import Draft, Verdict, levels_of
 
 PHASES = ("draft", "target", "verify", "other")
 
@@ -36,6 +36,7 @@ class Stats:
     accepted_by: dict[str, int] = field(default_factory=dict)  # by source
     drafted_by: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    preemptions: int = 0  # times that it gave its row up for others and was computed again
     reused_tokens: int = 0  # prompt tokens whose KV another row had
     prefill_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of decoding, by phase
@@ -75,7 +76,7 @@ class Stats:
         self.drafted += len(draft)
         used = verdict.path.tolist()[:kept]
         self.accepted += len(used)
-        for d in range(len(draft) if draft.parents is None else _levels(draft.parents.tolist())):
+        for d in range(levels_of(draft.parents, len(draft))):
             if d == len(self.drafted_at):
                 self.drafted_at.append(0)
                 self.accepted_at.append(0)
@@ -125,6 +126,7 @@ class Stats:
             "accepted_by": self.accepted_by,
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
+            "preemptions": self.preemptions,
             "prefill_seconds": self.prefill_seconds,
             "seconds": self.seconds,
             "time_to_first_token": self.time_to_first_token,
@@ -144,7 +146,16 @@ def pooled(parts: Iterable[Stats]) -> Stats:
     total = Stats(requests=0)
     first_token = 0.0
     for part in parts:
-        for name in ("steps", "tokens", "drafted", "accepted", "prompt_tokens", "reused_tokens", "first_delta_tokens"):
+        for name in (
+            "steps",
+            "tokens",
+            "drafted",
+            "accepted",
+            "prompt_tokens",
+            "reused_tokens",
+            "preemptions",
+            "first_delta_tokens",
+        ):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         for name in ("prefill_seconds", "decode_seconds", "total_seconds", "requests"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -172,11 +183,3 @@ def _add_floats(a: list[float], b: list[float]) -> list[float]:
 def _add(a: list[int], b: list[int]) -> list[int]:
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
-
-
-def _levels(parents: list[int]) -> int:
-    """Levels of a tree [k], parents before children."""
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(depth[parent] + 1 if parent >= 0 else 1)
-    return max(depth, default=0)

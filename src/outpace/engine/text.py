@@ -1,83 +1,120 @@
-"""Text from tokens that arrive one at a time."""
+"""Text from tokens that arrive one at a time: whole characters only, and nothing that may yet be a stop string.
+
+A token is decoded with the few before it, since a tokenizer may join or strip at the seam. Text is fed token by token
+however many a step commits, so it cannot depend on the steps. ``TextState`` is a value: a step computes the next one
+and takes it up only when everything else went well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outpace.arrays import I32
+from outpace.errors import OutpaceError
+
+UNFINISHED = 3  # tokens that may be the beginning of one character: UTF-8 has at most four bytes
+LONGEST_RUN = 16  # tokens without a whole character, after which what cannot become one is let go
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that turns ids back into text."""
 
-    def decode(self, ids: SequenceOf[int] | I32, *, skip_special: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str: ...
 
 
-class TextSoFar:
-    """Text from tokens that arrive one at a time: whole characters only, and nothing that may yet be a stop string.
+class TextError(OutpaceError):
+    """The tokenizer could not turn tokens into text."""
 
-    A token is decoded with the few before it, since a tokenizer may join or strip at the seam. Text is fed token by
-    token however many a step commits, so it cannot depend on the steps.
-    """
 
-    def __init__(self, decoder: Decoder | None, stops: tuple[str, ...]) -> None:
-        self._decoder = decoder
-        self._stops = stops
+@dataclass(frozen=True, slots=True)
+class TextState:
+    """Where the text stands after some tokens."""
+
+    context: tuple[int, ...] = ()  # the last ids that became text: they give the next ones their context
+    before: str = ""  # what ``context`` alone decodes to
+    unread: tuple[int, ...] = ()  # ids whose text is not a whole character yet
+    held: str = ""  # text that may begin a stop string
+    stopped_by: str | None = None
+
+
+class TextReader:
+    """How one request's tokens become text. ``stops``: stop strings; with ``include_stop`` they stay in the text."""
+
+    def __init__(
+        self,
+        decoder: Decoder | None,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._decoder, self._stops = decoder, tuple(stops)
+        self._include_stop, self._skip_special = include_stop, skip_special
+        self._texts: dict[int, str] = {}  # of tokens decoded by themselves
         self._longest = max((len(stop) for stop in stops), default=1)
-        self._alone: dict[int, str] = {}  # texts of tokens decoded by themselves
-        self._ids: list[int] = []
-        self._context = 0  # ids before here are settled; those from here to ``_read`` give the next ones their context
-        self._read = 0
-        self._taken = 0
-        self.whole = ""
-        self.stopped_by: str | None = None
 
-    def add(self, ids: I32) -> None:
-        """One more token int32 [1] (or none)."""
-        if self._decoder is None or not len(ids):
-            return
-        self._ids.append(int(ids[0]))
-        text = self._unread()
+    def add(self, state: TextState, token: int, *, may_stop: bool = True) -> tuple[TextState, str]:
+        """The state one token further, and the text that may be shown now. Raises TextError.
+
+        ``may_stop=False``: stop strings that end here do not count.
+        """
+        if self._decoder is None:
+            return state, ""
+        unread = (*state.unread, token)
+        text = self._after(state, unread)
         if text and not text.endswith("�"):
-            self._extend(text)
-            self._context, self._read = self._read, len(self._ids)
+            settled = unread
+        elif len(unread) <= LONGEST_RUN:
+            return replace(state, unread=unread), ""
+        elif not text:  # nothing but special tokens: they leave no trace
+            return replace(state, unread=()), ""
+        else:  # bytes that can be no character
+            settled = unread[:-UNFINISHED]
+            text = self._after(state, settled)
+        state = replace(state, context=settled, before=self._alone(settled), unread=unread[len(settled) :])
+        return self._extend(state, text, may_stop)
 
-    def take(self, *, final: bool) -> str:
-        """The text that may be shown since the last call; ``final`` releases what was held back."""
-        if final and self.stopped_by is None and self._decoder is not None and self._read < len(self._ids):
-            self._extend(self._unread())
-            self._context = self._read = len(self._ids)
-        end = len(self.whole) if final else len(self.whole) - self._held()
-        text, self._taken = self.whole[self._taken : end], max(self._taken, end)
-        return text
+    def finish(self, state: TextState) -> tuple[TextState, str]:
+        """The last state, and all text that was held back until now."""
+        if state.stopped_by is not None or self._decoder is None:
+            return replace(state, held="", unread=()), state.held
+        text = self._after(state, state.unread) if state.unread else ""
+        state, shown = self._extend(replace(state, unread=()), text, True) if text else (state, "")
+        return replace(state, held=""), shown + state.held
 
-    def _unread(self) -> str:
+    def _after(self, state: TextState, ids: tuple[int, ...]) -> str:
+        return self._decode((*state.context, *ids))[len(state.before) :]
+
+    def _alone(self, ids: tuple[int, ...]) -> str:
+        if len(ids) > 1:
+            return self._decode(ids)
+        known = self._texts.get(ids[0])
+        if known is None:
+            known = self._texts[ids[0]] = self._decode(ids)
+        return known
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
         assert self._decoder is not None
-        after = self._decoder.decode(self._ids[self._context :])
-        return after[len(self._before(self._decoder)) :]
+        try:
+            return self._decoder.decode(ids, skip_special=self._skip_special)
+        except Exception as error:
+            raise TextError(f"the tokenizer could not decode tokens {list(ids)}: {error!r}") from error
 
-    def _before(self, decoder: Decoder) -> str:
-        context = self._ids[self._context : self._read]
-        if len(context) != 1:
-            return decoder.decode(context) if context else ""
-        token = context[0]
-        if token not in self._alone:
-            self._alone[token] = decoder.decode(context)
-        return self._alone[token]
-
-    def _extend(self, text: str) -> None:
-        searched = len(self.whole)
-        self.whole += text
-        found = [(self.whole.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
-        found = [(at, stop) for at, stop in found if at >= 0]
+    def _extend(self, state: TextState, text: str, may_stop: bool) -> tuple[TextState, str]:
+        whole = state.held + text
+        found = [(whole.find(stop, max(0, len(state.held) - len(stop) + 1)), stop) for stop in self._stops]
+        found = [(at, stop) for at, stop in found if at >= 0] if may_stop else []
         if found:  # the one that begins first, and of those the one given first
-            at, self.stopped_by = min(found, key=lambda hit: hit[0])
-            self.whole = self.whole[:at]
+            at, stop = min(found, key=lambda hit: hit[0])
+            return replace(state, held="", stopped_by=stop), whole[: at + len(stop) * self._include_stop]
+        kept = len(whole) - self._beginning(whole)
+        return replace(state, held=whole[kept:]), whole[:kept]
 
-    def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        for n in range(min(self._longest - 1, len(self.whole)), 0, -1):
-            if any(stop.startswith(self.whole[-n:]) for stop in self._stops):
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        for n in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
                 return n
         return 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outpace.arrays import F32, F64, I32
+
+UNNAMED = "draft"  # the source of nodes whose drafter gives no name
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +84,86 @@ class Drafts:
             None if self.q is None else self.q[i, :k],
         )
 
+    def take(self, rows: Sequence[int]) -> Drafts:
+        """The drafts of some rows alone."""
+        at = np.asarray(rows, np.intp)
+
+        def taken(values: Any) -> Any:
+            return None if values is None else values[at]
+
+        return Drafts(
+            taken(self.tokens), taken(self.widths), taken(self.parents), taken(self.q), taken(self.confidence),
+            taken(self.source), self.sources,
+        )  # fmt: skip
+
     def among(self, where: Sequence[int], rows: int) -> Drafts:
         """These drafts as those of rows ``where`` [B] of a batch of ``rows``; the others have none."""
-        if len(where) == rows:
-            return self
+        return self if len(where) == rows else Drafts.join([(where, self)], rows)
 
-        def wide(values: npt.NDArray[Any] | None) -> Any:
-            if values is None:
-                return None
-            out = np.zeros((rows, *values.shape[1:]), values.dtype)
-            out[where] = values
-            return out
+    @staticmethod
+    def join(parts: Sequence[tuple[Sequence[int], Drafts]], rows: int) -> Drafts:
+        """One batch of ``rows`` from drafts of some of its rows each: ``(rows, their drafts)``, no row twice."""
+        if len(parts) == 1 and len(parts[0][0]) == rows:
+            return parts[0][1]
+        w = max((drafts.tokens.shape[1] for _, drafts in parts), default=0)
+        tokens, widths = np.zeros((rows, w), np.int32), np.zeros(rows, np.int32)
+        parents = (
+            None
+            if all(d.parents is None for _, d in parts)
+            else np.tile(np.arange(-1, w - 1, dtype=np.int32), (rows, 1))
+        )
+        q = next((np.zeros((rows, w, d.q.shape[2])) for _, d in parts if d.q is not None), None)
+        confidence = None if any(d.confidence is None for _, d in parts) else np.zeros((rows, w), np.float32)
+        sources = tuple(dict.fromkeys(name for _, d in parts for name in (d.sources or (UNNAMED,))))
+        source = np.zeros((rows, w), np.uint8) if len(sources) > 1 else None
+        for where, drafts in parts:
+            at, n = np.asarray(where, np.intp), drafts.tokens.shape[1]
+            tokens[at, :n], widths[at] = drafts.tokens, drafts.widths
+            if parents is not None and drafts.parents is not None:
+                parents[at, :n] = drafts.parents
+            if q is not None:
+                q[at, :n] = drafts.one_hot(q.shape[2]) if drafts.q is None else drafts.q
+            if confidence is not None and drafts.confidence is not None:
+                confidence[at, :n] = drafts.confidence
+            if source is not None:
+                names = np.array([sources.index(name) for name in drafts.sources or (UNNAMED,)], np.uint8)
+                source[at, :n] = names[0] if drafts.source is None else names[drafts.source]
+        return Drafts(tokens, widths, parents, q, confidence, source, sources)
 
-        arrays = ("tokens", "widths", "parents", "q", "confidence", "source")
-        return replace(self, **{name: wide(getattr(self, name)) for name in arrays})
+    def one_hot(self, vocab: int) -> F64:
+        """q float64 [B, W, vocab] of a deterministic drafter."""
+        q = np.zeros((*self.tokens.shape, vocab))
+        np.put_along_axis(q, self.tokens[..., None].astype(np.intp), 1.0, axis=2)
+        return q
+
+    def only(self, keep: Sequence[Sequence[int]]) -> Drafts:
+        """Nodes ``keep[i]`` (ascending, with their parents) of each row i."""
+        widths = np.array([len(nodes) for nodes in keep], np.int32)
+        b, w = len(keep), int(widths.max(initial=0))
+        at = np.zeros((b, w), np.intp)
+        parents = np.full((b, w), -1, np.int32)
+        for i, nodes in enumerate(keep):
+            at[i, : len(nodes)] = nodes
+            new = {-1: -1, **{node: n for n, node in enumerate(nodes)}}
+            draft = self.row(i)
+            parents[i, : len(nodes)] = [new[draft.parent(node)] for node in nodes]
+        chains = all(is_chain(parents[i, :k].tolist()) for i, k in enumerate(widths.tolist()))
+        rows = np.arange(b)[:, None]
+
+        def kept(values: Any) -> Any:
+            return None if values is None else values[rows, at]
+
+        return Drafts(
+            kept(self.tokens), widths, None if chains else parents, kept(self.q), kept(self.confidence),
+            kept(self.source), self.sources,
+        )  # fmt: skip
 
     def sources_of(self, i: int) -> list[str]:
         """Who drafted each node of row i."""
         k = int(self.widths[i])
         if self.source is None:
-            return [self.sources[0] if self.sources else "draft"] * k
+            return [self.sources[0] if self.sources else UNNAMED] * k
         return [self.sources[number] for number in self.source[i, :k].tolist()]
-
-    def source_of(self, i: int, node: int) -> str:
-        """Who drafted node ``node`` of row i."""
-        if not self.sources:
-            return "draft"
-        return self.sources[0 if self.source is None else int(self.source[i, node])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +198,6 @@ class Verdicts:
 
     @staticmethod
     def of(rows: Sequence[Verdict]) -> Verdicts:
-        if len(rows) == 1:  # the step of one request, where every microsecond shows
-            tokens, path = rows[0].tokens, rows[0].path
-            return Verdicts(tokens[None], np.array([len(path)], np.int32), path[None])
         deepest = max((v.accepted for v in rows), default=0)
         tokens = np.zeros((len(rows), deepest + 1), np.int32)
         path = np.zeros((len(rows), deepest), np.int32)
@@ -156,22 +208,32 @@ class Verdicts:
 
 
 def depths(parents: I32) -> I32:
-    """Depth int32 [k] of each node of ``parents`` int32 [k]: 0 for a child of the pending token."""
-    found = np.zeros(len(parents), np.int32)
+    """Depth int32 [k] of each node of ``parents`` int32 [k]: 0 for a child of the pending token. Raises ValueError."""
+    found: list[int] = []
     for i, parent in enumerate(parents.tolist()):
         if not -1 <= parent < i:
             raise ValueError(f"node {i} has parent {parent}, which is not a node before it")
-        found[i] = 0 if parent < 0 else found[parent] + 1
-    return found
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return np.array(found, np.int32)
 
 
-def ancestor_mask(parents: I32) -> npt.NDArray[np.bool_]:
-    """bool [k, k]: whether node i attends to node j, that is: j is i itself or one of its ancestors."""
+def ancestors(parents: I32) -> npt.NDArray[np.bool_]:
+    """bool [k, k]: whether node i attends to node j, that is: j is i itself or one of its ancestors.
+
+    Raises ValueError.
+    """
     mask = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents.tolist()):
+        if not -1 <= parent < i:
+            raise ValueError(f"node {i} has parent {parent}, which is not a node before it")
         if parent >= 0:
             mask[i] |= mask[parent]
     return mask
+
+
+def levels_of(parents: I32 | None, k: int) -> int:
+    """Levels of a draft of k nodes (``parents`` None: a chain)."""
+    return k if parents is None else int(depths(parents).max(initial=-1)) + 1
 
 
 def is_chain(parents: list[int]) -> bool:

@@ -7,28 +7,43 @@ drafter, Daliri et al., arXiv 2408.07978). All arithmetic after the model's floa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.arrays import F32, F64, I32
-from outpace.errors import NoTokenAllowedError
+from outpace.arrays import F32, F64, I32, U32
+from outpace.errors import NotFiniteError, NoTokenAllowedError
+from outpace.exact.masks import allowed_mask, called, mask_of, unpacked
 from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
-from outpace.params import SamplingParams
+from outpace.params import LogitRule, SamplingParams
 
-if TYPE_CHECKING:
-    from outpace.params import LogitRule
+
+class Alternative(NamedTuple):
+    """One of the likeliest tokens where another may have been committed."""
+
+    token: int
+    logprob: float
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Raw log-softmax of the target (before rules and temperature), in nats, at one committed token."""
+    """Raw log-softmax of the target (before rules and temperature), in nats, at one committed token.
+
+    ``text``: the token's own, decoded alone; None where there is no tokenizer.
+    """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+    top: tuple[Alternative, ...] = ()  # best first
+    text: str | None = None
+
+    def with_texts(self, text_of: Callable[[int], str]) -> TokenLogprob:
+        """The same, with what ``text_of`` says of its own and the alternatives' tokens."""
+        top = tuple(Alternative(token, logprob, text_of(token)) for token, logprob, _ in self.top)
+        return replace(self, top=top, text=text_of(self.token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +61,19 @@ class Chooser:
 
     @staticmethod
     def start(params: SamplingParams, noise: Noise, rules: Sequence[LogitRule], prompt: I32) -> Chooser:
-        return Chooser(params, noise, 0, rules, tuple(rule.start(prompt) for rule in rules))
+        """The chooser of the first output token after ``prompt`` int32 [P]. Raises RuleError."""
+        return Chooser(params, noise, 0, rules, tuple(called(rule, "start", prompt) for rule in rules))
 
     def advance(self, token: int) -> Chooser:
+        """Raises RuleError."""
         states = self.states
         if states:
-            states = tuple(rule.advance(state, token) for rule, state in zip(self.rules, states, strict=True))
+            pairs = zip(self.rules, states, strict=True)
+            states = tuple(called(rule, "advance", state, token) for rule, state in pairs)
         return Chooser(self.params, self.noise, self.index + 1, self.rules, states)
 
     def after(self, tokens: Sequence[int]) -> Chooser:
-        """``advance`` over all of ``tokens``."""
+        """``advance`` over all of ``tokens``. Raises RuleError."""
         if not self.states:
             return Chooser(self.params, self.noise, self.index + len(tokens), self.rules)
         chooser = self
@@ -68,17 +86,25 @@ class Chooser:
         """Whether the choice is the argmax of the raw logits, so that it can be taken where they lie."""
         return self.params.greedy and not self.rules
 
+    def mask(self) -> U32 | None:
+        """What all rules that say allow next, as bits (``LogitRule``); None where none says. Raises RuleError."""
+        return allowed_mask(self.rules, self.states)
+
     def apply_rules(self, logits: F32) -> F32:
-        """logits' [V]: a copy with every rule applied, or ``logits`` itself when there is none."""
+        """logits' [V]: a copy with every rule applied, or ``logits`` itself when there is none. Raises RuleError."""
         if not self.rules:
             return logits
         ruled = logits.copy()
         for rule, state in zip(self.rules, self.states, strict=True):
-            rule.apply(state, ruled)
+            bits = mask_of(rule, state, len(ruled))
+            if bits is None:
+                called(rule, "apply", state, ruled)
+            else:
+                ruled[~unpacked(bits, len(ruled))] = -np.inf
         return ruled
 
     def choose(self, logits: F32, stream: Stream = Stream.CHOICE) -> int:
-        """The token chosen from float32 ``logits`` [V]. Raises NoTokenAllowedError."""
+        """The token chosen from float32 ``logits`` [V]. Raises NoTokenAllowedError, NotFiniteError or RuleError."""
         return choose(self.apply_rules(logits), self.params, self.noise, self.index, stream)
 
     def probabilities(self, logits: F32) -> F64:
@@ -169,12 +195,12 @@ def token_logprob(logits: F32, token: int, top: int) -> TokenLogprob:
     raw = logits.astype(np.float64)
     peak = raw.max()
     normaliser = peak + np.log(np.exp(raw - peak).sum())
-    best: tuple[tuple[int, float], ...] = ()
+    best: tuple[Alternative, ...] = ()
     if top:
         cut = np.partition(raw, len(raw) - top)[len(raw) - top] if top < len(raw) else -np.inf
         ids = np.flatnonzero(raw >= cut)
         ids = ids[np.argsort(-raw[ids], kind="stable")][:top]
-        best = tuple((int(i), float(raw[i] - normaliser)) for i in ids)
+        best = tuple(Alternative(int(i), float(raw[i] - normaliser)) for i in ids)
     return TokenLogprob(token, float(raw[token] - normaliser), best)
 
 
@@ -182,9 +208,9 @@ def _argmax(logits: F32) -> int:
     best = int(np.argmax(logits))
     value = logits[best]
     if value == -np.inf:
-        raise NoTokenAllowedError("every token is forbidden: loosen allowed_tokens, logit_bias or the grammar")
+        raise NoTokenAllowedError
     if not np.isfinite(value):
-        raise FloatingPointError("the model produced NaN or infinite logits: try --dtype float32, or check the weights")
+        raise NotFiniteError
     return best
 
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from outpace.arrays import F32
+from outpace import _fast
+from outpace.arrays import F32, I32
 from outpace.exact.drafts import Draft, Drafts, is_chain
 
-try:
-    from outpace._native import merge as _merge
-except ImportError:  # no extension, or one from before it could merge: the reference, slower
-    _merge = None  # type: ignore[assignment]
+Lists = tuple[list[int], list[int], list[float], list[int]]  # a Tree's
 
 
 @dataclass(slots=True)
@@ -59,13 +58,11 @@ def merge(proposals: Sequence[Tree], budget: int) -> Tree:
     any proposal gives it, and its source that proposal's. A gain above the parent's is cut to it. Ties: the node that
     was proposed first. Deterministic.
     """
-    if _merge is None:
-        return merge_reference(proposals, budget)
-    return Tree(*_merge([(t.tokens, t.parents, t.gains, t.sources) for t in proposals], budget))
+    return Tree(*_merge(list(proposals), budget))
 
 
-def merge_reference(proposals: Sequence[Tree], budget: int) -> Tree:
-    """``merge`` without the extension."""
+def merge_reference(proposals: Sequence[Tree], budget: int) -> Lists:
+    """``merge`` without the extension: the merged tree's lists."""
     tokens: list[int] = []
     gains: list[float] = []
     sources: list[int] = []
@@ -92,21 +89,22 @@ def merge_reference(proposals: Sequence[Tree], budget: int) -> Tree:
         at = merged.add(tokens[node], parent, -gain, sources[node])
         for child in children[node + 1].values():
             heapq.heappush(heap, (max(gain, -gains[child]), child, at))
-    return merged
+    return merged.tokens, merged.parents, merged.gains, merged.sources
+
+
+_merge = _fast.pick("merge", merge_reference)
 
 
 def pack(trees: Sequence[Tree], sources: tuple[str, ...]) -> Drafts:
     """One tree a row as ``Drafts``; chains when every tree is one. ``sources``: names of the trees' source numbers."""
-    if len(trees) == 1:  # the step of one request, where every microsecond shows
-        only = trees[0]
-        return Drafts(
-            np.array([only.tokens], np.int32).reshape(1, -1),
-            np.array([len(only)], np.int32),
-            None if is_chain(only.parents) else np.array([only.parents], np.int32),
-            confidence=np.array([only.gains], np.float32).reshape(1, -1),
-            source=np.array([only.sources], np.uint8).reshape(1, -1) if len(sources) > 1 else None,
-            sources=sources,
-        )
+    tokens, widths, parents, confidence, source = _pack(list(trees), len(sources) > 1)
+    return Drafts(tokens, widths, parents, confidence=confidence, source=source, sources=sources)
+
+
+def pack_reference(
+    trees: Sequence[Tree], sourced: bool
+) -> tuple[I32, I32, I32 | None, F32, npt.NDArray[np.uint8] | None]:
+    """``pack`` without the extension: tokens, widths, parents, confidence and, if ``sourced``, source."""
     b, w = len(trees), max((len(tree) for tree in trees), default=0)
     tokens, parents = np.zeros((b, w), np.int32), np.full((b, w), -1, np.int32)
     confidence: F32 = np.zeros((b, w), np.float32)
@@ -117,11 +115,7 @@ def pack(trees: Sequence[Tree], sources: tuple[str, ...]) -> Drafts:
         confidence[i, :k], source[i, :k] = tree.gains, tree.sources
     chains = all(is_chain(tree.parents) for tree in trees)
     widths = np.array([len(tree) for tree in trees], np.int32)
-    return Drafts(
-        tokens,
-        widths,
-        None if chains else parents,
-        confidence=confidence,
-        source=source if len(sources) > 1 else None,
-        sources=sources,
-    )
+    return tokens, widths, None if chains else parents, confidence, source if sourced else None
+
+
+_pack = _fast.pick("pack_trees", pack_reference)

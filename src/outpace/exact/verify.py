@@ -51,29 +51,6 @@ def walk(choose: Choose, drafts: Drafts) -> Verdicts:
     return Verdicts(gained, accepted, path)
 
 
-def walk_row(choose: Callable[[int], int], draft: Draft) -> Verdict:
-    """``walk`` for one row, on plain lists: between two forwards of one request every microsecond shows.
-
-    ``choose(node)`` is the target's choice after a node, asked only for visited ones.
-    """
-    tokens = draft.tokens.tolist()
-    parents = None if draft.parents is None else draft.parents.tolist()
-    gained: list[int] = []
-    path: list[int] = []
-    k, at = len(tokens), -1
-    while True:
-        choice = choose(at)
-        gained.append(choice)
-        if parents is None:
-            child = at + 1 if at + 1 < k and tokens[at + 1] == choice else None
-        else:
-            child = next((n for n in range(at + 1, k) if parents[n] == at and tokens[n] == choice), None)
-        if child is None:
-            return Verdict(np.array(gained, np.int32), np.array(path, np.int32))
-        path.append(child)
-        at = child
-
-
 class Chance(Protocol):
     """Where ``reject`` takes its luck from: noise in production, every outcome in turn in a proof."""
 

@@ -113,12 +113,13 @@ class Bench:
         out = []
         for configuration in self.configurations:
             categories = dict.fromkeys(run.prompt.category for run in self.runs)
-            drafts = configuration.engine.drafter.name != "none"
+            engine = configuration.engine
+            drafts = engine.drafter.name != "none"
             entry = {
                 "name": configuration.name,
-                "drafter": configuration.engine.drafter.name,
-                "size": ("auto" if configuration.engine.adaptive else configuration.engine.size) if drafts else 0,
-                "acceptance": configuration.engine.acceptance,
+                "drafter": engine.drafter.name,
+                "size": engine.options.size if drafts else 0,
+                "acceptance": engine.options.acceptance,
                 **self._figures(configuration.name, None),
             }
             entry["by_category"] = {name: self._figures(configuration.name, name) for name in categories}

@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from outpace.arrays import F64, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.exact.noise import Noise
-from outpace.exact.rules import rules_for
-from outpace.exact.sampling import Chooser
-from outpace.models.base import Batch
+from outpace.measure.scores import gap_between, scores_along
 from outpace.params import SamplingParams
 
 NEAR_TIE = 1e-3
-_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +55,11 @@ def require_tokens(acceptance: str, params: SamplingParams) -> None:
     if not promises_tokens(acceptance, params):
         promise = "the same distribution" if acceptance == "rejection" else "no distribution (it is lossy)"
         raise ParameterError(
-            f"acceptance={acceptance} promises {promise}, not the same tokens, so there is nothing to compare: "
-            "use coupled, or temperature 0"
+            Argument("acceptance", acceptance),
+            f" promises {promise}, not the same tokens, so there is nothing to compare: use ",
+            Argument("acceptance", "coupled"),
+            ", or ",
+            Argument("temperature", 0),
         )
 
 
@@ -103,26 +101,11 @@ def score_gap(
 
     Two tokens that are close to each other but far below the best are no near-tie: neither should have been chosen.
     """
-    scores = scores_after(engine, prompt, output, params, noise)
-    return float(scores.max() - min(scores[a], scores[b]))
+    return gap_between(scores_after(engine, prompt, output, params, noise), a, b)
 
 
 def scores_after(engine: Engine, prompt: I32, output: Sequence[int], params: SamplingParams, noise: Noise) -> F64:
     """The scores [V] that the choice after ``prompt`` + ``output`` maximises, from a forward of width 1."""
-    model = engine.model
-    rules = rules_for(params, model.info.vocab_size)
-    chooser = Chooser.start(params, noise, rules, prompt)
-    for token in output:
-        chooser = chooser.advance(int(token))
-    tokens = np.concatenate([prompt, np.asarray(output, np.int32)]).astype(np.int32)
-    row = model.kv.alloc(len(tokens))
-    try:
-        for start in range(0, len(tokens) - 1, _CHUNK):
-            chunk = tokens[start : min(start + _CHUNK, len(tokens) - 1)]
-            model.forward(Batch.pack([row], [chunk], [start], [False]))
-        logits = model.forward(Batch.pack([row], [tokens[-1:]], [len(tokens) - 1], [True])).logits(
-            np.zeros(1, np.int32)
-        )
-        return chooser.scores(logits[0])
-    finally:
-        model.kv.free(row)
+    model, tokenizer = engine.model, engine.tokenizer
+    (scores,) = scores_along(model, tokenizer, prompt, output, params, noise, first=len(output))
+    return scores

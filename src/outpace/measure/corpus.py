@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +17,11 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.models.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 PIECE = 1 << 16  # characters of a text file that are encoded at once
 TEXTS = ("text", "answer", "completion", "prompt")  # fields of a JSON line that hold text
+_BEGINS = b'{"id": '  # every line that ``write_answers`` writes
 
 
 def sequences(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
@@ -63,15 +68,15 @@ def write_answers(
     params: SamplingParams,
     together: int,
     done: Callable[[int], None],
+    say: Callable[[str], None] = log.warning,
 ) -> int:
     """Append the model's answers to ``out``, a JSON line each: id, prompt, text, token_ids. Returns how many it has.
 
-    What is there already is not answered again, so an interrupted run goes on. Prompts that do not fit are left out.
+    What is there already is not answered again, so an interrupted run goes on, also one that was killed in the middle
+    of a line: that line is cut off, and ``say`` is told. Prompts that do not fit are left out. Raises ParameterError
+    for a file of something else, which stays as it is.
     """
-    known = set()
-    if out.exists():
-        with out.open(encoding="utf-8") as file:
-            known = {json.loads(line)["id"] for line in file if line.endswith("\n")}
+    known = resume(out, say)
     done(len(known))
     todo: list[tuple[PromptRow, list[int]]] = []
     for row in rows:
@@ -80,14 +85,42 @@ def write_answers(
                 todo.append((row, encode_turns(engine, row).tolist()))
             except ParameterError:
                 done(1)
-    with out.open("a", encoding="utf-8") as file:
+    with out.open("ab") as file:
         for start in range(0, len(todo), together):
             group = todo[start : start + together]
             results = engine.generate_many([tokens for _, tokens in group], params)
             for (row, _), result in zip(group, results, strict=True):
                 found = {"id": row.id, "prompt": row.turns[0], "text": result.text, "token_ids": list(result.token_ids)}
-                file.write(json.dumps(found, ensure_ascii=False) + "\n")
+                file.write(json.dumps(found, ensure_ascii=False).encode() + b"\n")
                 known.add(row.id)
             file.flush()
             done(len(group))
     return len(known)
+
+
+def resume(out: Path, say: Callable[[str], None]) -> set[str]:
+    """The ids in a file that ``write_answers`` began. What a kill left of a last line is cut off.
+
+    Raises ParameterError, and changes nothing, when the file holds anything but answers.
+    """
+    if not out.exists():
+        return set()
+    content = out.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    known: set[str] = set()
+    for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+        try:
+            answer = json.loads(line)
+            known.add(answer["id"])
+            answer["token_ids"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ParameterError(
+                f"{out}, line {number}: no answer, so there is nothing to go on with: remove it, or name another file"
+            ) from error
+    rest = content[whole:]
+    if rest and not (rest.startswith(_BEGINS) or _BEGINS.startswith(rest)):
+        raise ParameterError(f"{out} ends in something else than answers: name another file")
+    if rest:
+        os.truncate(out, whole)
+        say(f"{out}: the last line was cut short ({len(rest)} bytes without an end); it is answered again")
+    return known

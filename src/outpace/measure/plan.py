@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 
 LONGEST = 64  # the largest size that is looked at
 
@@ -103,7 +103,9 @@ def from_bench(value: dict[str, Any]) -> list[Measured]:
     try:
         first = value["configs"][0]["name"]
         if any(run["stats"]["drafted"] for run in value["runs"] if run["config"] == first):
-            raise ParameterError(f"the file's first configuration, {first}, drafts: bench with --drafter none first")
+            raise ParameterError(
+                f"the file's first configuration, {first}, drafts: put ", Argument("drafter", "none"), " first"
+            )
         plain = _pooled(value["runs"], first)
         seconds = plain["seconds"] / plain["steps"]
         found = []

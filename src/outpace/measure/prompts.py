@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.arrays import I32
@@ -27,7 +27,7 @@ class PromptRow:
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     """The rows of ``path``; with ``limit``, so many of them, spread evenly. Raises ParameterError with the line."""
     if limit is not None and limit < 1:
-        raise ParameterError(f"--limit {limit} is out of range: give at least 1")
+        raise ParameterError(Argument("limit", limit), " is out of range: give at least 1")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would break at U+2028 inside a string
     except (OSError, UnicodeDecodeError) as error:
@@ -75,7 +75,7 @@ def encode_turns(engine: Engine, row: PromptRow, history: Sequence[Message] = ()
         else:
             tokens = engine.encode(messages)
     except ParameterError as error:
-        raise ParameterError(f"prompt {row.id}: {error}") from error
+        raise ParameterError(f"prompt {row.id}: ", error) from error
     longest = engine.model.info.max_length
     if len(tokens) >= longest:
         raise ParameterError(

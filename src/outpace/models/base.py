@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from outpace import _fast
 from outpace.arrays import F32, I32
-from outpace.exact.drafts import Draft, Verdict
-from outpace.exact.sampling import Chooser, TokenLogprob
+from outpace.exact.drafts import Drafts, Verdicts, depths
+from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Batch:
     index, within the row's own new tokens, of the token that this one follows; -1 follows everything the row has
     cached. A chain is -1, 0, 1, ...; in a tree, siblings share a parent and a position. A token attends to the row's
     cached positions, its ancestors and itself. ``wanted`` int32 [M]: packed indices whose logits are needed, ascending.
-    ``taps``: layers whose outputs are needed. ``layers``: run only the first so many (None: all).
+    ``taps``: layers whose outputs are needed, of the rows in ``tapped`` bool [B] (None: of all). ``features``: hidden
+    states [N, H] that enter beside the tokens, added to their embeddings: float32 on the host, or a backend's own array
+    (``Taps.native``). ``layers``: run only the first so many (None: all).
     """
 
     token: I32
@@ -48,6 +52,8 @@ class Batch:
     starts: I32
     wanted: I32
     taps: tuple[int, ...] = ()
+    tapped: npt.NDArray[np.bool_] | None = None
+    features: Any = None
     layers: int | None = None
 
     @staticmethod
@@ -60,6 +66,8 @@ class Batch:
         *,
         last_only: bool = False,
         taps: tuple[int, ...] = (),
+        tapped: npt.NDArray[np.bool_] | None = None,
+        features: Any = None,
         layers: int | None = None,
     ) -> Batch:
         """Pack ``tokens[b]`` int32 [n_b] for ``rows[b]``; the row's first new token stands at ``starts_at[b]``.
@@ -67,60 +75,9 @@ class Batch:
         ``wanted[b]``: whether the logits of the row's new tokens are needed, with ``last_only`` those of its last one.
         ``parents[b]`` as in the class (None: a chain).
         """
-        counts = [len(t) for t in tokens]
-        starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        n = int(starts[-1])
-        position, parent = np.empty(n, np.int32), np.empty(n, np.int32)
-        for b, count in enumerate(counts):
-            at = slice(starts[b], starts[b + 1])
-            tree = None if parents is None else parents[b]
-            if tree is None:
-                position[at] = np.arange(starts_at[b], starts_at[b] + count)
-                parent[at] = np.arange(-1, count - 1)
-            else:
-                parent[at] = tree
-                depth = np.zeros(count, np.int32)
-                for i, p in enumerate(tree.tolist()):
-                    depth[i] = 0 if p < 0 else depth[p] + 1
-                position[at] = starts_at[b] + depth
-        asked = np.repeat(np.asarray(wanted, bool), counts)
-        if last_only:
-            asked &= np.isin(np.arange(n), starts[1:] - 1)
-        return Batch(
-            token=np.concatenate(tokens).astype(np.int32) if n else np.zeros(0, np.int32),
-            row=np.repeat(np.asarray(rows, np.int32), counts),
-            position=position,
-            parent=parent,
-            starts=starts,
-            wanted=np.flatnonzero(asked).astype(np.int32),
-            taps=taps,
-            layers=layers,
-        )
-
-    @staticmethod
-    def single(
-        row: int, tokens: I32, start: int, parents: list[int] | None = None, taps: tuple[int, ...] = ()
-    ) -> Batch:
-        """One row's ``tokens`` int32 [n] from position ``start``, with all logits: what ``pack`` would give, in a third
-        of the time. A step of one request is this. ``parents`` [n] as in the class (None: a chain)."""
-        n = len(tokens)
-        if parents is None:
-            position, parent = np.arange(start, start + n, dtype=np.int32), np.arange(-1, n - 1, dtype=np.int32)
-        else:
-            at: list[int] = []
-            for above in parents:
-                at.append(start if above < 0 else at[above] + 1)
-            position, parent = np.array(at, np.int32), np.array(parents, np.int32)
-        return Batch(
-            token=tokens,
-            row=np.full(n, row, np.int32),
-            position=position,
-            parent=parent,
-            starts=np.array([0, n], np.int32),
-            wanted=np.arange(n, dtype=np.int32),
-            taps=taps,
-        )
+        trees = [None] * len(rows) if parents is None else parents
+        arrays = _pack(list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only)
+        return Batch(*arrays, taps=taps, tapped=tapped, features=features, layers=layers)
 
     def __len__(self) -> int:
         return len(self.token)
@@ -131,15 +88,108 @@ class Batch:
         return bool((parent == np.arange(-1, len(parent) - 1)).all())
 
 
+def pack_reference(
+    rows: Sequence[int],
+    tokens: Sequence[I32],
+    starts_at: Sequence[int],
+    wanted: Sequence[bool],
+    trees: Sequence[I32 | None],
+    last_only: bool,
+) -> tuple[I32, I32, I32, I32, I32, I32]:
+    """``Batch.pack`` without the extension: token, row, position, parent, starts, wanted."""
+    counts = [len(t) for t in tokens]
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    parent = [
+        np.arange(-1, n - 1, dtype=np.int32) if tree is None else tree for n, tree in zip(counts, trees, strict=True)
+    ]
+    position = [first + depths(its) for first, its in zip(starts_at, parent, strict=True)]
+    asked = np.repeat(np.asarray(wanted, bool), counts)
+    if last_only:
+        asked &= np.isin(np.arange(starts[-1]), starts[1:] - 1)
+    none = np.zeros(0, np.int32)
+    return (
+        np.concatenate([none, *tokens]).astype(np.int32),
+        np.repeat(np.asarray(rows, np.int32), counts),
+        np.concatenate([none, *position]).astype(np.int32),
+        np.concatenate([none, *parent]).astype(np.int32),
+        starts,
+        np.flatnonzero(asked).astype(np.int32),
+    )
+
+
+_pack = _fast.pick("pack_batch", pack_reference)
+
+
+class Taps(Protocol):
+    """Hidden states of n packed tokens, where they were computed: nothing is copied until it is asked for."""
+
+    def __len__(self) -> int:
+        """n."""
+
+    def at(self, indices: I32) -> Taps:
+        """Those of some of these tokens, by their index among them."""
+
+    def layers(self, columns: Sequence[int]) -> Taps:
+        """Those of some of the tapped layers, by their index among them."""
+
+    @property
+    def native(self) -> Any:
+        """[n, T, H] as the backend's own array (numpy, or a torch tensor on its device), for ``Batch.features``."""
+
+    def numpy(self) -> F32:
+        """float32 [n, T, H] on the host."""
+
+
+class HostTaps:
+    """Taps that are on the host already: float32 [n, T, H]."""
+
+    def __init__(self, values: F32) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def at(self, indices: I32) -> HostTaps:
+        return HostTaps(self._values[indices])
+
+    def layers(self, columns: Sequence[int]) -> HostTaps:
+        return HostTaps(self._values[:, list(columns)])
+
+    @property
+    def native(self) -> F32:
+        return self._values
+
+    def numpy(self) -> F32:
+        return self._values
+
+
+class Parts(Protocol):
+    """What a learned drafter shares with its target, in the backend's own arrays: numpy, or torch tensors."""
+
+    def embed(self, tokens: I32) -> Any:
+        """What enters the first layer for token ids int32 [n]: [n, H], scaled as the model scales it."""
+
+    def norm(self, hidden: Any) -> Any:
+        """The final norm of hidden states [n, H]: [n, H]."""
+
+    def logits(self, normed: Any, ids: I32 | None = None) -> Any:
+        """The head's logits of normed hidden states [n, H]: [n, V], or of rows ``ids`` int32 [m] only: [n, m]."""
+
+
 class Output(Protocol):
-    """A forward's result, lazy. Indices below are packed indices that were ``wanted``."""
+    """A forward's result, lazy. Indices ``at`` are packed indices that were ``wanted``."""
+
+    def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
+        """``verify.walk`` for a whole batch, where the logits lie: one call and at most one copy.
+
+        Row i's pending token is packed at ``starts[i]`` (int32 [B]), its node n at ``starts[i] + 1 + n``. A row whose
+        chooser is None, or which cannot be decided there (no token is allowed, NaN, too near a filter's edge), gets
+        ``accepted`` -1: the engine walks it node by node. None: this output has no such path.
+        """
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """The target's choice int32 [n] after each token ``at`` int32 [n], under ``choosers[i]``."""
-
-    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
-        """``verify.walk_row`` where the logits lie: for a draft whose nodes are packed from ``start`` + 1 on, after the
-        pending token at ``start``. None: it cannot be done there, so ask ``choose`` node by node."""
 
     def logits(self, at: I32) -> F32:
         """float32 [n, V] on the host."""
@@ -147,42 +197,54 @@ class Output(Protocol):
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         """Raw log-softmax at ``tokens[i]`` after ``at[i]``, with ``top[i]`` alternatives."""
 
-    def taps(self, at: I32) -> F32:
-        """Hidden states float32 [n, T, H] of the layers the batch asked for, at any packed index."""
+    def taps(self, at: I32) -> Taps:
+        """Hidden states of the layers the batch asked for, at packed indices of tapped rows. A handle: no copy."""
 
 
 class KVCache(Protocol):
-    """Keys and values of rows. A row's slots 0 .. length - 1 are in use; what lies beyond is never read."""
+    """Keys and values of rows, in blocks that rows take as they grow and share by reference.
 
-    def alloc(self, capacity: int) -> int:
-        """Reserve a row of ``capacity`` positions and return its index. Raises MemoryLimitError."""
+    A row's slots 0 .. length - 1 are in use; what lies beyond is never read. A block that several rows share is copied
+    before one of them writes into it.
+    """
+
+    @property
+    def block(self) -> int:
+        """Positions a block."""
+
+    def alloc(self) -> int:
+        """An empty row's index. Takes no memory yet."""
 
     def free(self, row: int) -> None:
-        """Give the row back; nothing of it remains."""
+        """Give the row back; blocks that no other row shares are free again."""
 
     def length(self, row: int) -> int: ...
 
-    def capacity(self, row: int) -> int: ...
-
     def truncate(self, row: int, n: int) -> None:
-        """Keep the first n positions. Arithmetic: nothing is copied or cleared."""
+        """Keep the first n positions. Arithmetic: nothing is copied or cleared; blocks beyond are given back."""
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end the row there: a tree's kept path."""
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        """Make ``dst``'s first n positions those of ``src``; ``dst`` ends there."""
+        """Make ``dst``'s first n positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
-    def bytes_for(self, capacity: int) -> int:
-        """What a row of ``capacity`` positions takes."""
+    def growth(self, row: int, n: int) -> int:
+        """Bytes that ``n`` more positions of the row would take now, a copy of a shared block included."""
+
+    def bytes_for(self, positions: int) -> int:
+        """What a row of so many positions takes when it shares nothing."""
+
+    def exclusive(self, rows: Sequence[int]) -> int:
+        """Bytes that would be free if these rows were: their blocks that no other row shares."""
 
     @property
     def bytes(self) -> int:
-        """What all rows have reserved now."""
+        """What all rows take now; a shared block counts once."""
 
     @property
     def limit(self) -> int | None:
-        """The hard bound on ``bytes`` (None: unbounded)."""
+        """The hard bound on ``bytes`` (None: unbounded). A forward that would pass it raises MemoryLimitError."""
 
     @property
     def rows(self) -> list[int]:
@@ -201,10 +263,14 @@ class Model(Protocol):
     @property
     def kv(self) -> KVCache: ...
 
+    @property
+    def parts(self) -> Parts: ...
+
     def forward(self, batch: Batch) -> Output:
         """Run the batch, write its KV at each row's end, and lengthen the rows by their new tokens.
 
-        With ``batch.layers`` set, only those layers' KV is written.
+        With ``batch.layers`` set, only those layers' KV is written. When it raises, every row is as long as it was.
+        Raises ValueError for a malformed batch, MemoryLimitError when the cache is full.
         """
 
     def close(self) -> None:
@@ -218,7 +284,7 @@ class HostOutput:
         self._wanted = wanted
         self._logits = logits
 
-    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
+    def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
         return None
 
     def logits(self, at: I32) -> F32:
@@ -232,7 +298,7 @@ class HostOutput:
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         return logprobs_on_host(self.logits(at), tokens, top)
 
-    def taps(self, at: I32) -> F32:
+    def taps(self, at: I32) -> Taps:
         raise ValueError("this model keeps no hidden states, so it cannot serve a drafter that reads taps")
 
 
@@ -243,6 +309,4 @@ def choose_on_host(logits: F32, choosers: Sequence[Chooser]) -> I32:
 
 def logprobs_on_host(logits: F32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
     """Raw log-softmax at ``tokens[i]`` in float32 ``logits`` [n, V]."""
-    from outpace.exact.sampling import token_logprob
-
     return [token_logprob(row, int(t), k) for row, t, k in zip(logits, tokens, top, strict=True)]

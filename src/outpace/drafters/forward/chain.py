@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outpace.arrays import F32, F64, I32
-from outpace.drafters.base import Drafter, DrafterNeeds, RowView, levels
-from outpace.errors import NoTokenAllowedError
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, RowView, levels
+from outpace.errors import MemoryLimitError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
@@ -25,7 +25,8 @@ class ChainDrafter(Drafter):
     needs = DrafterNeeds(draws=True)
 
     def __init__(self, name: str, vocab: int, own_vocab: int) -> None:
-        self.name = self.stepwise = name
+        self.name = name
+        self.cost = DraftCost(levels=name)
         self._vocab, self._own_vocab = vocab, own_vocab
 
     def _begin(self, view: RowView) -> I32:
@@ -37,8 +38,14 @@ class ChainDrafter(Drafter):
         raise NotImplementedError
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
-        """Run new tokens of some rows; the output, and the packed index of each row's last token."""
+        """Run new tokens of some rows; the output, and the packed index of each row's last token.
+
+        Raises MemoryLimitError when there is no room for them; then every row is as it was.
+        """
         raise NotImplementedError
+
+    def _no_room(self, view: RowView) -> None:
+        """The row drafts no further in this step, since memory is short: give back what it has, if it is ours."""
 
     def _enough(self, view: RowView, drafted: I32) -> bool:
         """Whether the row's draft int32 [n >= 1] ends here, whatever its size."""
@@ -60,7 +67,10 @@ class ChainDrafter(Drafter):
                 active = [i for i in active if not self._enough(rows[i], tokens[i, :depth])]
             if not active:
                 break
-            output, last = self._feed([rows[i].row for i in active], [feed[i] for i in active])
+            found = self._fed(rows, active, feed)
+            if found is None:
+                break
+            output, last, active = found
             for i, token in zip(active, self._choose(output, last, active, rows, choosers, q, depth), strict=True):
                 if token is None:
                     continue
@@ -69,6 +79,16 @@ class ChainDrafter(Drafter):
                 choosers[i] = choosers[i].advance(token)
                 feed[i] = tokens[i, depth : depth + 1]
         return Drafts(tokens, widths, q=q, sources=(self.name,))
+
+    def _fed(self, rows: Sequence[RowView], active: list[int], feed: list[I32]) -> tuple[Output, I32, list[int]] | None:
+        """``_feed`` for those of the ``active`` rows that there is memory for, from the first on; None: for none."""
+        while active:
+            try:
+                return *self._feed([rows[i].row for i in active], [feed[i] for i in active]), active
+            except MemoryLimitError:
+                *active, last = active
+                self._no_room(rows[last])
+        return None
 
     def _choose(
         self,

@@ -42,8 +42,7 @@ class LayersDrafter(ChainDrafter):
         return view.tokens[-1:]
 
     def _fits(self, view: RowView, n: int) -> bool:
-        kv = self._target.kv
-        return kv.length(view.row) + n <= min(kv.capacity(view.row), self._target.info.max_length)
+        return self._target.kv.length(view.row) + n <= self._target.info.max_length
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
         starts = [self._target.kv.length(row) for row in rows]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.arrays import I32
-from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts
 from outpace.exact.tree import Tree, pack
@@ -27,10 +27,12 @@ SURE, UNSURE = 0.3, 0.02  # what a guess and a window node are said to be worth,
 @dataclass(slots=True)
 class _Row:
     request: int
-    generations: list[list[int]] = field(default_factory=list)  # [g][column], at position pending + 1 + column + g
+    # [g][column], at position pending + 1 + column + g; None: nobody has said anything there yet
+    generations: list[list[int | None]] = field(default_factory=list)
     pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)  # newest last
     leaves: list[int] = field(default_factory=list)  # the draft's node of the last generation, by column
     drafted: list[list[int]] = field(default_factory=list)  # the window as it was drafted
+    nodes: int = 0  # in the draft
 
 
 class LookaheadDrafter(Drafter):
@@ -38,7 +40,7 @@ class LookaheadDrafter(Drafter):
 
     name = "lookahead"
     needs = DrafterNeeds(choices=True)
-    explores = True
+    cost = DraftCost(trims=False)  # a window is of use as a whole
 
     def __init__(self, window: int = 4, ngram: int = 3, guesses: int = 3) -> None:
         for name, value, low, high in (("window", window, 1, 32), ("ngram", ngram, 2, 8), ("guesses", guesses, 1, 32)):
@@ -78,34 +80,41 @@ class LookaheadDrafter(Drafter):
             parent = -1
             for token in guess:
                 parent = add(token, parent, SURE)
-        self._seed(row, view.tokens)
-        columns = min(self._window, (size - len(tree)) // len(row.generations))
-        row.drafted = [generation[:columns] for generation in row.generations]
+        window = self._seeded(row, view.tokens)
+        columns = min(self._window, (size - len(tree)) // len(window))
+        row.drafted = [generation[:columns] for generation in window]
         row.leaves = []
         first = -1
         for column in range(columns):
-            first = leaf = add(row.generations[0][column], first, UNSURE)
-            for generation in row.generations[1:]:
+            first = leaf = add(window[0][column], first, UNSURE)
+            for generation in window[1:]:
                 leaf = add(generation[column], leaf, UNSURE)
             row.leaves.append(leaf)
+        row.nodes = len(tree)
         return tree
 
-    def _seed(self, row: _Row, tokens: I32) -> None:
-        """Fill the window where it is short, with tokens of the sequence: likelier than random ones."""
+    def _seeded(self, row: _Row, tokens: I32) -> list[list[int]]:
+        """The window, with tokens of the sequence where it is short or unknown: likelier than random ones."""
+        held = tokens.tolist()
+
+        def token(g: int, column: int) -> int:
+            said = row.generations[g][column] if column < len(row.generations[g]) else None
+            return int(held[-1 - (7 * (column + 1) + 3 * g) % len(held)]) if said is None else said
+
         if not row.generations:
             row.generations.append([])
-        held = tokens.tolist()
-        for g, generation in enumerate(row.generations):
-            while len(generation) < self._window:
-                at = (7 * (len(generation) + 1) + 3 * g) % len(held)
-                generation.append(held[-1 - at])
+        window = [[token(g, column) for column in range(self._window)] for g in range(len(row.generations))]
+        row.generations = [list(generation) for generation in window]
+        return window
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             row = self._rows.get(event.row)
             if row is None or event.verdict is None:
                 continue
-            aged = event.choices is not None and bool(row.leaves) and self._refine(row, event.choices)
+            said = event.choices
+            # The policy may have dropped the draft: then nothing was said of its nodes.
+            aged = said is not None and len(said) == row.nodes + 1 and bool(row.leaves) and self._refine(row, said)
             # The pending token moved on; a window that gave its oldest generation up has moved by one already.
             drop = max(len(event.tokens) - aged, 0)
             row.generations = [generation[drop:] for generation in row.generations]
@@ -114,19 +123,20 @@ class LookaheadDrafter(Drafter):
     def _refine(self, row: _Row, choices: I32) -> bool:
         """One Jacobi step: what the target says after each column's last node is its next generation.
 
-        Returns whether the oldest generation was given up for it.
+        ``choices`` int32 [k + 1] are those after the pending token and the nodes as they were proposed; -1 where there
+        is none, since a rule forbids the node, or nothing may follow it: such a column says nothing. Returns whether
+        the oldest generation was given up.
         """
-        fresh = [int(choices[leaf + 1]) for leaf in row.leaves]
+        fresh = [None if choices[leaf + 1] < 0 else int(choices[leaf + 1]) for leaf in row.leaves]
         full = len(row.drafted) == self._ngram - 1
         if full:
             for column, last in enumerate(fresh):
                 first, *rest = (generation[column] for generation in row.drafted)
-                if last >= 0:
+                if last is not None:
                     self._remember(row, first, (*rest, last))
             row.generations = [*row.generations[1:], fresh]
         else:
             row.generations.append(fresh)
-        row.generations = [[max(token, 0) for token in generation] for generation in row.generations]
         return full
 
     def _remember(self, row: _Row, first: int, rest: tuple[int, ...]) -> None:
@@ -139,7 +149,7 @@ class LookaheadDrafter(Drafter):
         while len(row.pool) > POOL:
             row.pool.popitem(last=False)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, tokens: I32 | None = None) -> None:
         self._rows.pop(row, None)
 
     def check(self, rows: Sequence[int]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outpace.arrays import I32
 from outpace.drafters.base import DraftContext, RowView
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache
 from outpace.models.base import Model, Output
+
+if TYPE_CHECKING:
+    from outpace.models.load import LoadOptions
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +37,20 @@ class ModelDrafter(ChainDrafter):
         longest = self.model.info.max_length
         return len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
 
+    def _no_room(self, view: RowView) -> None:
+        self._cache.release(view.row)
+
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
         return self._cache.feed(rows, tokens)
 
-    def admit(self, row: int, capacity: int) -> None:
-        self._cache.admit(row, capacity)
-
     def fork(self, src: int, dst: int, n: int) -> None:
-        if src in self._cache:  # else it was not drafted for: the new row catches up by itself
-            self._cache.fork(src, dst, n)
+        self._cache.fork(src, dst, n)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, tokens: I32 | None = None) -> None:
         self._cache.release(row)
 
-    def bytes_for(self, capacity: int) -> int:
-        return self._cache.bytes_for(capacity)
+    def growth(self, row: int, positions: int) -> int:
+        return self._cache.growth(row, positions)
 
     @property
     def bytes(self) -> int:
@@ -60,18 +63,17 @@ class ModelDrafter(ChainDrafter):
         self.model.close()
 
 
-def load(spec: str, context: DraftContext) -> ChainDrafter:
-    """The drafter for the draft model ``spec``: by token ids if they mean what the target's mean, else through text.
+def load(spec: str, context: DraftContext, options: LoadOptions) -> ChainDrafter:
+    """The drafter for the draft model ``spec``, loaded with ``options``: by token ids if they mean what the target's
+    mean, else through text.
 
     Raises ModelError or DrafterError; then nothing stays loaded.
     """
-    from dataclasses import replace
-
     from outpace.drafters.forward.translated import TranslatedDrafter
     from outpace.models import load as loader
     from outpace.models.text.tokenizer import differences
 
-    model, tokenizer = loader.load(spec, replace(context.options, kv_memory=None, max_length=None))
+    model, tokenizer = loader.load(spec, options, beside=context.target)
     name = f"model:{spec}"
     try:
         if context.tokenizer is None or not differences(context.tokenizer, tokenizer, 1):

@@ -32,23 +32,26 @@ class SyncedText:
         self._first = True  # nothing stands before the open text
         self._longest = 2 * KEEP
 
+    @property
+    def count(self) -> int:
+        """Tokens that were read."""
+        return self._read
+
     def read(self, tokens: I32) -> int:
         """Take in what is new in ``tokens`` int32 [n], the whole sequence; how many of the ids are as before."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self.fragment + self._source.join(tokens[self._read :]))
-        self.fragment = decoder.getstate()[0]
-        self._read = len(tokens)
-        if not text:
-            return len(self.ids)
-        self._open += text
-        ids = self._encode(self._open, self._first)
+        fragment, whole = decoder.getstate()[0], self._open + text
+        ids = self._encode(whole, self._first) if text else self.ids[self._settled :]
+        # All of it is known before any of it is noted: a call that fails may be made again.
         same = self._settled
         for old, new in zip(self.ids[same:], ids, strict=False):
             if old != new:
                 break
             same += 1
+        self.fragment, self._read, self._open = fragment, len(tokens), whole
         self.ids[self._settled :] = ids
-        if len(self._open) >= self._longest:
+        if text and len(self._open) >= self._longest:
             self._settle(ids)
         return same
 

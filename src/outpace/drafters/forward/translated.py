@@ -36,6 +36,7 @@ _GREEDY = Chooser(SamplingParams(temperature=0.0), Noise(0), 0)
 
 @dataclass(slots=True)
 class _Row:
+    request: int
     text: SyncedText
     size: int = 0  # nodes that are wanted now
 
@@ -43,7 +44,7 @@ class _Row:
 class TranslatedDrafter(ChainDrafter):
     """Chains from a draft ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
 
-    A row of the target's that takes more of the draft model's ids than it has room for is read from its middle on.
+    A row of the target's that takes more of the draft model's ids than it has positions is read from its middle on.
     """
 
     needs = DrafterNeeds()
@@ -70,21 +71,29 @@ class TranslatedDrafter(ChainDrafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         for view, size in zip(rows, sizes.tolist(), strict=True):
-            self._rows[view.row].size = size
+            self._row(view).size = size
         own = super().propose([replace(view, chooser=_GREEDY) for view in rows], levels(rows, sizes))
         return Drafts.chains([self._translated(view, own.row(i).tokens) for i, view in enumerate(rows)], self.name)
 
+    def _row(self, view: RowView) -> _Row:
+        row = self._rows.get(view.row)
+        if row is None or row.request != view.request or row.text.count > len(view.tokens):
+            row = self._rows[view.row] = _Row(view.request, SyncedText(self._target, self._own))
+        return row
+
     def _begin(self, view: RowView) -> I32:
-        row, room = self._rows[view.row], self._cache.capacity(view.row)
-        same = row.text.read(view.tokens)
+        row, room = self._rows[view.row], self._cache.model.info.max_length
+        row.text.read(view.tokens)
         if len(row.text.ids) + row.size > room:
-            shortened = row.text.shorten(room // 2)
-            same = same if shortened is None else shortened
-        self._cache.rewind(view.row, same)
-        return self._cache.begin(view.row, row.text.ids) if row.text.ids else np.zeros(0, np.int32)
+            row.text.shorten(room // 2)
+        ids = np.array(row.text.ids, np.int32)
+        return self._cache.begin(view.row, ids) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
-        return 0 < n <= self._cache.capacity(view.row) - self._cache.length(view.row)
+        return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
+
+    def _no_room(self, view: RowView) -> None:
+        self._cache.release(view.row)
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
         return self._cache.feed(rows, tokens)
@@ -122,24 +131,16 @@ class TranslatedDrafter(ChainDrafter):
             del before[0]
         return [] if fragment else self._target.encode(text, continued=True) or []
 
-    def admit(self, row: int, capacity: int) -> None:
-        self._cache.admit(row, self._room(capacity))
-        self._rows[row] = _Row(SyncedText(self._target, self._own))
-
     def fork(self, src: int, dst: int, n: int) -> None:
-        if src in self._rows:  # what the two have in common is found when dst reads its own tokens
-            ids = self._rows[src].text.ids
-            self._cache.fork(src, dst, len(ids), ids)
+        self._rows.pop(dst, None)
+        self._cache.fork(src, dst, self._cache.length(src))  # dst finds what they share when it reads its own tokens
 
-    def release(self, row: int) -> None:
-        self._cache.release(row)
+    def release(self, row: int, tokens: I32 | None = None) -> None:
         self._rows.pop(row, None)
+        self._cache.release(row)
 
-    def bytes_for(self, capacity: int) -> int:
-        return self._cache.bytes_for(self._room(capacity))
-
-    def _room(self, capacity: int) -> int:
-        return capacity + capacity // 4 + SLACK
+    def growth(self, row: int, positions: int) -> int:
+        return self._cache.growth(row, positions + positions // 4 + SLACK)
 
     @property
     def bytes(self) -> int:

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.arrays import I32
-from outpace.drafters.lookup.votes import END
-from outpace.errors import DrafterError
-from outpace.files import write_json
+from outpace.drafters.lookup.votes import END, grow
+from outpace.errors import Argument, DrafterError
+from outpace.files import replacing, write_json
 
 if TYPE_CHECKING:
     from outpace.models.text.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ _MANIFEST = "datastore.json"
 _FORMAT = 1
 
 I64 = npt.NDArray[np.int64]
+Arrays = tuple[I32, I32, I64]  # tokens, order and keys of a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,31 @@ class Datastore:
                 f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
                 "build one with this model's, outpace datastore build --model"
             )
-        self._segments = [_Segment(self.path / name) for name in self.manifest["segments"]]
+        self.arrays: list[Arrays] = [_segment(self.path / name) for name in self.manifest["segments"]]
 
     def __len__(self) -> int:
         """Tokens in it."""
-        return sum(len(segment.tokens) for segment in self._segments)
+        return sum(len(tokens) for tokens, _, _ in self.arrays)
 
-    @property
-    def arrays(self) -> list[tuple[I32, I32, I64]]:
-        """tokens, order and keys of every segment."""
-        return [(segment.tokens, segment.order, segment.keys) for segment in self._segments]
+
+def _segment(path: Path) -> Arrays:
+    try:
+        arrays = [np.load(f"{path}.{name}.npy", mmap_mode="r") for name in ("tokens", "order", "keys")]
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{path} is damaged or missing ({error}): build the datastore anew") from error
+    tokens, order, keys = (array.view(np.ndarray) for array in arrays)  # plain views index faster
+    return tokens, order, keys
+
+
+class Search:
+    """What followed in the segments of a datastore: the reference for native/drafting/datastore.h, number for number.
+
+    Each place votes with ``weights[length of its match]``; ``doubt`` is the weight of "something else".
+    """
+
+    def __init__(self, segments: Sequence[Arrays], weights: Sequence[float], doubt: float) -> None:
+        self._segments = [_Segment(*arrays) for arrays in segments]
+        self._weights, self._doubt = weights, doubt
 
     def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
         """At most ``count`` places that end like ``context``, longest matches first, and ``follow`` tokens of each."""
@@ -76,17 +92,19 @@ class Datastore:
         found.sort(key=lambda place: -place.length)
         return found[:count]
 
+    def propose(self, context: I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
+        """tokens, parents and gains of the tree that follows ``context`` int32 [n], by the votes of at most ``places``
+        places whose match has at least ``least`` tokens."""
+        found = [p for p in self.places(context.tolist(), places, budget) if p.length >= least]
+        tree = grow([(p.following, 0, p.length) for p in found], self._weights, self._doubt, budget)
+        return tree.tokens, tree.parents, tree.gains
 
+
+@dataclass(frozen=True, slots=True)
 class _Segment:
-    def __init__(self, path: Path) -> None:
-        try:
-            arrays = [np.load(f"{path}.{name}.npy", mmap_mode="r") for name in ("tokens", "order", "keys")]
-        except (OSError, ValueError) as error:
-            raise DrafterError(f"{path} is damaged or missing ({error}): build the datastore anew") from error
-        self.tokens: I32
-        self.order: I32
-        self.keys: I64
-        self.tokens, self.order, self.keys = (array.view(np.ndarray) for array in arrays)  # plain views index faster
+    tokens: I32
+    order: I32
+    keys: I64
 
     def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
         backwards = list(context[: -DEPTH - 1 : -1])
@@ -156,7 +174,7 @@ def build(
         existing = Datastore(target, vocabulary)
         manifest = existing.manifest
     elif target.exists():
-        raise DrafterError(f"{target} exists: add to it with --add, or give another path")
+        raise DrafterError(f"{target} exists: add to it with ", Argument("add", True), ", or give another path")
     else:
         manifest = {"format": _FORMAT, "vocabulary": vocabulary, "model": model, "segments": [], "tokens": 0}
     work = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -205,9 +223,9 @@ def _batches(sequences: Iterable[Sequence[int]], segment: int) -> Iterable[I32]:
 
 def _write_segment(path: Path, tokens: I32) -> None:
     order = _order(tokens)
-    np.save(f"{path}.tokens.npy", tokens)
-    np.save(f"{path}.order.npy", order)
-    np.save(f"{path}.keys.npy", _keys(tokens, order))
+    for name, array in (("tokens", tokens), ("order", order), ("keys", _keys(tokens, order))):
+        with replacing(Path(f"{path}.{name}.npy")) as file:
+            np.save(file, array)
 
 
 def _order(tokens: I32) -> I32:

@@ -9,15 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outpace import _fast
 from outpace.arrays import I32
 from outpace.drafters.base import RowView, TreeDrafter
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree, merge
-
-try:
-    from outpace._native import newest_match
-except ImportError:  # no extension, or one from before it had the search: the reference, slower
-    newest_match = None  # type: ignore[assignment]
 
 # How often the token after a match of 0, 1, 2, ... tokens was right on outputs of the demo model (docs/notebook.md).
 HIT = (0.0, 0.21, 0.52, 0.6, 0.7, 0.71, 0.74, 0.78, 0.8, 0.84, 0.84, 0.85, 0.95)
@@ -71,7 +67,10 @@ class NgramDrafter(TreeDrafter):
 
 
 def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
-    """(index of what follows, length) of the newest of the longest matches of the end of ``tokens`` int32 [L]."""
+    """(index of what follows, length) of the newest of the longest matches of the end of ``tokens`` int32 [L].
+
+    The reference for native/drafting/lookup.h.
+    """
     data = np.ascontiguousarray(tokens).tobytes()
     for n in range(min(most, len(tokens) - 1), least - 1, -1):
         end = data[-4 * n :]
@@ -83,7 +82,7 @@ def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
     return None
 
 
-_newest = newest if newest_match is None else newest_match
+_newest = _fast.pick("newest_match", newest)
 
 
 def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, int]]:

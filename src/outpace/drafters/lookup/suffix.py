@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.drafters.base import Event, RowView, TreeDrafter
-from outpace.drafters.lookup.suffix_index import PLACE_BYTES
+from outpace.arrays import I32
+from outpace.drafters.base import RowView, TreeDrafter
+from outpace.drafters.lookup.suffix_index import PLACE_BYTES, SuffixIndex, new_index
 from outpace.drafters.lookup.votes import END
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree
-
-if TYPE_CHECKING:
-    from outpace.drafters.lookup.suffix_index import SuffixIndex
-else:
-    try:
-        from outpace.drafters.lookup.suffix_native import NativeSuffixIndex as SuffixIndex
-    except ImportError:  # no extension, or one from before it had the index: the reference, slower
-        from outpace.drafters.lookup.suffix_index import SuffixIndex
+from outpace.files import write_bytes
 
 MAGIC = b"OUTPACE-SUFFIX-1"
 _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32
@@ -39,9 +31,8 @@ _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32
 class _Row:
     index: SuffixIndex
     request: int
-    known: int  # committed tokens that the index has seen
-    prompt: int  # of these, the prompt's
-    output: list[int]  # for the history
+    prompt: int  # tokens of the sequence that are the prompt's
+    known: int = 0  # committed tokens that the index has seen
 
 
 class SuffixDrafter(TreeDrafter):
@@ -71,7 +62,7 @@ class SuffixDrafter(TreeDrafter):
         self._most, self._tree, self._vocab, self._file = most, tree, vocab, file
         self._capacity = memory // PLACE_BYTES
         self._rows: dict[int, _Row] = {}
-        self._history = SuffixIndex(self._capacity, most) if history else None
+        self._history = new_index(self._capacity, most) if history else None
         if file is not None and Path(file).exists():
             self.load(file)
 
@@ -81,30 +72,15 @@ class SuffixDrafter(TreeDrafter):
         for view, size in zip(rows, sizes, strict=True):
             row = self._rows.get(view.row)
             if row is None or row.request != view.request:
-                index = SuffixIndex(self._capacity, self._most)
-                row = _Row(index, view.request, 0, len(view.tokens) - view.chooser.index, [])
-                self._rows[view.row] = row
-            if row.known < len(view.tokens):
-                self._learn(row, view.tokens[row.known :].tolist())
-            context = view.tokens[-self._most :].tolist()
-            trees.append(row.index.propose(context, size, others, self._tree))
+                prompt = len(view.tokens) - view.chooser.index
+                row = self._rows[view.row] = _Row(new_index(self._capacity, self._most), view.request, prompt)
+            if row.known < len(view.tokens):  # while a row is not asked to draft, it costs nothing
+                row.index.append(view.tokens[row.known :])
+                row.known = len(view.tokens)
+            found = row.index.propose(view.tokens[-self._most :], size, others, self._tree)
+            trees.append(Tree(*found, [0] * len(found[0])))
         self._bound()
         return trees
-
-    def observe(self, events: Sequence[Event]) -> None:
-        if self._history is None:
-            return  # a row learns what it missed when it is asked to draft: while it is not, it costs nothing
-        for event in events:
-            row = self._rows.get(event.row)
-            if row is not None and event.verdict is not None and event.start == row.known:
-                self._learn(row, event.tokens.tolist())
-        self._bound()
-
-    def _learn(self, row: _Row, tokens: list[int]) -> None:
-        row.index.append(tokens)
-        if self._history is not None:
-            row.output.extend(tokens[max(0, row.prompt - row.known) :])
-        row.known += len(tokens)
 
     def _bound(self) -> None:
         """Forget until everything fits: the history first, then the older half of the largest row."""
@@ -112,20 +88,20 @@ class SuffixDrafter(TreeDrafter):
             if self._history is not None and len(self._history):
                 self._history.shrink(len(self._history) // 2)
             else:
-                row = max(self._rows.values(), key=lambda r: len(r.index) + len(r.output))
+                row = max(self._rows.values(), key=lambda r: len(r.index))
                 row.index.shrink(len(row.index) // 2)
-                del row.output[: (len(row.output) + 1) // 2]
 
     @property
     def places(self) -> int:
         """Tokens indexed or kept now; each takes at most ``PLACE_BYTES``."""
-        rows = sum(len(row.index) + len(row.output) for row in self._rows.values())
+        rows = sum(len(row.index) for row in self._rows.values())
         return rows + (len(self._history) if self._history is not None else 0)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, tokens: I32 | None = None) -> None:
+        """With a history, the output of a row that ended well and was ever asked to draft goes into it."""
         gone = self._rows.pop(row, None)
-        if gone is not None and self._history is not None and gone.output:
-            self._history.append([*gone.output, END])
+        if gone is not None and self._history is not None and tokens is not None and len(tokens) > gone.prompt:
+            self._history.append(np.append(tokens[gone.prompt :], np.int32(END)))
             self._bound()
 
     def check(self, rows: Sequence[int]) -> None:
@@ -143,21 +119,12 @@ class SuffixDrafter(TreeDrafter):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the history to ``path``, all of it or nothing. Raises DrafterError."""
-        history = self._kept()
-        body = np.array(history.tokens, "<i4").tobytes()
-        header = _HEADER.pack(MAGIC, self._vocab, len(history), zlib.crc32(body))
-        target = Path(path)
-        temporary = None
+        tokens = self._kept().tokens()
+        body = tokens.astype("<i4").tobytes()
+        header = _HEADER.pack(MAGIC, self._vocab, len(tokens), zlib.crc32(body))
         try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.")
-            with os.fdopen(handle, "wb") as out:
-                out.write(header + body)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, target)
+            write_bytes(Path(path), header + body, mode=0o600)  # what users were told is for its owner only
         except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
             raise DrafterError(
                 f"suffix: {path} cannot be written ({error.strerror}): give a folder that can"
             ) from error
@@ -180,7 +147,7 @@ class SuffixDrafter(TreeDrafter):
                 "use a file for each model"
             )
         history.shrink(0)
-        history.append(tokens.tolist())
+        history.append(tokens.astype(np.int32))
         self._bound()
 
     def _kept(self) -> SuffixIndex:

@@ -1,7 +1,8 @@
 """Decoders of the Llama family as data: what the native runtime needs to know, from GGUF metadata or config.json.
 
 One description covers Llama, SmolLM, Mistral, Qwen2 (biases), Qwen3 (norms of query and key heads) and Gemma 3 (norms
-on both sides, GeGLU, scaled embeddings, windowed and global layers with a rope base each).
+on both sides, GeGLU, scaled embeddings, windowed and global layers with a rope base each). Long because two kinds of
+files are read into one description, name by name.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.params import Message
 
 
@@ -32,7 +32,8 @@ class ChatTemplate:
         except Exception as error:  # a template is foreign code: it can raise anything
             reason = str(error) or type(error).__name__
             raise ParameterError(
-                f"the model's chat template refused the messages: {reason}; change them, or use --raw (plain text)"
+                f"the model's chat template refused the messages: {reason}; change them, or give plain text with ",
+                Argument("raw", True),
             ) from error
         return text
 

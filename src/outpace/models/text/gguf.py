@@ -7,8 +7,6 @@ Two families: "gpt2", byte-level BPE with the file's merges and a split pattern 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ import numpy.typing as npt
 
 from outpace.arrays import I32
 from outpace.errors import ModelError
+from outpace.files import write_bytes
 
 if TYPE_CHECKING:
     from outpace.models.formats.gguf import GGUFFile
@@ -238,14 +237,7 @@ def _read_checked(path: Path) -> bytes | None:
 
 
 def _write_checked(path: Path, body: bytes) -> None:
-    """Write by rename, so that no reader sees half a file. A cache that cannot be written is done without."""
+    """A cache that cannot be written is done without."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).digest() + body)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_bytes(path, hashlib.sha256(body).digest() + body)

@@ -7,7 +7,7 @@ space as U+2581 and bytes that no piece has as ``<0xNN>``. Added tokens are thei
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from outpace.arrays import I32
@@ -71,6 +71,23 @@ class TokenBytes:
             text = text[1:]
         ids: list[int] = self.tokenizer.encode(text, add_special=False).tolist()
         return [i for i in ids if i < self._vocab_size]
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """A token's own text, looked up once: with the space before a word, U+FFFD for part of a character, and special
+    tokens as they are spelled."""
+    code = None if tokenizer.spelling is None else TokenBytes(tokenizer)
+    ends = {*tokenizer.special_ids, *tokenizer.eos_ids, tokenizer.bos_id}
+
+    @cache
+    def text(token: int) -> str:
+        if token in ends:
+            return tokenizer.token(token) or ""
+        if code is None:
+            return tokenizer.decode([token], skip_special=False)
+        return code.of(token).decode("utf-8", "replace")
+
+    return text
 
 
 @cache

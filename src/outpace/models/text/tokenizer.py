@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from outpace.arrays import I32
-from outpace.errors import ModelError, ParameterError
+from outpace.errors import Argument, ModelError, ParameterError
 from outpace.files import cache_dir
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
@@ -157,7 +157,8 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kw: Any) -> str:
         """A conversation as the model expects it. Raises ParameterError when there is no template or it refuses."""
         if self._template is None:
-            raise ParameterError(f"{self.name or 'this model'} has no chat template: use --raw and give plain text")
+            whose = self.name or "this model"
+            raise ParameterError(f"{whose} has no chat template: give plain text with ", Argument("raw", True))
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kw)
 
     def encode_chat(self, messages: Sequence[Message], **kw: Any) -> I32:

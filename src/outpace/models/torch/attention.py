@@ -6,6 +6,7 @@ treats tokens one by one, so only this function has to know about rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from outpace.arrays import I32
+from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.kv import Run, Slab, TorchKV
 
 NAME = "outpace"
 
@@ -27,11 +29,24 @@ class RowPlan:
     begin: int
     end: int
     start: int
-    keys: list[torch.Tensor]  # by layer, [heads, capacity, width]
-    values: list[torch.Tensor]
+    runs: list[Run]  # where its slots lie, the new ones too
     positions: I32  # [n]
     tree: npt.NDArray[np.bool_] | None  # [n, n] who sees whom; None: a chain
     masks: dict[int | None, tuple[int, torch.Tensor | None, int]] = field(default_factory=dict)
+    places: dict[int, list[tuple[Slab, slice, slice]]] = field(default_factory=dict)
+
+    def within(self, first: int) -> list[tuple[Slab, slice, slice]]:
+        """Slots ``first`` .. the row's new end: slab, positions there, and slots counted from ``first``."""
+        found = self.places.get(first)
+        if found is None:
+            found = self.places[first] = []
+            end = self.start + self.end - self.begin
+            for run in self.runs:
+                a, b = max(run.slot, first), min(run.slot + run.count, end)
+                if a < b:
+                    shift = run.at - run.slot
+                    found.append((run.slab, slice(a + shift, b + shift), slice(a - first, b - first)))
+        return found
 
     def mask(self, window: int | None, device: torch.device) -> tuple[int, torch.Tensor | None, int]:
         """``(first, mask, covered)``: the first slot to read, and what to add to scores from ``covered`` on.
@@ -65,6 +80,7 @@ class Forward:
     """What the attention modules of one model share: the rows of the forward that runs (None: none does)."""
 
     rows: list[RowPlan] | None = None
+    scratch: torch.Tensor | None = None  # [2, heads, n, width]: a row's keys and values, while one layer reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +92,34 @@ class Site:
     window: int | None  # a token sees keys less than so many positions back
 
 
-def plan(batch: Batch, kv: TorchKV) -> list[RowPlan]:
-    """Check that every row has room, and lay out who attends to what. Raises ValueError."""
+def counts(batch: Batch) -> dict[int, int]:
+    """New tokens of each row. Raises ValueError for a row that comes twice."""
+    found: dict[int, int] = {}
+    for begin, end in zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), strict=True):
+        if begin < end:
+            row = int(batch.row[begin])
+            if row in found:
+                raise ValueError(f"row {row} comes twice in the batch: give its tokens together")
+            found[row] = end - begin
+    return found
+
+
+def layout(batch: Batch, kv: TorchKV, runs: Mapping[int, list[Run]]) -> list[RowPlan]:
+    """Who attends to what, and where it lies: ``runs`` by row, as ``kv.writing`` gave them. Raises ValueError."""
     rows = []
     for b in range(len(batch.starts) - 1):
         begin, end = int(batch.starts[b]), int(batch.starts[b + 1])
         if begin == end:
             continue
         row = int(batch.row[begin])
-        start = kv.room(row, end - begin)
-        keys, values = kv.tensors(row)
-        tree = None if batch.is_chain(b) else ancestors(batch.parent[begin:end])
-        rows.append(RowPlan(begin, end, start, keys, values, batch.position[begin:end], tree))
+        first, length = int(batch.position[begin:end].min()), kv.length(row)
+        if first != length:
+            raise ValueError(f"row {row} holds {length} positions, but its new tokens begin at position {first}")
+        tree = None
+        if not batch.is_chain(b):
+            tree = ancestors(batch.parent[begin:end])
+        rows.append(RowPlan(begin, end, length, runs[row], batch.position[begin:end], tree))
     return rows
-
-
-def ancestors(parents: I32) -> npt.NDArray[np.bool_]:
-    """Which of a row's new tokens each one sees, bool [n, n]: itself and its ancestors; ``parents`` int32 [n]."""
-    n = len(parents)
-    sees = np.eye(n, dtype=np.bool_)
-    for i, parent in enumerate(parents.tolist()):
-        if parent >= i:
-            raise ValueError(f"token {i} of a row follows token {parent}: a parent must come before its children")
-        if parent >= 0:
-            sees[i] |= sees[parent]
-    return sees
 
 
 def attend(
@@ -127,19 +146,44 @@ def attend(
     nothing = query.new_zeros(1)
     parts = []
     for row in rows:
-        n, end = row.end - row.begin, row.start + row.end - row.begin
-        keys, values = row.keys[layer], row.values[layer]
-        keys[:, row.start : end] = key[0, :, row.begin : row.end]
-        values[:, row.start : end] = value[0, :, row.begin : row.end]
+        n = row.end - row.begin
+        for slab, there, new in row.within(row.start):
+            of = slice(row.begin + new.start, row.begin + new.stop)
+            slab.keys[layer][:, there] = key[0, :, of]
+            slab.values[layer][:, there] = value[0, :, of]
         first, mask, covered = row.mask(site.window, query.device)
+        keys, values = gathered(row, layer, first, site.forward)
         folded = query[0, :, row.begin : row.end].reshape(heads, groups * n, -1)
-        scores = torch.baddbmm(nothing, folded, keys[:, first:end].transpose(1, 2), beta=0, alpha=scale)
+        scores = torch.baddbmm(nothing, folded, keys.transpose(1, 2), beta=0, alpha=scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:  # [heads, groups * n, slots]
             scores = scores.float()
             scores.view(heads, groups, n, -1)[..., covered:] += mask
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
-        parts.append(torch.bmm(weights, values[:, first:end]).view(heads * groups, n, -1))
+        parts.append(torch.bmm(weights, values).view(heads * groups, n, -1))
     mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [Hq, N, Dv]
     return mixed.transpose(0, 1).unsqueeze(0), None
+
+
+def gathered(row: RowPlan, layer: int, first: int, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [heads, n, Dk] and values [heads, n, Dv] of the row's slots from ``first`` on, to be read at once.
+
+    Views where they are one run; else copies, of keys and values together where all layers are alike.
+    """
+    runs = row.within(first)
+    if len(runs) == 1:
+        slab, there, _ = runs[0]
+        return slab.keys[layer][:, there], slab.values[layer][:, there]
+    if not runs[0][0].pairs:
+        return (
+            torch.cat([slab.keys[layer][:, there] for slab, there, _ in runs], 1),
+            torch.cat([slab.values[layer][:, there] for slab, there, _ in runs], 1),
+        )
+    n = runs[-1][2].stop
+    if forward.scratch is None or forward.scratch.shape[2] < n:
+        pair = runs[0][0].pairs[layer]
+        forward.scratch = pair.new_empty((2, pair.shape[1], -(-n // 256) * 256, pair.shape[3]))
+    for slab, there, slots in runs:
+        forward.scratch[:, :, slots] = slab.pairs[layer][:, :, there]
+    return forward.scratch[0, :, :n], forward.scratch[1, :, :n]

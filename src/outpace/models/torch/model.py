@@ -1,4 +1,4 @@
-"""The Transformers backend: any decoder-only ``AutoModelForCausalLM``, with Outpace's own attention and row cache."""
+"""The Transformers backend: any decoder-only ``AutoModelForCausalLM``, with Outpace's own attention and KV cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.arrays import F32, I32
+from outpace.arrays import I32
 from outpace.errors import ModelError
-from outpace.exact.drafts import Draft, Verdict
-from outpace.exact.sampling import Chooser, TokenLogprob
-from outpace.models.base import Batch, ModelInfo, choose_on_host, logprobs_on_host
+from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
-from outpace.models.torch.attention import Forward, plan
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.attention import Forward, counts, layout
+from outpace.models.torch.kv import BLOCK, TorchKV
+from outpace.models.torch.output import TorchOutput
+from outpace.models.torch.parts import TorchParts, find
 from outpace.models.torch.probe import Reference, agree
 
 
@@ -33,11 +33,13 @@ class TransformersModel:
         eos_ids: Sequence[int] = (),
         longest: int | None = None,
         kv_memory: int | None = None,
+        kv_block: int = BLOCK,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take over ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
 
-        ``longest``: the most positions of a row, if less than the model's. ``warn`` is told what had to be limited.
+        ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
+        blocks of ``kv_block`` positions. ``warn`` is told what had to be limited.
         Raises ModelError with the reason when the model cannot be served exactly.
         """
         module.requires_grad_(False).eval()
@@ -50,6 +52,7 @@ class TransformersModel:
         parameters = inspect.signature(module.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._short: dict[int, torch.nn.ModuleList] = {}
+        self._parts: TorchParts | None = None
         try:
             if getattr(module.config, "is_encoder_decoder", False):
                 raise ModelError("it is an encoder-decoder model")
@@ -62,7 +65,7 @@ class TransformersModel:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self._anatomy = anatomy
         self._forward: Forward = module._outpace_forward
-        self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory)
+        self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
         head = module.get_output_embeddings()
         self.info = ModelInfo(
@@ -90,50 +93,76 @@ class TransformersModel:
         """The CPU threads it computes with; None on a GPU."""
         return torch.get_num_threads() if self._device.type == "cpu" else None
 
+    @property
+    def parts(self) -> TorchParts:
+        """See ``Parts``. Raises ModelError with the reason when the model has none that could be shared."""
+        if self._parts is None:
+            tokens = np.arange(8, dtype=np.int32) * 13 % self.info.vocab_size
+            trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
+            batch = Batch.pack([trial.alloc()], [tokens], [0], [True])
+            with torch.inference_mode():
+                module, layers = self._live(), self._anatomy.layers
+                self._parts = find(self.info.name, module, layers, lambda: self._run(batch, trial).on_device)
+        return self._parts
+
     def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
+        if len(batch) and int(batch.position.max()) >= self.info.max_length:
+            raise ValueError(
+                f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
+            )
         with torch.inference_mode():
             return self._run(batch, self.kv)
 
-    def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
+    def _live(self) -> Any:
         if self._module is None:
             raise ModelError(f"{self.info.name} is closed: load it again")
-        rows = plan(batch, kv)
+        return self._module
+
+    def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
+        module = self._live()
         layers = self.info.layers if batch.layers is None else batch.layers
         if not 1 <= layers <= self.info.layers or any(not 0 <= tap < layers for tap in batch.taps):
             raise ValueError(f"layers={batch.layers}, taps={batch.taps}: the model has {self.info.layers} layers")
         taps: dict[int, torch.Tensor] = {}
         wanted = None if len(batch.wanted) == len(batch) else self._indices(batch.wanted)
         with ExitStack() as undo:
+            self._forward.rows = layout(batch, kv, undo.enter_context(kv.writing(counts(batch))))
+            undo.callback(self._idle)
             if layers < self.info.layers:
                 self._shorten(layers, undo)
+            if batch.features is not None:
+                entry = _add_features(self._features(batch))
+                undo.callback(self._anatomy.layers[0].register_forward_pre_hook(entry, with_kwargs=True).remove)
             for tap in set(batch.taps):
-                hook = self._anatomy.layers[tap].register_forward_hook(_keep_output(taps, tap))
-                undo.callback(hook.remove)
-            self._forward.rows = rows
-            undo.callback(self._idle)
+                undo.callback(self._anatomy.layers[tap].register_forward_hook(_keep_output(taps, tap)).remove)
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
-            result = self._module(
-                input_ids=self._indices(batch.token)[None],
-                position_ids=self._indices(batch.position)[None],
-                use_cache=False,
-                return_dict=True,
-                **keep,
+            tokens, positions = self._indices(np.stack([batch.token, batch.position]))
+            result = module(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **keep
             )
-        logits = result.logits[0]
-        if wanted is not None and not self._keeps_logits:
-            logits = logits[wanted]
-        for row in rows:
-            kv.lengthen(int(batch.row[row.begin]), row.end - row.begin)
-        if self._device.type == "cuda":  # what follows waits for it anyway, and times what it measures
-            torch.cuda.current_stream(self._device).synchronize()
-        return TorchOutput(batch.wanted, logits, [taps[tap] for tap in batch.taps])
+            logits = result.logits[0]
+            if wanted is not None and not self._keeps_logits:
+                logits = logits[wanted]
+            if self._device.type == "cuda":  # what follows waits for it anyway; a failure shows before anything is kept
+                torch.cuda.current_stream(self._device).synchronize()
+        return TorchOutput(batch, logits, [taps[tap] for tap in batch.taps])
 
     def _indices(self, values: I32) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
+    def _features(self, batch: Batch) -> torch.Tensor:
+        """The batch's features [N, H] where they are needed. Raises ValueError for another shape."""
+        features = torch.as_tensor(batch.features).to(self._device)
+        if features.shape != (len(batch), self.info.hidden_size):
+            raise ValueError(
+                f"features of shape {list(features.shape)} do not fit {len(batch)} tokens of width "
+                f"{self.info.hidden_size}: give one hidden state a token"
+            )
+        return features
+
     def _idle(self) -> None:
-        self._forward.rows = None
+        self._forward.rows = self._forward.scratch = None
 
     def _shorten(self, layers: int, undo: ExitStack) -> None:
         """Let the model see only its first so many layers until ``undo`` runs."""
@@ -145,8 +174,8 @@ class TransformersModel:
 
     def close(self) -> None:
         """Forget the weights and the cache. Calling twice is allowed."""
-        for row in self.kv.rows:
-            self.kv.free(row)
+        self.kv.close()
+        self._parts = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
         self._short.clear()
@@ -160,52 +189,14 @@ def _keep_output(into: dict[int, torch.Tensor], tap: int) -> Callable[..., None]
     return hook
 
 
-class TorchOutput:
-    """A forward's result where it was computed; what is asked for comes to the host in one copy."""
+def _add_features(features: torch.Tensor) -> Callable[..., Any]:
+    """Adds hidden states [N, H] to what enters a layer: after whatever the model did to its embeddings."""
 
-    def __init__(self, wanted: I32, logits: torch.Tensor, taps: Sequence[torch.Tensor]) -> None:
-        self._wanted = wanted
-        self._logits = logits  # [M, V]
-        self._taps = taps  # each [1, N, H]
-        self._host: F32 | None = None
+    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = inputs[0] if inputs else named.get("hidden_states")
+        if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != features.shape:
+            raise ValueError(f"{type(layer).__name__} does not take plain hidden states, so features cannot be added")
+        hidden = hidden + features.to(hidden.dtype)[None]
+        return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})
 
-    def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
-        if self._host is None and all(chooser.plain_greedy for chooser in choosers):
-            return self._greedy(self._found(at))
-        return choose_on_host(self.logits(at), choosers)
-
-    def walk(self, start: int, draft: Draft, chooser: Chooser) -> Verdict | None:
-        return None
-
-    def logits(self, at: I32) -> F32:
-        if self._host is None:
-            self._host = self._logits.float().cpu().numpy()
-        logits: F32 = self._host[self._found(at)]
-        return logits
-
-    def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
-        return logprobs_on_host(self.logits(at), tokens, top)
-
-    def taps(self, at: I32) -> F32:
-        if not self._taps:
-            raise ValueError("no hidden states were asked for: name the layers in Batch.taps")
-        index = torch.from_numpy(at.astype(np.int64)).to(self._logits.device)
-        taps: F32 = torch.stack([t[0, index] for t in self._taps], dim=1).float().cpu().numpy()
-        return taps
-
-    def _found(self, at: I32) -> np.ndarray[Any, np.dtype[np.intp]]:
-        return np.searchsorted(self._wanted, at)
-
-    def _greedy(self, found: np.ndarray[Any, np.dtype[np.intp]]) -> I32:
-        logits = self._logits
-        if len(found) != len(logits) or (found != np.arange(len(found))).any():
-            logits = logits[torch.from_numpy(found).to(logits.device)]
-        best = logits.argmax(-1)  # the lowest id on ties
-        value = logits.gather(-1, best[:, None])[:, 0]
-        ids, values = torch.stack([best.double(), value.double()]).cpu().numpy()  # ids are exact in float64
-        if not np.isfinite(values).all():
-            raise FloatingPointError(
-                "the model produced NaN or infinite logits: try --dtype float32, or check the weights"
-            )
-        chosen: I32 = ids.astype(np.int32)
-        return chosen
+    return hook

@@ -43,7 +43,7 @@ class Reference:
 def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference) -> None:
     """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference."""
     tokens = reference.tokens.cpu().numpy().astype(np.int32)
-    trunk, other = kv.alloc(2 * LENGTH), kv.alloc(LENGTH)
+    trunk, other = kv.alloc(), kv.alloc()
 
     def run(chunks: dict[int, I32], parents: I32 | None = None) -> F32:
         rows = list(chunks)

@@ -37,7 +37,7 @@ def _cpuinfo() -> list[str]:
 
 def memory() -> dict[str, int | None]:
     """Bytes of memory, all and available; None where the system does not say."""
-    from outpace.engine.load import available_memory
+    from outpace.models.memory import available_memory
 
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

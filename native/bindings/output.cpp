@@ -1,0 +1,247 @@
+// What Python sees of a forward's result: choices, verdicts, logits, hidden states; and the parts that drafters share.
+#include <algorithm>
+#include <cstring>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "model/model.h"
+#include "runtime/cpu.h"
+#include "sampling/choose.h"
+
+namespace outpace {
+namespace {
+
+nb::object best_of(const Result& result, const nb::object& at) {
+    const IntView nodes(at.ptr());
+    const IntArray tokens({nodes.size()});
+    for (int i = 0; i < nodes.size(); ++i) tokens.data[i] = greedy(result.best[static_cast<size_t>(result.find(nodes.data()[i]))]);
+    return tokens.object;
+}
+
+// One rule as Python describes it: (name, arrays and numbers ...); see models/native/output.py.
+Edit edit_of(const nb::tuple& rule) {
+    const auto ints = [](nb::handle h) {
+        const Ints a = nb::cast<Ints>(h);
+        return std::vector<int32_t>(a.data(), a.data() + a.shape(0));
+    };
+    const auto numbers = [](nb::handle h) {
+        const Floats a = nb::cast<Floats>(h);
+        return std::vector<float>(a.data(), a.data() + a.shape(0));
+    };
+    Edit edit;
+    const std::string name = nb::cast<std::string>(rule[0]);
+    if (name == "mask") {
+        using Bits = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+        const Bits bits = nb::cast<Bits>(rule[1]);
+        edit.kind = Edit::Mask;
+        edit.bits.assign(bits.data(), bits.data() + bits.shape(0));
+        return edit;
+    }
+    edit.ids = ints(rule[1]);
+    if (name == "penalties") {
+        edit.kind = Edit::Penalties;
+        edit.output = ints(rule[2]);
+        edit.values = numbers(rule[3]);
+        edit.repetition = nb::cast<float>(rule[4]);
+        edit.presence = nb::cast<float>(rule[5]);
+        edit.frequency = nb::cast<float>(rule[6]);
+        if (edit.values.size() != edit.output.size()) throw std::invalid_argument("penalties need a count for each token");
+    } else if (name == "bias") {
+        edit.kind = Edit::Bias;
+        edit.values = numbers(rule[2]);
+        if (edit.values.size() != edit.ids.size()) throw std::invalid_argument("a bias needs a value for each token");
+    } else if (name == "allowed") {
+        edit.kind = Edit::Allowed;
+    } else {
+        throw std::invalid_argument("unknown rule '" + name + "'");
+    }
+    return edit;
+}
+
+// How a row chooses: parameters, noise and rules, as models/native/output.py describes a Chooser.
+struct Chooser {
+    Sampling sampling;
+    std::vector<Edit> edits;
+
+    explicit Chooser(const nb::tuple& d)
+        : sampling{nb::cast<double>(d[0]), nb::cast<int>(d[1]), nb::cast<double>(d[2]), nb::cast<double>(d[3]), nb::cast<uint64_t>(d[4]),
+                   nb::cast<uint32_t>(d[5]), nb::cast<uint32_t>(d[6]), nb::cast<uint32_t>(d[7])} {
+        for (const nb::handle rule : nb::cast<nb::list>(d[8])) edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
+    }
+
+    // The choice from the result's logits number `i`.
+    int choose(const Result& result, int i, Workspace& workspace) const {
+        return outpace::choose(result.logits(i), result.vocab, &result.best[static_cast<size_t>(i)], edits, sampling, *result.kernels, workspace);
+    }
+    void advance(int32_t token) {
+        ++sampling.index;
+        for (Edit& edit : edits) edit.advance(token);
+    }
+};
+
+// A token, or below 0 one of the codes in choose.h.
+int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
+    const Chooser chooser(described);
+    const int i = result.find(at);
+    nb::gil_scoped_release release;
+    Workspace workspace;
+    return chooser.choose(result, i, workspace);
+}
+
+// exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; (),
+// greedy without rules; else what `Chooser` takes.
+nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
+                 const nb::object& starts, const nb::list& rows) {
+    const IntView token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
+    std::optional<IntView> parent;
+    if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
+    const int b = token.size(), w = token.width();
+    if (width.size() != b || start.size() != b || static_cast<int>(rows.size()) != b || (parent && (parent->size() != b || parent->width() != w)))
+        throw std::invalid_argument("drafts, starts and choosers differ in length");
+    std::vector<std::optional<Chooser>> choosers(static_cast<size_t>(b));
+    std::vector<char> asked(static_cast<size_t>(b));
+    bool plain = true;  // every choice is known already
+    for (int i = 0; i < b; ++i) {
+        if (width.data()[i] < 0 || width.data()[i] > w) throw std::invalid_argument("a draft's width is out of range");
+        const nb::handle row = PyList_GET_ITEM(rows.ptr(), i);
+        if (row.is_none()) continue;
+        asked[static_cast<size_t>(i)] = 1;
+        const nb::tuple described = nb::cast<nb::tuple>(row);
+        if (described.size() == 0) continue;
+        choosers[static_cast<size_t>(i)].emplace(described);
+        plain = false;
+    }
+    const IntArray gained({b, w + 1}), accepted({b}), path({b, w});
+    std::fill(gained.data, gained.data + static_cast<size_t>(b) * static_cast<size_t>(w + 1), 0);
+    std::fill(path.data, path.data + static_cast<size_t>(b) * static_cast<size_t>(w), 0);
+    const auto walk = [&](int i, Workspace& workspace) {
+        std::optional<Chooser>& chooser = choosers[static_cast<size_t>(i)];
+        const int32_t *its = token.data() + static_cast<size_t>(i) * w, *above = parent ? parent->data() + static_cast<size_t>(i) * w : nullptr;
+        int32_t *to = gained.data + static_cast<size_t>(i) * (w + 1), *nodes = path.data + static_cast<size_t>(i) * w;
+        const int k = width.data()[i];
+        for (int at = -1, depth = 0;; ++depth) {
+            const int found = result.find(start.data()[i] + 1 + at);
+            int choice;
+            try {
+                choice = chooser ? chooser->choose(result, found, workspace) : greedy(result.best[static_cast<size_t>(found)]);
+            } catch (const std::logic_error&) {  // a rule of another vocabulary: `choose` says so, to this row alone
+                choice = kUndecided;
+            }
+            if (choice < 0) {
+                std::fill(to, to + depth, 0);
+                std::fill(nodes, nodes + depth, 0);
+                return -1;
+            }
+            to[depth] = choice;
+            int child = at + 1;
+            while (child < k && (its[child] != choice || (above ? above[child] : child - 1) != at)) child = above ? child + 1 : k;
+            if (child >= k) return depth;
+            nodes[depth] = child;
+            at = child;
+            if (chooser) chooser->advance(choice);
+        }
+    };
+    {
+        std::optional<nb::gil_scoped_release> release;
+        if (!plain) release.emplace();
+        Workspace workspace;
+        for (int i = 0; i < b; ++i) accepted.data[i] = asked[static_cast<size_t>(i)] ? walk(i, workspace) : -1;
+    }
+    return nb::make_tuple(gained.object, accepted.object, path.object);
+}
+
+nb::object logits_of(const Result& result, const Ints& at) {
+    const size_t vocab = static_cast<size_t>(result.vocab);
+    std::vector<float> values(at.shape(0) * vocab);
+    for (size_t i = 0; i < at.shape(0); ++i)
+        std::memcpy(values.data() + i * vocab, result.logits(result.find(at.data()[i])), vocab * sizeof(float));
+    return numpy(std::move(values), {at.shape(0), vocab});
+}
+
+// Where packed tokens stand among the tapped ones.
+nb::object tap_places(const Result& result, const nb::object& at) {
+    const IntView nodes(at.ptr());
+    if (result.tap_count == 0) throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's taps");
+    const IntArray places({nodes.size()});
+    for (int i = 0; i < nodes.size(); ++i) {
+        const int32_t t = nodes.data()[i];
+        if (t < 0 || t >= result.tokens) throw std::out_of_range("packed index " + std::to_string(t) + " is not in the batch");
+        places.data[i] = result.tap_place[static_cast<size_t>(t)];
+        if (places.data[i] < 0)
+            throw std::out_of_range("packed index " + std::to_string(t) + " is of a row that was not tapped: set its place in the batch's tapped");
+    }
+    return places.object;
+}
+
+// The hidden states of all tapped tokens [n, T, H], where they were computed. They outlive the result.
+nb::object tapped(const Result& result) {
+    auto* kept = new std::shared_ptr<float[]>(result.taps);
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
+    const size_t shape[] = {static_cast<size_t>(result.tap_tokens), static_cast<size_t>(result.tap_count), static_cast<size_t>(result.hidden)};
+    return nb::cast(nb::ndarray<nb::numpy, const float>(kept->get(), 3, shape, owner));
+}
+
+std::unique_ptr<Result> result_of(const Matrixf& logits, const Ints& wanted, const std::string& isa) {
+    if (logits.shape(0) != wanted.shape(0) || logits.shape(1) == 0)
+        throw std::invalid_argument("logits must be [" + std::to_string(wanted.shape(0)) + ", vocabulary]");
+    for (size_t i = 1; i < wanted.shape(0); ++i)
+        if (wanted.data()[i] <= wanted.data()[i - 1]) throw std::invalid_argument("wanted must ascend");
+    return Result::of(logits.data(), static_cast<int>(logits.shape(1)), {wanted.data(), wanted.data() + wanted.shape(0)}, kernels_for(isa));
+}
+
+void within(const Ints& ids, int vocab) {
+    for (size_t i = 0; i < ids.shape(0); ++i)
+        if (ids.data()[i] < 0 || ids.data()[i] >= vocab)
+            throw std::invalid_argument("token " + std::to_string(ids.data()[i]) + " is not in the vocabulary of " + std::to_string(vocab));
+}
+
+void wide(const Matrixf& states, int hidden) {
+    if (static_cast<int>(states.shape(1)) != hidden)
+        throw std::invalid_argument("hidden states are [n, " + std::to_string(states.shape(1)) + "], but must be [n, " + std::to_string(hidden) + "]");
+}
+
+nb::object embed(const Model& model, const Ints& tokens) {
+    within(tokens, model.vocab());
+    const size_t n = tokens.shape(0), hidden = static_cast<size_t>(model.hidden());
+    std::vector<float> out(n * hidden);
+    model.embed(tokens.data(), static_cast<int>(n), out.data());
+    return numpy(std::move(out), {n, hidden});
+}
+
+nb::object final_norm(const Model& model, const Matrixf& states) {
+    wide(states, model.hidden());
+    std::vector<float> out(states.shape(0) * states.shape(1));
+    model.final_norm(states.data(), static_cast<int>(states.shape(0)), out.data());
+    return numpy(std::move(out), {states.shape(0), states.shape(1)});
+}
+
+nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& ids) {
+    wide(normed, model.hidden());
+    if (ids) within(*ids, model.vocab());
+    const size_t n = normed.shape(0), count = ids ? ids->shape(0) : static_cast<size_t>(model.vocab());
+    std::vector<float> out(n * count);
+    {
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(model.lock());
+        model.head(normed.data(), static_cast<int>(n), ids ? ids->data() : nullptr, static_cast<int>(count), out.data());
+    }
+    return numpy(std::move(out), {n, count});
+}
+
+}  // namespace
+
+void bind_output(nb::module_& m) {
+    nb::class_<Result>(m, "Result")
+        .def_static("of", &result_of, "logits"_a, "wanted"_a, "isa"_a = "")
+        .def("best", &best_of, "at"_a)
+        .def("choose", &choose_after, "at"_a, "chooser"_a)
+        .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a)
+        .def("logits", &logits_of, "at"_a)
+        .def("tap_places", &tap_places, "at"_a)
+        .def("tapped", &tapped);
+    m.def("embed", &embed, "model"_a, "tokens"_a);
+    m.def("final_norm", &final_norm, "model"_a, "states"_a);
+    m.def("head", &head, "model"_a, "normed"_a, "ids"_a.none());
+}
+
+}  // namespace outpace

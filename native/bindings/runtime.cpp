@@ -1,0 +1,118 @@
+// What Python sees of weights, the runtime that models share, and a model's KV cache.
+#include <nanobind/stl/shared_ptr.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "bindings/bindings.h"
+#include "model/model.h"
+#include "runtime/cpu.h"
+
+namespace outpace {
+namespace {
+
+std::vector<float> floats(const nb::dict& d, const char* key) {
+    if (!d.contains(key)) return {};
+    const Floats array = nb::cast<Floats>(d[key]);
+    return {array.data(), array.data() + array.shape(0)};
+}
+
+Layer layer_of(const nb::dict& d) {
+    Layer l;
+    l.q = nb::cast<Matrix>(d["q"]);
+    l.k = nb::cast<Matrix>(d["k"]);
+    l.v = nb::cast<Matrix>(d["v"]);
+    l.o = nb::cast<Matrix>(d["o"]);
+    l.gate = nb::cast<Matrix>(d["gate"]);
+    l.up = nb::cast<Matrix>(d["up"]);
+    l.down = nb::cast<Matrix>(d["down"]);
+    l.attn_norm = floats(d, "attn_norm");
+    l.post_attn_norm = floats(d, "post_attn_norm");
+    l.ffn_norm = floats(d, "ffn_norm");
+    l.post_ffn_norm = floats(d, "post_ffn_norm");
+    l.q_norm = floats(d, "q_norm");
+    l.k_norm = floats(d, "k_norm");
+    l.q_bias = floats(d, "q_bias");
+    l.k_bias = floats(d, "k_bias");
+    l.v_bias = floats(d, "v_bias");
+    l.o_bias = floats(d, "o_bias");
+    l.window = nb::cast<int>(d["window"]);
+    l.rope = nb::cast<int>(d["rope"]);
+    return l;
+}
+
+void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, const Matrix& embedding, const Matrix& head,
+                  const Floats& final_norm, const nb::list& ropes) {
+    Config config{};
+    config.vocab = nb::cast<int>(c["vocab"]);
+    config.hidden = nb::cast<int>(c["hidden"]);
+    config.heads = nb::cast<int>(c["heads"]);
+    config.kv_heads = nb::cast<int>(c["kv_heads"]);
+    config.head_dim = nb::cast<int>(c["head_dim"]);
+    config.ffn = nb::cast<int>(c["ffn"]);
+    config.eps = nb::cast<float>(c["eps"]);
+    config.attention_scale = nb::cast<float>(c["attention_scale"]);
+    config.embedding_scale = nb::cast<float>(c["embedding_scale"]);
+    const std::string activation = nb::cast<std::string>(c["activation"]);
+    if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("unknown activation '" + activation + "'");
+    config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
+    config.max_length = nb::cast<int>(c["max_length"]);
+    std::vector<Layer> built;
+    for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
+    std::vector<std::vector<float>> tables;
+    for (const nb::handle rope : ropes) {
+        const Floats table = nb::cast<Floats>(rope);
+        tables.emplace_back(table.data(), table.data() + table.shape(0));
+    }
+    new (self) Weights(config, std::move(built), embedding, head,
+                       std::vector<float>(final_norm.data(), final_norm.data() + final_norm.shape(0)), std::move(tables));
+}
+
+void make_runtime(Runtime* self, int threads) {
+    if (threads < 1 || threads > 256) throw std::invalid_argument("threads=" + std::to_string(threads) + " is out of range: give 1 to 256");
+    new (self) Runtime(threads);
+}
+
+void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<Runtime> runtime, const std::string& isa,
+                bool kv_f32, int64_t kv_limit) {
+    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), kv_f32, kv_limit);
+}
+
+template <class F>
+auto locked(Model& model, F f) {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(model.lock());
+    return f(model.kv());
+}
+
+}  // namespace
+
+void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
+    nb::class_<Weights>(m, "Weights")
+        .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a)
+        .def_prop_ro("bytes", &Weights::bytes);
+    nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads);
+    m.attr("KV_BLOCK") = kBlock;
+    model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_f32"_a, "kv_limit"_a)
+        .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
+        .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
+        .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
+        .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
+        .def("kv_compact",
+             [](Model& x, int row, int start, const Ints& keep) {
+                 locked(x, [&](KV& kv) { kv.compact(row, start, keep.data(), static_cast<int>(keep.shape(0))); });
+             })
+        .def("kv_fork", [](Model& x, int src, int dst, int n) { locked(x, [&](KV& kv) { kv.fork(src, dst, n); }); })
+        .def("kv_growth", [](Model& x, int row, int64_t n) { return locked(x, [&](KV& kv) { return kv.growth(row, n); }); })
+        .def("kv_bytes_for", [](Model& x, int64_t n) { return x.kv().bytes_for(n); })
+        .def("kv_exclusive",
+             [](Model& x, const std::vector<int>& rows) { return locked(x, [&](KV& kv) { return kv.exclusive(rows); }); })
+        .def_prop_ro("kv_bytes", [](Model& x) { return locked(x, [](KV& kv) { return kv.bytes(); }); })
+        .def_prop_ro("kv_held", [](Model& x) { return locked(x, [](KV& kv) { return kv.held(); }); })
+        .def_prop_ro("kv_rows", [](Model& x) { return locked(x, [](KV& kv) { return kv.rows(); }); })
+        .def("kv_check", [](Model& x) { locked(x, [](KV& kv) { kv.check(); }); })
+        .def("kv_poison", [](Model& x) { locked(x, [](KV& kv) { kv.poison(); }); });
+}
+
+}  // namespace outpace

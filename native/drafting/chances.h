@@ -1,0 +1,65 @@
+// How often drafted nodes are accepted, learned online: what a drafter's own confidence is worth.
+//
+// A node is *tried* when its parent was accepted (or is the pending token). The chance that a tried node is accepted is
+// learned by source, kind of sampling, depth and the drafter's own conditional confidence, in buckets that all rows share
+// and that forget. A drafter's own word is where a bucket starts.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <utility>
+
+namespace outpace {
+
+struct Chance {  // of nodes that are alike
+    double accepted = 0.0, tried = 0.0;
+
+    static constexpr double kStrength = 4.0;  // trials that a drafter's own word counts for
+    static constexpr double kMemory = 400.0;  // trials that are remembered
+
+    double given(double said) const { return (accepted + kStrength * said) / (tried + kStrength); }
+    void learn(double good) {
+        accepted = accepted * (1.0 - 1.0 / kMemory) + good;
+        tried = tried * (1.0 - 1.0 / kMemory) + 1.0;
+    }
+};
+
+class Chances {
+public:
+    static constexpr double kUnknown = 0.6;  // of a node whose drafter gives no confidence
+    static constexpr int kLevels = 8;        // depths that are told apart where there is no confidence, and by `level`
+
+    struct Table {  // of one source and kind of sampling
+        std::array<std::array<Chance, 14>, 2> said;  // of first nodes and of deeper ones, by confidence
+        std::array<Chance, kLevels> unsaid;
+        std::array<Chance, kLevels> levels;  // that a draft goes on being accepted at a level: for whoever pays by the level
+    };
+
+    // `said`: the drafter's chance for the node, given its parent; negative: it gives none.
+    static Chance& of(Table& table, int depth, double said) {
+        if (said < 0) return table.unsaid[static_cast<size_t>(std::min(depth, kLevels - 1))];
+        static constexpr double edges[] = {0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98};
+        const auto at = std::upper_bound(std::begin(edges), std::end(edges), said) - std::begin(edges);
+        return table.said[depth > 0][static_cast<size_t>(at)];
+    }
+
+    Table& table(int source, int kind) { return tables_[{source, kind}]; }  // it never moves
+    size_t size() const { return tables_.size(); }
+
+    // Called once a step: what a bad spell taught fades, and is tried again.
+    void tick() {
+        if (++ticks_ % 64) return;
+        const auto fade = [](auto& chances) {
+            for (Chance& chance : chances) chance.accepted *= 0.98, chance.tried *= 0.98;
+        };
+        for (auto& [key, table] : tables_) fade(table.said[0]), fade(table.said[1]), fade(table.unsaid), fade(table.levels);
+    }
+
+private:
+    std::map<std::pair<int, int>, Table> tables_;
+    int64_t ticks_ = 0;
+};
+
+}  // namespace outpace

@@ -1,0 +1,62 @@
+// What a learned drafter shares with its target: the embedding, the final norm and the head, computed as a forward does.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "model/model.h"
+#include "weights/pack.h"
+
+namespace outpace {
+
+void Model::embed(const int32_t* tokens, int n, float* out) const {
+    for (int t = 0; t < n; ++t, out += config_.hidden) {
+        unpack_row(embedding_, tokens[t], out);
+        if (config_.embedding_scale != 1.0f)
+            for (int i = 0; i < config_.hidden; ++i) out[i] *= config_.embedding_scale;
+    }
+}
+
+void Model::final_norm(const float* hidden, int n, float* out) const {
+    for (int t = 0; t < n; ++t, hidden += config_.hidden, out += config_.hidden)
+        kernels_.rmsnorm(hidden, final_norm_.data(), config_.eps, config_.hidden, out);
+}
+
+void Model::head(const float* normed, int n, const int32_t* ids, int count, float* out) {
+    std::vector<int> order(static_cast<size_t>(count));  // columns of `out` by the row block of the head that they need
+    std::iota(order.begin(), order.end(), 0);
+    const auto row = [ids](int column) { return ids ? ids[column] : column; };
+    if (ids) std::sort(order.begin(), order.end(), [&](int a, int b) { return row(a) < row(b); });
+    std::vector<int> firsts;  // where a new row block begins in `order`
+    for (int i = 0; i < count; ++i)
+        if (i == 0 || row(order[static_cast<size_t>(i)]) / kRows != row(order[static_cast<size_t>(i) - 1]) / kRows) firsts.push_back(i);
+    const int blocks = static_cast<int>(firsts.size());
+    firsts.push_back(count);
+    const Acts acts = head_.acts();
+    uint8_t* in = scratch_.in[0].get(acts);
+    float* line = scratch_.line[0].get();
+    for (int first = 0; first < n; first += kChunk) {
+        const int width = std::min(kChunk, n - first);
+        std::fill(line, line + hidden_stride_, 0.0f);
+        for (int t = 0; t < width; ++t) {
+            std::memcpy(line, normed + static_cast<size_t>(first + t) * config_.hidden, static_cast<size_t>(config_.hidden) * 4);
+            kernels_.encode(acts, line, 0, head_.groups, in, width, t);
+        }
+        float* to = out + static_cast<size_t>(first) * static_cast<size_t>(count);
+        runtime_->pool().run([&](Seat& me) {
+            const Part part = me.of(blocks);
+            float* y = scratch_.pair[static_cast<size_t>(me.id)].get();  // [width][kRows]
+            for (int b = part.begin; b < part.end; ++b) {
+                const int begin = firsts[static_cast<size_t>(b)], end = firsts[static_cast<size_t>(b) + 1];
+                const int block = row(order[static_cast<size_t>(begin)]) / kRows;
+                // The kernels write at row block * 16: shift the origin so that this block starts at the buffer's own.
+                kernels_.matmul(head_, in, width, block, block + 1, y - block * kRows, kRows);
+                for (int i = begin; i < end; ++i) {
+                    const int column = order[static_cast<size_t>(i)], lane = row(column) % kRows;
+                    for (int t = 0; t < width; ++t) to[static_cast<size_t>(t) * count + column] = y[t * kRows + lane];
+                }
+            }
+        });
+    }
+}
+
+}  // namespace outpace

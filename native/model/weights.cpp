@@ -1,0 +1,76 @@
+#include "model/weights.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace outpace {
+namespace {
+
+void fits(const Matrix& m, int rows, int cols, const char* name) {
+    if (m.rows != rows || m.cols != cols || !m.data)
+        throw std::invalid_argument(std::string(name) + " is " + std::to_string(m.rows) + " x " + std::to_string(m.cols) +
+                                    ", expected " + std::to_string(rows) + " x " + std::to_string(cols));
+}
+void fits(const std::vector<float>& v, int n, bool required, const char* name) {
+    if ((required || !v.empty()) && static_cast<int>(v.size()) != n)
+        throw std::invalid_argument(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " +
+                                    std::to_string(n));
+}
+
+void check(const Weights& w) {
+    const Config& c = w.config;
+    if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
+        throw std::invalid_argument("the model's sizes do not fit together");
+    fits(w.embedding, c.vocab, c.hidden, "the embedding");
+    fits(w.head, c.vocab, c.hidden, "the output head");
+    fits(w.final_norm, c.hidden, true, "the final norm");
+    const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
+    for (const Layer& l : w.layers) {
+        fits(l.q, q, c.hidden, "a query matrix");
+        fits(l.k, kv, c.hidden, "a key matrix");
+        fits(l.v, kv, c.hidden, "a value matrix");
+        fits(l.o, c.hidden, q, "an attention output matrix");
+        fits(l.gate, c.ffn, c.hidden, "a gate matrix");
+        fits(l.up, c.ffn, c.hidden, "an up matrix");
+        fits(l.down, c.hidden, c.ffn, "a down matrix");
+        fits(l.attn_norm, c.hidden, true, "an attention norm");
+        fits(l.ffn_norm, c.hidden, true, "a feed-forward norm");
+        fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
+        fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
+        fits(l.q_norm, c.head_dim, false, "a query norm");
+        fits(l.k_norm, c.head_dim, false, "a key norm");
+        fits(l.q_bias, q, false, "a query bias");
+        fits(l.k_bias, kv, false, "a key bias");
+        fits(l.v_bias, kv, false, "a value bias");
+        fits(l.o_bias, c.hidden, false, "an attention output bias");
+        if (l.window < 0 || l.rope < 0 || l.rope >= static_cast<int>(w.ropes.size()))
+            throw std::invalid_argument("a layer's window or rope table is out of range");
+    }
+    for (const std::vector<float>& rope : w.ropes)
+        if (static_cast<int>(rope.size()) * 2 != c.head_dim)
+            throw std::invalid_argument("a rope table does not fit the head size");
+}
+
+}  // namespace
+
+Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, Matrix head_, std::vector<float> final_norm_,
+                 std::vector<std::vector<float>> ropes_)
+    : config(config_),
+      layers(std::move(layers_)),
+      embedding(std::move(embedding_)),
+      head(std::move(head_)),
+      final_norm(std::move(final_norm_)),
+      ropes(std::move(ropes_)) {
+    check(*this);
+}
+
+size_t Weights::bytes() const {
+    size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
+    for (const Layer& l : layers)
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) bytes += m->bytes();
+    return bytes;
+}
+
+}  // namespace outpace

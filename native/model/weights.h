@@ -1,0 +1,44 @@
+// A decoder as data.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "kernels/table.h"
+#include "weights/matrix.h"
+
+namespace outpace {
+
+// Vectors that are empty are left out of the computation.
+struct Layer {
+    Matrix q, k, v, o, gate, up, down;
+    std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
+    std::vector<float> q_norm, k_norm;                                      // [head_dim]
+    std::vector<float> q_bias, k_bias, v_bias, o_bias;
+    int window = 0;  // positions a token sees, itself among them; 0: all
+    int rope = 0;    // which table
+};
+
+struct Config {
+    int vocab, hidden, heads, kv_heads, head_dim, ffn;
+    float eps, attention_scale, embedding_scale;
+    Activation activation;
+    int max_length;
+};
+
+// Never changed once it is made, so that any number of models can share it.
+struct Weights {
+    // Throws std::invalid_argument for what does not fit together.
+    Weights(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
+            std::vector<std::vector<float>> ropes);
+
+    const Config config;
+    const std::vector<Layer> layers;
+    const Matrix embedding, head;
+    const std::vector<float> final_norm;
+    const std::vector<std::vector<float>> ropes;  // inverse frequencies of each table
+
+    size_t bytes() const;
+};
+
+}  // namespace outpace

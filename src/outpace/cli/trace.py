@@ -1,0 +1,79 @@
+"""``outpace trace``: run a recorded run again, or look at it."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.command import flatten
+from outpace.cli.options import Common
+
+app = typer.Typer(help="Replay or view what outpace generate --trace FILE recorded.", no_args_is_help=True)
+
+FILE = typer.Argument(help="A trace, as outpace generate --trace wrote it.")
+MODEL = typer.Option("--model", "-m", help="The target, where it is not the one that the trace names.")
+THREADS = typer.Option("--threads", "-t", help="CPU threads. Default: as recorded, else the cores there are.")
+
+
+def register(root: typer.Typer) -> None:
+    root.add_typer(app, name="trace", epilog="Example: outpace trace view run.trace")
+    app.command("replay", epilog="Example: outpace trace replay run.trace")(flatten(replay))
+    app.command("view", epilog="Example: outpace trace view run.trace -o run.html")(flatten(view))
+
+
+def replay(
+    common: Common,
+    file: Annotated[Path, FILE],
+    model: Annotated[str | None, MODEL] = None,
+    threads: Annotated[int | None, THREADS] = None,
+) -> int:
+    """Decode again with the recorded drafts, and check every token and verdict. Exit code 1 for a difference."""
+    from outpace.measure.replay import engine_for
+    from outpace.measure.replay import replay as run
+    from outpace.measure.tracefile import read
+
+    trace = read(file)
+    with engine_for(trace, model, threads=threads) as (engine, drafter):
+        report = run(trace, engine, drafter)
+    if common.json:
+        print(json_.dumps({**report.to_dict(), "cut": trace.cut}))
+        return 0 if report.identical else 1
+    for departure in report.departures:
+        print(departure)
+    for _, reason in report.skipped:
+        print(f"skipped: {reason}")
+    for note in report.notes:
+        print(f"not as it was: {note}")
+    if trace.cut:
+        print(f"{file} is not whole: {trace.cut}")
+    if report.identical:
+        print(f"identical: {report.tokens} tokens of {report.samples} answers in {report.steps} steps")
+    else:
+        print(f"{len(report.departures)} of {report.samples} answers differ")
+    return 0 if report.identical else 1
+
+
+def view(
+    common: Common,
+    file: Annotated[Path, FILE],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page to write. Default: beside FILE, with .html.")
+    ] = None,
+) -> int:
+    """Write one HTML page that shows every step. It holds everything, and asks for nothing outside itself."""
+    from outpace.files import check_writable
+    from outpace.measure.view import write
+
+    out = file.with_suffix(".html") if out is None else out
+    check_writable(out)
+    write(file, out)
+    size = out.stat().st_size
+    print(
+        json_.dumps({"page": str(out), "bytes": size})
+        if common.json
+        else f"{out}: {size / 1e6:.1f} MB, open it in a browser"
+    )
+    return 0

@@ -1,0 +1,329 @@
+"""Drafters and the policy behind a wall: whatever they raise, their rows go on plainly and nothing else notices.
+
+A drafter that fails loses the rows that it served; new requests may try it again. A policy that fails is replaced by a
+fresh one. Only KeyboardInterrupt and its like pass through, and leave a state that the next step can go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outpace.control.policy import PLAIN, Decision, Load, Policy, Sizes
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.composed import tree_of
+from outpace.errors import MemoryLimitError, RuleError
+from outpace.exact.drafts import UNNAMED, Draft, Drafts, Verdicts
+from outpace.exact.rules import forced, pruned
+from outpace.exact.tree import Tree, merge, pack
+
+if TYPE_CHECKING:
+    from outpace.arrays import I32
+    from outpace.engine.sequence import Sequence
+
+NONE = "none"
+PLAINLY = DraftCost()
+GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What was drafted for the B rows of a step: before and after the policy, and why."""
+
+    views: SequenceOf[RowView]
+    proposed: Drafts
+    kept: Drafts
+    decisions: SequenceOf[Decision]
+    planned: bool  # whether the policy was asked, and has to hear what became of it
+
+
+class Drafting:
+    """``drafters`` by name; ``policy``: makes the policy. ``vocab``: token ids that a draft may have."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], policy: Callable[[], Policy], vocab: int) -> None:
+        self._drafters, self._make_policy, self._vocab = dict(drafters), policy, vocab
+        self._policy = policy()
+        self._unreleased: dict[tuple[str, int], I32 | None] = {}  # rows whose release failed: tried again
+        self._asked: dict[int, Draft] = {}  # of this step, by row, where a drafter reads choices: as it was proposed,
+        self._verified: dict[int, Draft] = {}  # and as it was verified
+        self.faults: list[str] = []  # of this step
+        self.needs = DrafterNeeds(
+            taps=tuple(sorted({layer for d in drafters.values() for layer in d.needs.taps})),
+            choices=any(d.needs.choices for d in drafters.values()),
+            draws=any(d.needs.draws for d in drafters.values()),
+        )
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether some drafter has KV of its own, which grows with its rows."""
+        return any(type(drafter).growth is not Drafter.growth for drafter in self._drafters.values())
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    def needs_of(self, sequence: Sequence) -> DrafterNeeds:
+        """What the drafter of a row needs; nothing where it decodes plainly."""
+        return self._drafters[sequence.drafter].needs if self._drafts(sequence) else DrafterNeeds()
+
+    def _drafts(self, sequence: Sequence) -> bool:
+        return bool(sequence.size) and sequence.drafter in self._drafters
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new step: what went wrong in the last one is told, rows that were not released are."""
+        self.faults = []
+        for (name, row), tokens in list(self._unreleased.items()):
+            self._release(name, row, tokens)
+
+    def propose(self, sequences: SequenceOf[Sequence], load: Load) -> Proposal:
+        """Drafts for the decoding rows. Never raises an Exception; those whose drafter failed have none."""
+        b = len(sequences)
+        views = [self._view(s) for s in sequences]
+        if not any(view.drafter != NONE for view in views):
+            nothing = Drafts.empty(b)
+            return Proposal(views, nothing, nothing, [PLAIN] * b, False)
+        sizes = self._plan(sequences, views, load)
+        groups: dict[str, list[int]] = {}
+        for i, (view, size) in enumerate(zip(views, sizes.nodes, strict=True)):
+            if size and sequences[i].size:
+                groups.setdefault(view.drafter, []).append(i)
+        parts = []
+        for name, where in groups.items():
+            drafts = self._ask(name, [sequences[i] for i in where], [views[i] for i in where], sizes, where)
+            if drafts is not None:
+                parts.append((where, drafts))
+        proposed = Drafts.join(parts, b) if parts else Drafts.empty(b)
+        if self.needs.choices:
+            self._asked = {view.row: proposed.row(i) for i, view in enumerate(views)}
+        if any(view.chooser.rules for view in views):
+            proposed = self._under_rules(sequences, views, proposed, sizes.nodes)
+        kept, decisions = self._trim(sequences, views, proposed, load)
+        if self.needs.choices:
+            self._verified = {view.row: kept.row(i) for i, view in enumerate(views)}
+        return Proposal(views, proposed, kept, decisions, True)
+
+    def _view(self, sequence: Sequence) -> RowView:
+        request, drafts = sequence.request, self._drafts(sequence)
+        drafter = sequence.drafter if drafts else NONE
+        return RowView(
+            sequence.row, request.id, sequence.tokens, sequence.limit, sequence.chooser, request.acceptance,
+            adaptive=request.adaptive and drafts, drafter=drafter,
+            cost=self._drafters[drafter].cost if drafts else PLAINLY,
+        )  # fmt: skip
+
+    def _plan(self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], load: Load) -> Sizes:
+        most = [
+            min(s.size, s.room - 1) if view.drafter != NONE and not s.paused else 0
+            for s, view in zip(sequences, views, strict=True)
+        ]
+        try:
+            sizes = self._policy.plan(views, most, load)
+            if not all(0 <= n <= m for n, m in zip(sizes.nodes, most, strict=True)):
+                raise ValueError(f"it asks for {sizes.nodes} nodes where {most} are allowed")
+            return sizes
+        except Exception as error:
+            self._policy_failed(error, sequences)
+            nodes = [0 if s.request.adaptive else n for s, n in zip(sequences, most, strict=True)]
+            return Sizes(nodes, nodes)
+
+    def _ask(
+        self, name: str, rows: SequenceOf[Sequence], views: list[RowView], sizes: Sizes, where: list[int]
+    ) -> Drafts | None:
+        drafter = self._drafters[name]
+        asked = [sizes.nodes[i] for i in where]
+        if drafter.cost.levels is not None:
+            views = [replace(view, depth=sizes.levels[i]) for view, i in zip(views, where, strict=True)]
+        try:
+            drafts = drafter.propose(views, np.array(asked, np.int32))
+            self._check(drafts, asked)
+            return drafts
+        except (MemoryLimitError, RuleError):
+            return None  # no room for its cache, or a request's own fault, which verification meets: nothing this time
+        except Exception as error:
+            self._drafter_failed(name, error, rows)
+            return None
+
+    def _check(self, drafts: Drafts, asked: list[int]) -> None:
+        """Raise ValueError when a proposal could not be verified."""
+        widths = drafts.widths.tolist()
+        if len(widths) != len(asked) or any(width > most for width, most in zip(widths, asked, strict=True)):
+            raise ValueError(f"it proposed {widths} nodes where {asked} were asked for")
+        tokens = drafts.tokens
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab:
+            raise ValueError(f"it proposed a token that is not in the vocabulary of {self._vocab}")
+        parents = drafts.parents
+        if parents is not None and ((parents < -1) | (parents >= np.arange(parents.shape[1]))).any():
+            raise ValueError("it proposed a tree in which a node stands before its parent")
+
+    def _under_rules(
+        self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], drafts: Drafts, sizes: list[int]
+    ) -> Drafts:
+        """Nodes that a rule forbids are dropped, tokens that must follow are added; not where nodes were drawn under
+        ``rejection``, whose existence may not depend on what was drawn."""
+        parts: list[tuple[list[int], Drafts]] = []
+        for i, view in enumerate(views):
+            its = drafts.take([i])
+            drawn = view.acceptance == "rejection" and its.q is not None
+            if view.chooser.rules and not drawn and sizes[i]:
+                try:
+                    must = forced(view.chooser)[: sizes[i]]
+                    if must:
+                        gains = np.linspace(0.99, 0.9, len(must)).tolist()
+                        own = tree_of(its, 0)
+                        own.sources = [source + 1 for source in own.sources]
+                        whole = merge([Tree.chain(must, gains), own], sizes[i])
+                        its = pack([whole], (GRAMMAR, *(drafts.sources or (UNNAMED,))))
+                    keep = pruned(its.row(0), view.chooser)
+                    if len(keep) < int(its.widths[0]):
+                        its = its.only([keep])
+                except RuleError:  # verification meets it again, and ends the request
+                    its = Drafts.empty(1)
+            parts.append(([i], its))
+        return Drafts.join(parts, len(views))
+
+    def _trim(
+        self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], proposed: Drafts, load: Load
+    ) -> tuple[Drafts, SequenceOf[Decision]]:
+        try:
+            kept, decisions = self._policy.trim(views, proposed, load)
+            if len(decisions) != len(views) or (kept.widths > proposed.widths).any():
+                raise ValueError("it kept more than was proposed")
+            return kept, decisions
+        except Exception as error:
+            self._policy_failed(error, sequences)
+            return Drafts.empty(len(views)), [PLAIN] * len(views)
+
+    def observe(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
+        """What became final in rows that go on."""
+        by_drafter: dict[str, list[tuple[Sequence, Event]]] = {}
+        for sequence, event in events:
+            if self._drafts(sequence):
+                by_drafter.setdefault(sequence.drafter, []).append((sequence, event))
+        for name, its in by_drafter.items():
+            drafter = self._drafters[name]
+            seen = [event for _, event in its]
+            if drafter.needs.taps != self.needs.taps:
+                columns = [self.needs.taps.index(layer) for layer in drafter.needs.taps]
+                seen = [
+                    replace(e, taps=e.taps.layers(columns) if e.taps is not None and columns else None) for e in seen
+                ]
+            if drafter.needs.choices:
+                seen = [self._its_choices(e) for e in seen]
+            try:
+                drafter.observe(seen)
+            except Exception as error:
+                self._drafter_failed(name, error, [sequence for sequence, _ in its])
+
+    def _its_choices(self, event: Event) -> Event:
+        """The event with choices numbered as the drafter proposed its nodes; -1 where a node was not verified."""
+        own, kept = self._asked.get(event.row), self._verified.get(event.row)
+        if event.choices is None or own is None or kept is None:
+            return replace(event, choices=None)
+        numbers = {(kept.parent(n), int(token)): n for n, token in enumerate(kept.tokens)}
+        place = {-1: -1}
+        for node, token in enumerate(own.tokens.tolist()):
+            found = numbers.get((place[own.parent(node)], token)) if own.parent(node) in place else None
+            if found is not None:
+                place[node] = found
+        said = [int(event.choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
+        return replace(event, choices=np.array(said, np.int32))
+
+    def learn(
+        self, sequences: SequenceOf[Sequence], proposal: Proposal, verdicts: Verdicts, seconds: Mapping[str, float]
+    ) -> None:
+        if proposal.planned:
+            try:
+                self._policy.learn(proposal.views, proposal.kept, verdicts, seconds)
+            except Exception as error:
+                self._policy_failed(error, sequences)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def fork(self, source: Sequence, sequence: Sequence, n: int) -> None:
+        """A row begins with the first n tokens of another one."""
+        if self._drafts(sequence) and source.row >= 0 and source.drafter == sequence.drafter:
+            try:
+                self._drafters[sequence.drafter].fork(source.row, sequence.row, n)
+            except MemoryLimitError:
+                return  # it catches up by itself, once there is room
+            except Exception as error:
+                self._drafter_failed(sequence.drafter, error, [sequence])
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence's row is gone (call this while it still has its number)."""
+        whole = sequence.finish_reason in ("stop", "length")
+        tokens = sequence.tokens.copy() if whole else None
+        if sequence.drafter in self._drafters:
+            self._release(sequence.drafter, sequence.row, tokens)
+        try:
+            self._policy.release(sequence.row)
+        except Exception as error:
+            self._policy_failed(error, ())
+
+    def give_up(self, sequence: Sequence, why: str) -> None:
+        """The row goes on plainly, and its drafter gives back what it holds for it."""
+        sequence.plainly(why)
+        self._release(sequence.drafter, sequence.row, None)
+
+    def growth(self, sequence: Sequence, positions: int) -> int:
+        """KV bytes more that drafting for a row takes once it has so many positions."""
+        if not self._drafts(sequence):
+            return 0
+        try:
+            return self._drafters[sequence.drafter].growth(sequence.row, positions)
+        except Exception as error:
+            self._drafter_failed(sequence.drafter, error, [sequence])
+            return 0
+
+    @property
+    def bytes(self) -> int:
+        """KV bytes that drafters use now."""
+        return sum(drafter.bytes for drafter in self._drafters.values())
+
+    def _release(self, name: str, row: int, tokens: I32 | None) -> None:
+        self._unreleased[name, row] = tokens
+        for last in (False, True):  # once more: a row that stays behind would be another request's
+            try:
+                self._drafters[name].release(row, tokens)
+            except Exception as error:
+                self._say(f"the drafter {name} failed to release a row ({_brief(error)})")
+                if last:
+                    return
+            else:
+                break
+        del self._unreleased[name, row]
+
+    def check(self, rows: SequenceOf[int]) -> None:
+        """Assert that drafters hold nothing but rows that are alive, or whose release is still to be tried again."""
+        for name, drafter in self._drafters.items():
+            drafter.check([*rows, *(row for its, row in self._unreleased if its == name)])
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _drafter_failed(self, name: str, error: Exception, rows: SequenceOf[Sequence]) -> None:
+        self._say(f"the drafter {name} failed ({_brief(error)})")
+        for sequence in rows:
+            self.give_up(
+                sequence, f"the drafter {name} failed ({_brief(error)}), so it was decoded plainly from there on"
+            )
+
+    def _policy_failed(self, error: Exception, rows: SequenceOf[Sequence]) -> None:
+        self._say(f"the policy failed ({_brief(error)})")
+        for sequence in rows:
+            if sequence.request.adaptive and sequence.size:
+                self.give_up(sequence, f"the policy failed ({_brief(error)}), so it was decoded plainly from there on")
+        self._policy = self._make_policy()
+
+    def _say(self, fault: str) -> None:
+        self.faults.append(fault)
+
+
+def _brief(error: Exception) -> str:
+    said = str(error).splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

@@ -1,0 +1,188 @@
+"""From what a caller gives to a ``Request``: checked, or refused with the name, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outpace.arrays import I32
+from outpace.control.auto import AUTO_SIZE
+from outpace.drafters.base import Drafter
+from outpace.engine.request import Size
+from outpace.errors import Argument, MemoryLimitError, ParameterError
+from outpace.models.base import ModelInfo
+from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from outpace.models.text.tokenizer import Tokenizer
+
+MOST_NODES = 63  # a forward has at most 64 tokens of one row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The engine's own options, validated before anything is loaded. Raises ParameterError.
+
+    ``size``: tokens drafted a step, or "auto": what pays; ``acceptance``: docs/exactness.md; ``max_rows``: requests
+    that run at once; ``prefill_chunk``: prompt tokens a step; ``prefix_rows``: finished rows whose KV is kept for
+    prompts that begin alike (0: none).
+    """
+
+    size: Size = "auto"
+    acceptance: Acceptance = "coupled"
+    max_rows: int = 16
+    prefill_chunk: int = 512
+    prefix_rows: int = 16
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_rows", 1), ("prefill_chunk", 1), ("prefix_rows", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+                raise ParameterError(Argument(name, value), f" is out of range: give at least {least}")
+        checked_acceptance(self.acceptance)
+        checked_size(self.size)
+
+    @property
+    def nodes(self) -> int:
+        """The most nodes a step."""
+        return checked_size(self.size)
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, raw: bool = False) -> I32:
+    """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+        raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
+    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+        if tokenizer is None:
+            raise ParameterError("this engine has no tokenizer: give token ids")
+        if isinstance(prompt, str) and not prompt:
+            raise ParameterError("the prompt is empty: give some text")
+        if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):
+            tokens = tokenizer.encode(prompt)
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            tokens = tokenizer.encode_chat(messages)  # type: ignore[arg-type]
+        check_ids("the prompt", tokens, vocab_size)
+    else:
+        tokens = _token_ids(prompt, vocab_size)
+    if not len(tokens):
+        raise ParameterError("the prompt is empty: give at least one token")
+    return tokens.astype(np.int32)
+
+
+def encoder(tokenizer: Tokenizer | None) -> Callable[[str], I32] | None:
+    """How text becomes ids within an answer: without start and end tokens. None without a tokenizer."""
+    return None if tokenizer is None else partial(tokenizer.encode, add_special=False)
+
+
+def limit_of(tokens: I32, params: SamplingParams, info: ModelInfo, most_positions: int | None) -> int:
+    """The most committed tokens of a sample. Raises ParameterError, or MemoryLimitError when it could never run."""
+    if len(tokens) >= info.max_length:
+        context = f"the context holds {info.max_length}, the answer included"
+        raise ParameterError(f"the prompt has {len(tokens)} tokens, but {context}: shorten the prompt")
+    limit = min(len(tokens) + (params.max_tokens or info.max_length), info.max_length)
+    if most_positions is None or limit <= most_positions:
+        return limit
+    if params.max_tokens is None and len(tokens) < most_positions:
+        return most_positions
+    raise MemoryLimitError(
+        f"{limit} positions do not fit, since there is memory for {most_positions}: raise ",
+        Argument("kv_memory"),
+        ", or lower ",
+        Argument("max_tokens"),
+        " or the prompt",
+    )
+
+
+def check_params(params: SamplingParams, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
+    """Raise ParameterError for what this engine cannot honour."""
+    if params.stop_strings and tokenizer is None:
+        raise ParameterError("stop strings need a tokenizer, and this engine has none: use stop_ids")
+    check_ids(Argument("stop_ids"), np.asarray(params.stop_ids, np.int32), info.vocab_size)
+
+
+def drafter_of(given: str | bool | None, default: str, drafters: Mapping[str, Drafter]) -> str:
+    """The name of the drafter that a request asked for: True or None the engine's own, False or "none" none."""
+    if given is None or given is True:
+        return default
+    if given is False or given == "none":
+        return "none"
+    if given not in drafters:
+        there = ", ".join([*drafters, "none"])
+        raise ParameterError(Argument("drafter", given), f" is not loaded: this engine has {there}")
+    return str(given)
+
+
+def size_of(given: Size | None, most: int, adaptive: bool) -> tuple[int, bool]:
+    """The most nodes a step, and whether the policy chooses, for what a request asked of an engine with ``most``."""
+    if given is None:
+        return most, adaptive
+    nodes = checked_size(given)
+    if given == "auto":
+        if not adaptive:
+            raise ParameterError(
+                Argument("size", "auto"), f" needs an engine made with it: this one's size is fixed at {most}"
+            )
+        return most, True
+    if nodes > most:
+        raise ParameterError(
+            Argument("size", given), f" is more than the engine's {most}: make the engine with a larger one"
+        )
+    return nodes, False
+
+
+def checked_size(size: Size) -> int:
+    """The most nodes that ``size`` allows a step."""
+    if isinstance(size, str) and size == "auto":
+        return AUTO_SIZE
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 0 <= size <= MOST_NODES:
+        raise ParameterError(
+            Argument("size", size), " is out of range: draft 0 (plain decoding) to 63 tokens a step, or auto"
+        )
+    return int(size)
+
+
+def checked_acceptance(acceptance: Acceptance) -> Acceptance:
+    if acceptance not in ACCEPTANCES:
+        raise ParameterError(Argument("acceptance", acceptance), f" is unknown: use one of {', '.join(ACCEPTANCES)}")
+    return acceptance
+
+
+def checked_serving(deadline: float | None, priority: int) -> None:
+    """Raise ParameterError for a deadline (seconds) or a priority that cannot be."""
+    if deadline is not None and (
+        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+    ):
+        raise ParameterError(Argument("deadline", deadline), " is out of range: give seconds above 0, or None")
+    if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
+        raise ParameterError(Argument("priority", priority), " is no whole number: 0 is usual, more goes first")
+
+
+def _token_ids(prompt: Any, vocab_size: int) -> I32:
+    """The prompt as token ids int32 [n], before a float is cut or an id too large wraps. Raises ParameterError."""
+    try:
+        ids = np.asarray(prompt) if len(prompt) else np.zeros(0, np.int32)
+    except (ValueError, OverflowError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        hint = ": several prompts go to generate_many" if _many(prompt) else ""
+        raise ParameterError(
+            f"the prompt is neither text nor a list of token ids nor chat messages{hint}: give one of them"
+        )
+    check_ids("the prompt", ids, vocab_size)
+    return ids.astype(np.int32)
+
+
+def _many(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(len(prompt)) and isinstance(prompt[0], (str, Sequence))
+
+
+def check_ids(name: str | Argument, ids: np.ndarray[Any, Any], vocab_size: int) -> None:
+    """Raise ParameterError when ``ids`` [n] are not all in the vocabulary."""
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise ParameterError(name, f" has token id {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}")

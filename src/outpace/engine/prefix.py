@@ -1,0 +1,79 @@
+"""The prefix cache: finished rows whose KV stays for requests that begin alike, found by hashing pieces of tokens.
+
+Rows share blocks by reference, so a kept row costs only what no other row has. Least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from outpace.arrays import I32, common_prefix
+
+PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
+
+
+class PrefixCache:
+    """Knows rows and their tokens; owns no memory. ``most``: rows that are kept."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._rows: OrderedDict[int, I32] = OrderedDict()  # tokens whose KV is there; least recently used first
+        self._index: dict[int, int] = {}  # hash of a beginning -> a row that has it
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> list[int]:
+        """Kept rows, the least recently used first."""
+        return list(self._rows)
+
+    def keep(self, row: int, tokens: I32) -> None:
+        """``row`` holds KV for ``tokens`` int32 [n] and stays."""
+        self._rows[row] = tokens.copy()
+        for key in _keys(tokens):
+            self._index[key] = row
+
+    def find(self, tokens: I32) -> tuple[int, int]:
+        """The kept row that begins most like ``tokens`` int32 [n], and how many tokens they share; (-1, 0): none."""
+        found = -1
+        for key in _keys(tokens):
+            row = self._index.get(key, -1)
+            if row < 0:
+                break
+            found = row
+        if found < 0:
+            return -1, 0
+        shared = common_prefix(tokens, self._rows[found])  # hashes may collide; tokens do not
+        return (found, shared) if shared >= PIECE else (-1, 0)
+
+    def used(self, row: int) -> None:
+        """The row has just served."""
+        self._rows.move_to_end(row)
+
+    def forget(self, row: int) -> None:
+        """The row is gone."""
+        tokens = self._rows.pop(row)
+        for key in _keys(tokens):
+            if self._index.get(key) == row:
+                del self._index[key]
+        for other, its in self._rows.items():  # beginnings that another row has too
+            if len(its) >= PIECE and len(tokens) >= PIECE and (its[:PIECE] == tokens[:PIECE]).all():
+                for key in _keys(its):
+                    self._index.setdefault(key, other)
+
+    def check(self) -> None:
+        """Assert that every kept row can be found, and that the index names no other."""
+        assert len(self._rows) <= self.most
+        assert set(self._index.values()) <= set(self._rows)
+        for tokens in self._rows.values():
+            assert all(key in self._index for key in _keys(tokens))
+
+
+def _keys(tokens: I32) -> list[int]:
+    """Hashes of the first 16, 32, 48, ... tokens."""
+    data, key, keys = tokens.tobytes(), 0, []
+    for at in range(0, len(tokens) - PIECE + 1, PIECE):
+        key = hash((key, data[4 * at : 4 * (at + PIECE)]))
+        keys.append(key)
+    return keys

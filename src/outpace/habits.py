@@ -1,0 +1,188 @@
+"""What people who come from vLLM, transformers, llama.cpp or an HTTP API are used to, in our words."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import ParameterError
+
+_LENGTH = "max_tokens"
+_GRAMMAR = "rules=[...], with a LogitRule that has mask and forced"
+_BEAMS = "nothing: there is no beam search here, only greedy decoding and sampling"
+_NO_FILTER = (
+    "top_k, top_p or min_p: this filter is not offered (a transformers LogitsProcessor in rules=[...] can do it)"
+)
+_ENGINE = "an argument of Engine.add, generate and stream, not of SamplingParams"
+
+ELSEWHERE: Mapping[str, str] = {  # a name used elsewhere -> what stands for it here
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_gen_len", "n_predict", "num_predict"), _LENGTH),
+    "max_length": "max_tokens, which counts the answer alone (the whole context: Engine.load(max_length=...))",
+    "min_length": "min_tokens, which counts the answer alone",
+    "min_new_tokens": "min_tokens",
+    **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop_ids (the model's own end is known without it)"),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), "include_stop"),
+    "do_sample": "temperature: 0 is greedy, 1 the model's own distribution",
+    **dict.fromkeys(("temp", "T"), "temperature"),
+    **dict.fromkeys(("best_of", "num_return_sequences", "num_samples"), "n"),
+    **dict.fromkeys(("num_beams", "use_beam_search", "beam_width", "length_penalty", "early_stopping"), _BEAMS),
+    "penalty_alpha": "nothing: contrastive search is not offered",
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
+    **dict.fromkeys(("repeat_last_n", "penalty_last_n"), "repetition_penalty, which counts the prompt and the output"),
+    "penalty_freq": "frequency_penalty",
+    "penalty_present": "presence_penalty",
+    **dict.fromkeys(("bad_words_ids", "banned_tokens", "banned_strings"), "bad_words"),
+    **dict.fromkeys(("suppress_tokens", "ban_eos_token"), "logit_bias={id: -inf}"),
+    "sequence_bias": "logit_bias, for single tokens",
+    **dict.fromkeys(("allowed_token_ids", "whitelist"), "allowed_tokens"),
+    **dict.fromkeys(("logits_processor", "logits_processors"), "rules=[...], which takes transformers' processors"),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "no_repeat_ngram"), "rules=[transformers.NoRepeatNGramLogitsProcessor(n)]"
+    ),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"), _GRAMMAR),
+    **dict.fromkeys(("structured_outputs", "response_format", "grammar", "json_schema"), _GRAMMAR),
+    **dict.fromkeys(
+        ("typical_p", "typ_p", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"), _NO_FILTER
+    ),
+    **dict.fromkeys(("mirostat", "mirostat_tau", "dynatemp_range", "xtc_probability", "dry_multiplier"), _NO_FILTER),
+    **dict.fromkeys(("random_seed", "generator"), "seed"),
+    "skip_special": "skip_special_tokens",
+    "stream": "Engine.stream",
+    "echo": "prompt_logprobs, and the prompt that you have",
+    "truncate_prompt_tokens": "nothing: shorten the prompt",
+    **dict.fromkeys(("size", "acceptance", "drafter", "raw", "priority", "deadline"), _ENGINE),
+    "num_speculative_tokens": "Engine.load(size=N)",
+    "num_assistant_tokens": "Engine.load(size=N)",
+    "prompt_lookup_num_tokens": 'Engine.load(drafter="ngram", size=N)',
+    "assistant_model": 'Engine.load(drafter="model:ID")',
+}
+
+
+def refuse(unknown: Collection[str], known: Collection[str]) -> ParameterError:
+    """The error for parameters that there are none of, with what stands for the first of them here."""
+    name = sorted(unknown)[0]
+    if name in ELSEWHERE:
+        return ParameterError(f"SamplingParams has no {name}: use {ELSEWHERE[name]}")
+    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], 1)
+    hint = f": did you mean {close[0] if close[0] in known else ELSEWHERE[close[0]]}?" if close else ""
+    return ParameterError(f"SamplingParams has no {name}{hint or ': it takes ' + ', '.join(known)}")
+
+
+# -- a model's generation_config.json --------------------------------------------------------------------------------
+
+_TAKEN = {  # its name -> ours
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "bad_words_ids": "bad_words",
+}
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_NEUTRAL = {  # values at which a setting that we do not have changes nothing
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "min_length": 0,
+}
+_NO_MATTER = frozenset(  # about other things than what is sampled, or known from elsewhere
+    (
+        "do_sample", "transformers_version", "use_cache", "cache_implementation", "cache_config", "return_legacy_cache",
+        "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size",
+        "max_context_size", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+        "return_dict_in_generate", "compile_config", "disable_compile", "prefill_chunk_size", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+        "max_matching_ngram_size", "is_assistant", "early_stopping", "trust_remote_code", "renormalize_logits",
+        "remove_invalid_values", "low_memory", "target_lookbehind", "assistant_lookbehind", "assistant_early_exit",
+    )
+)  # fmt: skip
+
+
+def recommended(source: Any) -> tuple[dict[str, Any], list[str]]:
+    """``(parameters, ignored)``: what a generation_config asks for in our names, and what of it we have no name for.
+
+    ``source``: its content, an object with ``to_dict`` (transformers' GenerationConfig), its path, a model's folder, a
+    Hugging Face id that is in the local cache, or something with such a ``name`` (a ModelInfo). Only what is written
+    there is taken, none of transformers' own defaults: without ``do_sample``, sampling is asked for by any of
+    temperature, top_k, top_p and min_p. Raises ParameterError.
+    """
+    config = _content(source)
+    taken = {ours: config[its] for its, ours in _TAKEN.items() if config.get(its) is not None}
+    sampled = config.get("do_sample")
+    if sampled is None:
+        sampled = any(name in taken for name in _FILTERS)
+    if sampled:
+        taken.setdefault("temperature", 1.0)
+    else:
+        taken = {name: value for name, value in taken.items() if name not in _FILTERS}
+    if config.get("suppress_tokens"):
+        taken["logit_bias"] = {token: float("-inf") for token in config["suppress_tokens"]}
+    known = {*_TAKEN, *_NO_MATTER, "suppress_tokens"}
+    ignored = [
+        f"{name}={value!r}"
+        for name, value in config.items()
+        if name not in known and not name.startswith("_") and value not in (None, False, [], {}, _NEUTRAL.get(name))
+    ]
+    return taken, ignored
+
+
+def _content(source: Any) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if hasattr(source, "to_dict"):
+        found = source.to_dict()
+        assert isinstance(found, Mapping)
+        return found
+    path = _path(source)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"{path} cannot be read ({error}): give a model's folder or generation_config") from error
+    if not isinstance(value, dict):
+        raise ParameterError(f"{path} is no JSON object: give a model's folder or generation_config")
+    return value
+
+
+def _path(source: Any) -> Path:
+    name = source if isinstance(source, (str, PathLike)) else getattr(source, "name", None)
+    if not isinstance(name, (str, PathLike)):
+        raise ParameterError(f"a {type(source).__name__} has no generation_config: give a model's folder")
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ParameterError(f"{path} has no generation_config: give the folder that the model was made from")
+        return path
+    if path.is_dir():
+        if not (path / "generation_config.json").is_file():
+            raise ParameterError(f"{path} has no generation_config.json: make SamplingParams(...) of your own")
+        return path / "generation_config.json"
+    if isinstance(name, str) and name.count("/") == 1:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, "generation_config.json")
+        except HFValidationError:  # no id, so a path that is not there
+            cached = None
+        if isinstance(cached, str):
+            return Path(cached)
+    raise ParameterError(
+        f"{name} has no generation_config.json on this machine: give a model's folder, or an id that was downloaded"
+    )

@@ -1,0 +1,70 @@
+"""``outpace trace view``: a trace as one HTML page that asks for nothing outside itself.
+
+The page's parts lie beside this file. What the trace says stands in the page as JSON that no text can leave, and a
+content security policy lets run only the script and the style that are named by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from outpace.measure.tracefile import lines
+
+
+def page(path: Path, *, scripts: Sequence[str] = ()) -> str:
+    """The page for the trace at ``path``. ``scripts``: run after the page's own (its tests). Raises ParameterError."""
+    header, others, cut = lines(path)
+    for line in others:
+        if "request" in line:  # a seed has 64 bits, a number in JavaScript 53
+            request = line["request"]
+            request["seed"] = str(request["seed"])
+    files = resources.files(__package__)
+    style = (files / "page.css").read_text(encoding="utf-8")
+    all_scripts = [(files / "page.js").read_text(encoding="utf-8"), *scripts]
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, all_scripts))}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(f"{path.name}: an Outpace trace"),
+        "style": style,
+        "data": _inert({"name": path.name, "cut": cut, "header": header, "lines": others}),
+        "script": "</script>\n<script>".join(all_scripts),
+    }
+    template = (files / "page.html").read_text(encoding="utf-8")
+    out: list[str] = []
+    for piece in template.split("{{"):  # once over: what is filled in is never looked at again
+        name, closed, rest = piece.partition("}}")
+        out.append(parts[name] + rest if closed else piece)
+    return "".join(out)
+
+
+def write(path: Path, out: Path, *, scripts: Sequence[str] = ()) -> None:
+    """Write the page, whole or not at all. Raises ParameterError or OSError."""
+    text = page(path, scripts=scripts)
+    part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, out)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _inert(value: Any) -> str:
+    """JSON in ASCII without ``<``, ``>`` or ``&``: nothing in it can end the element that it stands in."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

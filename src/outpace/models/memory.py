@@ -1,0 +1,111 @@
+"""How much memory there is to take: of a card, or of the host and the control groups that this process is in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from outpace.errors import Argument, MemoryLimitError
+from outpace.units import format_bytes
+
+ROOT = Path("/")
+
+
+def spare_memory(device: str, weights: int, root: Path = ROOT) -> int | None:
+    """Half of what is free on ``device`` ("cpu", "cuda", "cuda:1") once ``weights`` bytes more are loaded there.
+
+    None where the system does not say. Raises MemoryLimitError when the weights do not fit.
+    """
+    free = free_memory(device, root)
+    if free is None:
+        return None
+    if free < weights:
+        where = "" if device == "cpu" else f" on {device}"
+        raise MemoryLimitError(
+            f"the weights need {format_bytes(weights)}, but {format_bytes(free)} are free{where}: "
+            "use a smaller model or ",
+            Argument("dtype", "bfloat16"),
+        )
+    return (free - weights) // 2
+
+
+def free_memory(device: str, root: Path = ROOT) -> int | None:
+    """Bytes that can be had on ``device`` now; None where the system does not say."""
+    if device.partition(":")[0] == "cuda":
+        return _card_memory(device)
+    return None if device != "cpu" else available_memory(root)
+
+
+def available_memory(root: Path = ROOT) -> int | None:
+    """Bytes of host memory that this process can still have: the kernel's estimate, within control groups' limits."""
+    found = [free for free in (_system_memory(root), *_group_memory(root)) if free is not None]
+    return max(0, min(found)) if found else None
+
+
+def _card_memory(device: str) -> int:
+    import torch
+
+    free: int = torch.cuda.mem_get_info(torch.device(device))[0]
+    return free
+
+
+def _system_memory(root: Path) -> int | None:
+    """What can be had without swapping: MemAvailable, or the free pages of a system that has no /proc."""
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    if root != ROOT:
+        return None
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _group_memory(root: Path) -> list[int]:
+    """What each memory control group above this process leaves, version 2 and version 1."""
+    found: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        mounts: tuple[str, ...]
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            mounts = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = ("sys/fs/cgroup/memory",)
+        else:
+            continue
+        for mount in mounts:
+            # A container may see its group at the mount's top though the path is the host's: go up from what is there.
+            folder = root / mount / path.lstrip("/")
+            while folder != root / mount:
+                found += _left(folder, *names)
+                folder = folder.parent
+            found += _left(folder, *names)
+    return found
+
+
+def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    """What one group leaves: its limit less what is in use, except pages of files that nobody uses now."""
+    most, used = _number(folder / limit), _number(folder / usage)
+    if most is None or used is None:  # no group here, or no limit ("max")
+        return []
+    cached = 0
+    for line in _lines(folder / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == reclaimable and value.strip().isdecimal():
+            cached = int(value)
+    return [most - max(0, used - cached)]
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # the caller goes by what is there

@@ -1,0 +1,125 @@
+"""From a file to the native runtime's weights, or to what they would take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace import _fast
+from outpace.errors import ModelError
+from outpace.models.formats.gguf import TYPES, GGUFFile
+from outpace.models.native import decoder as decoders
+from outpace.models.native.decoder import Decoder, FolderWeights, GGUFWeights, Stored, Weights
+
+_native = _fast.native
+
+_TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
+_PLAIN = ("F32", "F16", "BF16")
+_VECTORS = (
+    "attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm", "q_norm", "k_norm",
+    "q_bias", "k_bias", "v_bias", "o_bias",
+)  # fmt: skip
+
+
+def estimate(
+    path: str | os.PathLike[str] | GGUFFile,
+    *,
+    quantize: str | None = None,
+    dtype: str = "auto",
+    kv_dtype: str = "bfloat16",
+) -> tuple[int, int]:
+    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
+
+    From shapes and types alone; no weight is read. Raises ModelError.
+    """
+    model, weights, target = open_weights(path, quantize, dtype)
+    matrices = [weights.matrix(i, name) for i in range(model.layers) for name in decoders.MATRICES]
+    matrices += [weights.matrix(None, name) for name in ("embedding", *(() if model.tied else ("head",)))]
+    total = 0
+    for stored in matrices:
+        kept = target == "keep" or stored.type not in _PLAIN
+        if stored.type not in _TYPE_IDS or len(stored.shape) != 2:
+            raise ModelError(f"{weights.name} has a matrix of type {stored.type}, which this backend cannot read")
+        try:
+            total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else target)
+        except ValueError as error:
+            raise ModelError(f"{weights.name} has a matrix that this backend cannot read: {error}") from error
+    return total, kv_bytes(model, kv_dtype)
+
+
+def kv_bytes(model: Decoder, kv_dtype: str) -> int:
+    return 2 * model.layers * model.kv_heads * model.head_dim * (4 if kv_dtype == "float32" else 2)
+
+
+def open_weights(
+    path: str | os.PathLike[str] | GGUFFile, quantize: str | None, dtype: str
+) -> tuple[Decoder, Weights, str]:
+    """The model, its weights, and what plain ones become."""
+    if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
+        gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
+        return decoders.from_gguf(gguf), GGUFWeights(gguf), quantize or "keep"
+    folder = Path(path)
+    model = decoders.from_folder(folder)
+    weights = FolderWeights(folder, model.architecture)
+    return model, weights, quantize or ("f32" if dtype == "float32" else "bf16")
+
+
+def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> Any:
+    """The runtime's own ``Weights``: every matrix packed, plain ones as ``target``; ``longest``: positions of a row.
+
+    Raises ModelError for what is missing or of another shape, ValueError for what the runtime refuses.
+    """
+    arena = _native.Arena()
+
+    def pack(stored: Stored, rows: int, cols: int, what: str, heads: int = 0) -> Any:
+        if stored.shape != (rows, cols):
+            raise ModelError(f"{weights.name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
+        if stored.type not in _TYPE_IDS:
+            raise ModelError(f"{weights.name}: {what} is of type {stored.type}, which this backend cannot read")
+        to = target if stored.type in _PLAIN else "keep"
+        return _native.pack(arena, stored.data, _TYPE_IDS[stored.type], rows, cols, heads, to, threads)
+
+    heads, kv_heads = model.heads, model.kv_heads
+    q, kv = heads * model.head_dim, kv_heads * model.head_dim
+    sizes = {
+        "q": (q, model.hidden), "k": (kv, model.hidden), "v": (kv, model.hidden), "o": (model.hidden, q),
+        "gate": (model.inner, model.hidden), "up": (model.inner, model.hidden), "down": (model.hidden, model.inner),
+    }  # fmt: skip
+    reordered = {"q": heads, "k": kv_heads} if weights.interleaved else {}
+    layers = []
+    for i in range(model.layers):
+        layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
+        for name, (rows, cols) in sizes.items():
+            layer[name] = pack(weights.matrix(i, name), rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+        for name in _VECTORS:
+            values = weights.vector(i, name)
+            if values is not None:
+                layer[name] = values
+        for name in ("attn_norm", "ffn_norm"):
+            if name not in layer:
+                raise ModelError(f"{weights.name}: layer {i} has no {name}, so the model is incomplete")
+        layers.append(layer)
+    head = embedding = pack(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
+    if not model.tied:
+        head = pack(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
+    final_norm = weights.vector(None, "final_norm")
+    if final_norm is None:
+        raise ModelError(f"{weights.name} has no final norm, so the model is incomplete")
+    config = {
+        "vocab": model.vocab,
+        "hidden": model.hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": model.head_dim,
+        "ffn": model.inner,
+        "eps": model.eps,
+        "attention_scale": model.attention_scale,
+        "embedding_scale": model.embedding_scale,
+        "activation": model.activation,
+        "max_length": longest,
+    }
+    ropes = [np.ascontiguousarray(table, np.float32) for table in model.ropes]
+    return _native.Weights(config, layers, embedding, head, final_norm, ropes)

@@ -1,0 +1,175 @@
+"""What a native forward gives: choices, verdicts and hidden states where they lie; and the parts drafters share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from outpace import _fast
+from outpace.arrays import F32, I32
+from outpace.errors import NotFiniteError, NoTokenAllowedError
+from outpace.exact.drafts import Drafts, Verdicts
+from outpace.exact.masks import mask_of
+from outpace.exact.noise import Stream
+from outpace.exact.rules import AllowedTokens, Bias, Penalties
+from outpace.exact.sampling import Chooser, TokenLogprob
+from outpace.models.base import choose_on_host, logprobs_on_host
+
+# What the runtime returns in place of a token.
+_NONE_ALLOWED, _NAN, _UNDECIDED = -1, -2, -3
+
+Edit = tuple[Any, ...]  # a rule with its state, as the runtime takes it: its kind, then arrays and numbers
+
+
+class NativeOutput:
+    """A forward's result in the runtime's own memory. ``result``: an ``outpace._native.Result``."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
+        """See ``Output.verify``. Rows with rules that this runtime cannot advance are left to the caller, too."""
+        rows = [None if chooser is None else _walker(chooser) for chooser in choosers]
+        return Verdicts(*self._result.verify(drafts.tokens, drafts.widths, drafts.parents, starts, rows))
+
+    def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
+        """See ``Output.choose``. Logits move to Python only for rules that this runtime does not know."""
+        if all(chooser.plain_greedy for chooser in choosers):
+            best: I32 = self._result.best(at)
+            if len(best) and best.min() < 0:
+                _complain(int(best.min()))
+            return best
+        chosen = np.empty(len(at), np.int32)
+        for i, (node, chooser) in enumerate(zip(at.tolist(), choosers, strict=True)):
+            edits = describe_rules(chooser)
+            try:
+                token = _UNDECIDED if edits is None else self._result.choose(node, describe(chooser, edits))
+            except ValueError:  # a mask for another vocabulary, or an edit that does not fit: named by the reference
+                token = _UNDECIDED
+            if token == _UNDECIDED:
+                token = int(choose_on_host(self.logits(at[i : i + 1]), [chooser])[0])
+            elif token < 0:
+                _complain(token)
+            chosen[i] = token
+        return chosen
+
+    def logits(self, at: I32) -> F32:
+        values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))
+        return values
+
+    def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
+        return logprobs_on_host(self.logits(at), tokens, top)
+
+    def taps(self, at: I32) -> NativeTaps:
+        """See ``Output.taps``. Raises IndexError for tokens of rows that were not tapped, ValueError without taps."""
+        return NativeTaps(self._result.tapped(), self._result.tap_places(at))
+
+
+class NativeTaps:
+    """See ``Taps``. It shares the hidden states with their forward's result and stays valid whatever is run later."""
+
+    def __init__(self, states: F32, places: I32) -> None:
+        self._states = states  # [m, T, H] of all tapped tokens
+        self._places = places  # [n] among them
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def at(self, indices: I32) -> NativeTaps:
+        return NativeTaps(self._states, self._places[indices])
+
+    def layers(self, columns: Sequence[int]) -> NativeTaps:
+        return NativeTaps(self._states[:, list(columns)], self._places)
+
+    @property
+    def native(self) -> F32:
+        return self.numpy()
+
+    def numpy(self) -> F32:
+        values: F32 = self._states[self._places]
+        return values
+
+
+class NativeParts:
+    """See ``Parts``: float32 arrays, computed by the forward's own kernels, so with the same bits."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def embed(self, tokens: I32) -> F32:
+        """Raises ValueError for ids outside the vocabulary."""
+        found: F32 = _fast.native.embed(self._handle, np.ascontiguousarray(tokens, np.int32))
+        return found
+
+    def norm(self, hidden: F32) -> F32:
+        normed: F32 = _fast.native.final_norm(self._handle, features_of(hidden))
+        return normed
+
+    def logits(self, normed: F32, ids: I32 | None = None) -> F32:
+        """Raises ValueError for ids outside the vocabulary."""
+        asked = None if ids is None else np.ascontiguousarray(ids, np.int32)
+        logits: F32 = _fast.native.head(self._handle, features_of(normed), asked)
+        return logits
+
+
+def features_of(states: Any) -> F32:
+    """Hidden states as the runtime takes them: float32 [n, H], contiguous. Raises ValueError."""
+    if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype != np.float32:
+        said = f"{states.dtype} {list(states.shape)}" if isinstance(states, np.ndarray) else type(states).__name__
+        raise ValueError(f"hidden states are {said}, but must be a numpy array, float32 [n, hidden size]")
+    return np.ascontiguousarray(states)
+
+
+def describe(chooser: Chooser, edits: list[Edit]) -> tuple[Any, ...]:
+    """temperature, top_k, top_p, log min_p, seed, sample, index, stream and rules, as the runtime takes them."""
+    p = chooser.params
+    log_min_p = float(np.log(p.min_p)) if p.min_p > 0 else -math.inf
+    return (
+        float(p.temperature), p.top_k, float(p.top_p), log_min_p,
+        chooser.noise.seed, chooser.noise.sample, chooser.index, int(Stream.CHOICE), edits,
+    )  # fmt: skip
+
+
+def describe_rules(chooser: Chooser) -> list[Edit] | None:
+    """The chooser's rules with their states; None when the runtime cannot apply one of them."""
+    described: list[Edit] = []
+    for rule, state in zip(chooser.rules, chooser.states, strict=True):
+        known = _known(rule, state)
+        if known is None:
+            bits = mask_of(rule, state)
+            if bits is None:
+                return None
+            known = ("mask", np.ascontiguousarray(bits, np.uint32))
+        described.append(known)
+    return described
+
+
+def _known(rule: Any, state: Any) -> Edit | None:
+    """A rule that the runtime can both apply and advance."""
+    if type(rule) is Penalties:
+        ids = np.fromiter(state.output.keys(), np.int32, len(state.output))
+        counts = np.fromiter(state.output.values(), np.float32, len(state.output))
+        return ("penalties", state.seen, ids, counts, rule.repetition, rule.presence, rule.frequency)
+    if type(rule) is Bias:
+        return ("bias", rule.ids, rule.values)
+    if type(rule) is AllowedTokens:
+        return ("allowed", rule.ids)
+    return None
+
+
+def _walker(chooser: Chooser) -> tuple[Any, ...] | None:
+    """A chooser that the runtime can take along a draft's path; (): greedy without rules; None: it cannot."""
+    if chooser.plain_greedy:
+        return ()
+    edits = [_known(rule, state) for rule, state in zip(chooser.rules, chooser.states, strict=True)]
+    known = [edit for edit in edits if edit is not None]
+    return describe(chooser, known) if len(known) == len(edits) else None
+
+
+def _complain(code: int) -> NoReturn:
+    if code == _NONE_ALLOWED:
+        raise NoTokenAllowedError
+    raise NotFiniteError

@@ -1,0 +1,207 @@
+"""The page that shows a trace, in a headless Chromium: it is driven as a person would, and reports into its own DOM."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.arrays import I32
+from outpace.engine.engine import Engine
+from outpace.errors import ParameterError
+from outpace.measure.trace import tracing
+from outpace.measure.tracefile import VERSION
+from outpace.measure.view import page, write
+from outpace.params import SamplingParams
+from tests.toy import ToyModel
+from tests.tracing import REQUESTS, VOCAB, Branches, Spelled, engine, record
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
+SCRIPT = (Path(__file__).parent / "trace_page_test.js").read_text(encoding="utf-8")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+
+HOSTILE = (
+    "</script><script>window.pwned=1</script>",
+    "<b>bold</b><img src=x onerror=window.pwned=2>]]>--><!--",
+    "\u202eabc\u2066",
+    "\x00\x07\x1b[31m{{data}} {{script}}",
+    "👩‍👩‍👧",
+    "שלום & &amp; \\u003c",
+    "مرحبا\n",
+)
+
+
+class HostileTokenizer(Spelled):
+    """Seven tokens that nobody wants in a page."""
+
+    def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str:
+        return "".join(HOSTILE[int(i)] for i in ids)
+
+    def token(self, token_id: int) -> str:
+        return HOSTILE[token_id]
+
+
+def visit(html: Path, mode: str, width: int = 1300) -> None:
+    """Open the page, and fail with what it says of itself."""
+    assert BROWSER is not None
+    address = html.resolve().as_uri() + f"#{mode}"
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
+        f"--user-data-dir={html.parent / f'profile-{mode}-{width}'}", f"--window-size={width},900",
+        "--virtual-time-budget=60000", "--dump-dom", address,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    report = re.search(r'<pre id="selftest"([^>]*)>(.*?)</pre>', done.stdout, re.DOTALL)
+    assert report is not None, done.stderr[-2000:]
+    checks = unescape(report[2]).splitlines()
+    assert all(line.startswith("ok") for line in checks), "\n".join(
+        line for line in checks if not line.startswith("ok")
+    )
+    assert 'data-done="passed"' in report[1], f"it did not come to its end: {checks}"
+    assert len(checks) > 20
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1300, 1000, 500])
+def test_the_page_shows_a_run(tmp_path: Path, width: int) -> None:
+    record(tmp_path / "run.trace", made=engine(halving=True))
+    write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
+    visit(tmp_path / "run.html", "plain", width)
+
+
+def hostile(path: Path) -> None:
+    model = ToyModel(VOCAB)
+    with Engine(model, HostileTokenizer(), drafter=Branches(model), size=4) as made, tracing(made, path):
+        made.generate([0, 1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=60, temperature=1.5, seed=3))
+
+
+@needs_browser
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    hostile(tmp_path / "run.trace")
+    write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
+    visit(tmp_path / "run.html", "hostile")
+
+
+def long(path: Path, steps: int) -> None:
+    """A trace of many steps with trees of eight nodes, written without an engine."""
+    words = [" the", " quick", " fox", "\n", " jumps", ",", " over", " dogs"]
+    request = {
+        "id": 0, "prompt": [0, 1], "params": {"n": 1, "temperature": 0.0}, "seed": 2**64 - 1, "limit": 1 << 20,
+        "size": 8, "adaptive": True, "acceptance": "coupled", "drafter": "suffix", "pieces": words[:2],
+    }  # fmt: skip
+    lines: list[dict[str, Any]] = [{"trace": VERSION, "outpace": "0"}, {"request": request}]
+    lines.append({"texts": [[i, word] for i, word in enumerate(words)]})
+    output: list[int] = []
+    for i in range(steps):
+        verdict = [(i + j) % 8 for j in range(1 + i % 4)]
+        nodes = [*verdict[:-1], *[(i + j + 3) % 8 for j in range(8 - len(verdict) + 1)]]
+        row = {
+            "q": 0, "w": 0, "a": 2 + len(output), "v": verdict, "t": nodes, "c": [0.5] * 8, "o": ["suffix"], "e": 1.5,
+            "p": [-1, 0, 1, -1, 3, 0, 5, 2], "h": list(range(len(verdict) - 1)), "y": "a node costs 0.2 of a step",
+        }  # fmt: skip
+        lines.append({"step": i, "s": {"draft": 1e-4, "target": 3e-3 + i * 1e-7}, "r": [row]})
+        output += verdict
+    pieces = [words[token] for token in output]
+    result = {"request": 0, "sample": 0, "text": "".join(pieces), "pieces": pieces, "sources": [], "stopped_by": None}
+    lines.append({"result": {**result, "finish_reason": "length", "stats": {}}})
+    lines.append({"end": {"steps": steps}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@needs_browser
+def test_ten_thousand_steps(tmp_path: Path) -> None:
+    long(tmp_path / "run.trace", 10_000)
+    write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
+    visit(tmp_path / "run.html", "plain")
+
+
+class Outline(HTMLParser):
+    """Elements of a page, what they refer to, and the text of its scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.policy = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        self.tags.append(tag)
+        self.references += [str(own[name]) for name in ("src", "href", "action", "srcset") if name in own]
+        assert not [name for name in own if name.startswith("on") or name == "style"]
+        if tag == "script":
+            self.scripts.append((own.get("type"), ""))
+        if own.get("http-equiv") == "Content-Security-Policy":
+            self.policy = str(own["content"])
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script":
+            kind, text = self.scripts[-1]
+            self.scripts[-1] = kind, text + data
+
+
+def test_the_page_holds_everything_and_refers_to_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "</title><script>window.pwned=3</script>.trace".replace("/", "\u2215")
+    hostile(path)
+    outline = Outline()
+    text = page(path)
+    outline.feed(text)
+    assert not outline.references
+    assert outline.tags.count("script") == 2
+    assert not {"iframe", "img", "link", "object", "b"} & set(outline.tags) - {"b"}
+    assert "default-src 'none'" in outline.policy
+    assert "unsafe" not in outline.policy
+    (kind, data), (_, script) = outline.scripts
+    assert kind == "application/json"
+    assert not set("<>&") & set(data)
+    held = json.loads(data)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "request" in line:
+            line["request"]["seed"] = str(line["request"]["seed"])
+    assert [held["header"], *held["lines"]] == lines
+    assert held["cut"] is None
+    assert "http" not in script.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_page_of_what_is_no_trace_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "run.trace").write_text("hello\n")
+    with pytest.raises(ParameterError, match="is no trace"):
+        write(tmp_path / "run.trace", tmp_path / "run.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.trace"]
+
+
+@needs_browser
+def test_a_trace_without_steps_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.trace").write_text(f'{{"trace": {VERSION}, "outpace": "0"}}\n')
+    write(tmp_path / "run.trace", tmp_path / "run.html")
+    done = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--virtual-time-budget=2000", "--dump-dom", (tmp_path / "run.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "This trace has no steps yet." in done.stdout
+    assert "This trace is not whole: the run did not end" in done.stdout
+
+
+def test_requests_that_did_not_run_do_not_stop_the_page(tmp_path: Path) -> None:
+    """A request that was cancelled while it waited has no steps; the page lists it all the same."""
+    path = tmp_path / "run.trace"
+    with engine(max_rows=1) as made, tracing(made, path):
+        first, second = (made.add(prompt, SamplingParams(max_tokens=4)) for prompt, _ in REQUESTS[:2])
+        made.step()
+        made.cancel(second)
+        while not made.idle:
+            made.step()
+    assert f'"request":{second}' in path.read_text()
+    assert f'"request":{first}' in page(path)

@@ -1,0 +1,288 @@
+"""A simulated machine, drafters and texts, on a clock of their own, and oracles that know what policies must learn.
+
+Rewards are drawn by position before anybody decides, so every policy and every fixed size meets the same luck. What a
+policy sees has noise, stalls and drift; what it is judged by is the true mean of every step that it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from outpace.control.adaptive import Adaptive
+from outpace.control.cost import Cost
+from outpace.control.policy import Decision, Load, Policy
+from outpace.drafters.base import DraftCost, RowView
+from outpace.exact.drafts import Drafts, Verdicts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.params import SamplingParams
+
+MOST = 15
+CPU = Cost((1, 2, 4, 8, 16, 32), (1.0, 1.05, 1.15, 1.5, 2.5, 4.9), 0.02, 2e-5, 3e-5)
+FREE = Cost((1, 64), (1.0, 1.0 + 1e-6))
+DEAR = Cost((1, 64), (1.0, 64.0))  # verifying a node costs a step
+ONE_CORE = Cost((1, 2, 4, 8, 16, 32, 64), (13.5e-3, 14.6e-3, 17.6e-3, 24.5e-3, 41e-3, 78e-3, 150e-3), 5e-4)
+TWO_CORES = Cost((1, 2, 4, 8, 16, 32, 64), (8.5e-3, 8.6e-3, 9.6e-3, 14e-3, 24e-3, 48e-3, 94e-3), 3e-4)
+MACHINES = {"cpu": CPU, "one core": ONE_CORE, "two cores": TWO_CORES}
+
+
+@dataclass
+class Machine:
+    """What steps take. ``drift``: the speed's factor by step; ``ask``: a row that is asked; ``level``: a level."""
+
+    cost: Cost
+    noise: float = 0.06
+    stalls: float = 0.0  # share of steps that take 10 to 50 times as long
+    drift: Callable[[int], float] = lambda step: 1.0
+    ask: float = 0.0  # in plain steps of one row
+    level: float = 0.0
+
+    def body(self, rows: int, nodes: int, context: float, step: int, prefill: int = 0) -> float:
+        cost, n = self.cost, rows + nodes + prefill
+        bare = cost.width(n) + cost.row * (rows - 1)
+        bare += rows * context * cost.position + (rows + nodes) * context * cost.position_width
+        return bare * self.drift(step)
+
+    def draft(self, asked: int, levels: int) -> float:
+        return (self.ask * asked + self.level * levels) * self.cost.width(1)
+
+    def seen(self, seconds: float, rng: np.random.Generator) -> float:
+        factor = float(np.exp(self.noise * rng.standard_normal()))
+        if self.stalls and rng.random() < self.stalls:
+            factor *= float(rng.uniform(10, 50))
+        return seconds * factor
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a drafter has to offer at each position of a row's text: T positions."""
+
+    offer: list[int]  # nodes that are proposed
+    good: list[int]  # of them, how many in a row are right
+    said: list[float]  # what the drafter says that a node's chance is, given the one before it
+    chance: list[float]  # what it is
+
+
+def text(seed: int, length: int = 600, *, high: float = 0.85, low: float = 0.2, found: float = 0.6, burst: float = 25.0,
+         share: float = 0.4, bias: float = 0.0, levels: bool = False) -> Text:  # fmt: skip
+    """Bursts of about ``burst`` positions, ``share`` of the text, where nodes are right with chance ``high``, elsewhere
+    ``low`` (and proposed at a share ``found`` of the positions, unless by ``levels``). ``bias``: of what is said."""
+    rng = np.random.default_rng(seed)
+    inside = rng.random() < share
+    offer, good, said, chance = [], [], [], []
+    for _ in range(length):
+        if rng.random() < 1 / (burst if inside else burst * (1 - share) / max(share, 1e-9)):
+            inside = not inside
+        p = high if inside else low
+        n = MOST if levels or inside or rng.random() < found else 0
+        right = 0
+        while right < n and rng.random() < p:
+            right += 1
+        offer.append(n)
+        good.append(right)
+        said.append(float(np.clip(p + bias + 0.1 * rng.standard_normal(), 0.02, 0.98)))
+        chance.append(p)
+    return Text(offer, good, said, chance)
+
+
+def steady(seed: int, chance: float, length: int = 600, said: float | None = None) -> Text:
+    """Every node is right with the same chance; the drafter says ``said``."""
+    made = text(seed, length, high=chance, low=chance, found=1.0)
+    return made if said is None else replace(made, said=[said] * length)
+
+
+def view(row: int = 0, request: int | None = None, *, cost: DraftCost | None = None, t: float = 0.0,
+         adaptive: bool = True, drafter: str = "toy", acceptance: str = "coupled") -> RowView:  # fmt: skip
+    chooser = Chooser(SamplingParams(temperature=t), Noise(0), 0)
+    return RowView(
+        row, row if request is None else request, np.array([1, 2], np.int32), 9999, chooser, acceptance, adaptive,  # type: ignore[arg-type]
+        drafter=drafter, cost=cost or DraftCost(),
+    )  # fmt: skip
+
+
+def chains(widths: Sequence[int], said: Sequence[float], source: str = "toy") -> Drafts:
+    width = max(widths, default=0)
+    confidence = np.power(np.array(said, np.float32)[:, None], np.arange(1, width + 1, dtype=np.float32)[None])
+    return Drafts(
+        np.zeros((len(widths), width), np.int32), np.array(widths, np.int32),
+        confidence=confidence.astype(np.float32), sources=(source,),
+    )  # fmt: skip
+
+
+def verdicts(accepted: Sequence[int]) -> Verdicts:
+    depth = max(accepted, default=0)
+    path = np.tile(np.arange(depth, dtype=np.int32), (len(accepted), 1))
+    return Verdicts(np.zeros((len(accepted), depth + 1), np.int32), np.array(accepted, np.int32), path)
+
+
+@dataclass
+class Tally:
+    """What became of a row's request. ``seconds``: true, prompts aside; ``plain``: had all steps been so."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    plain: float = 0.0
+    steps: int = 0
+
+    @property
+    def speedup(self) -> float:
+        return self.plain / self.seconds
+
+
+@dataclass
+class Outcome:
+    """A run: tokens over true seconds against plain decoding's, in all and by request."""
+
+    whole: Tally = field(default_factory=Tally)
+    requests: list[Tally] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # nodes verified, by step
+    asked: int = 0  # steps in which somebody was asked
+    decisions: list[Sequence[Decision]] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        return self.whole.speedup
+
+
+def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 1, steps: int | None = None,
+        seed: int = 0, views: Callable[[int, int], RowView] = view, prompt: int = 0, context: float = 300.0,
+        first_step: int = 0) -> Outcome:  # fmt: skip
+    """Decode ``texts``, at most ``rows`` at once, each until its end; ``prompt``: tokens of prefill when one begins."""
+    rng = np.random.default_rng(seed)
+    found = Outcome()
+    waiting = list(range(len(texts)))
+    live: list[tuple[RowView, int, int, Tally]] = []  # view, text, position, tally
+    free = list(range(rows))
+    step = first_step
+    while (live or waiting) and (steps is None or step - first_step < steps):
+        fresh = 0
+        while waiting and free:
+            which = waiting.pop(0)
+            tally = Tally()
+            found.requests.append(tally)
+            live.append((views(free.pop(0), which), which, 0, tally))
+            fresh += prompt
+        its = [entry[0] for entry in live]
+        load = Load([context] * len(live), fresh)  # type: ignore[list-item]
+        left = [min(MOST, len(texts[w].offer) - at - 1) for _, w, at, _ in live]
+        sizes = policy.plan(its, left, load)
+        stepwise = [v.cost.levels is not None for v in its]
+        asked = [min(n, m) if s else n for n, m, s in zip(sizes.nodes, sizes.levels, stepwise, strict=True)]
+        offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
+        drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live])
+        kept, decisions = policy.trim(its, drafts, load)
+        widths = kept.widths.tolist()
+        accepted = [min(n, texts[w].good[at]) for n, (_, w, at, _) in zip(widths, live, strict=True)]
+        many, depth = sum(n > 0 for n in asked), max((m for m, s in zip(asked, stepwise, strict=True) if s), default=0)
+        draft, body = machine.draft(many, depth), machine.body(len(live), sum(widths), context, step, fresh)
+        bare = machine.body(len(live), 0, context, step, fresh)
+        plain = machine.body(len(live), 0, context, step)
+        true = plain + body - bare + draft
+        seconds = {"draft": machine.seen(draft, rng), "target": machine.seen(body, rng), "verify": 0.0, "other": 0.0}
+        policy.learn(its, kept, verdicts(accepted), seconds)
+        found.widths.append(sum(widths))
+        found.asked += any(asked)
+        found.decisions.append(decisions)
+        gained = sum(accepted) + len(live)
+        found.whole.tokens += gained
+        found.whole.seconds += true
+        found.whole.plain += plain * gained / len(live)
+        found.whole.steps += 1
+        after = []
+        for (v, w, at, tally), n in zip(live, accepted, strict=True):
+            tally.tokens += n + 1
+            tally.seconds += true
+            tally.plain += plain * (n + 1)
+            tally.steps += 1
+            if at + n + 1 < len(texts[w].offer) - 1:
+                after.append((v, w, at + n + 1, tally))
+            else:
+                policy.release(v.row)
+                free.append(v.row)
+        live = after
+        step += 1
+    return found
+
+
+def fixed(
+    machine: Machine, texts: Sequence[Text], size: int, context: float = 300.0, steps: int | None = None
+) -> float:
+    """Speed over plain decoding of always drafting ``size``, one row at a time."""
+    seconds = plain_seconds = 0.0
+    step = 0
+    for one in texts:
+        at = 0
+        while at < len(one.offer) - 1 and (steps is None or step < steps):
+            n = min(size, one.offer[at], len(one.offer) - at - 1)
+            levels = min(size, MOST) if machine.level else 0
+            took = machine.body(1, n, context, step) + (machine.draft(1, levels) if size else 0.0)
+            gained = min(n, one.good[at]) + 1
+            seconds += took
+            plain_seconds += gained * machine.body(1, 0, context, step)
+            at += gained
+            step += 1
+    return plain_seconds / seconds
+
+
+def best_fixed(machine: Machine, texts: Sequence[Text], steps: int | None = None) -> float:
+    """Of the best size in hindsight."""
+    return max(fixed(machine, texts, k, steps=steps) for k in range(MOST + 1))
+
+
+def best_known(machine: Machine, texts: Sequence[Text], context: float = 300.0) -> float:
+    """Of the policy that knows every node's chance and every cost: in each step the most of tokens - rate x seconds."""
+    rate = 1.0
+    plain = machine.body(1, 0, context, 0)
+    seconds = [machine.body(1, n, context, 0) / plain for n in range(MOST + 1)]
+    for _ in range(8):
+        tokens = took = 0.0
+        for one in texts:
+            at = 0
+            while at < len(one.offer) - 1:
+                p, most = one.chance[at], min(one.offer[at], len(one.offer) - at - 1)
+                ask = machine.draft(1, 0) / plain if most else 0.0
+                worth = [sum(p**i for i in range(n + 1)) - rate * (seconds[n] + ask) for n in range(most + 1)]
+                n = worth.index(max(worth))
+                gained = min(n, one.good[at]) + 1
+                tokens += gained
+                took += seconds[n] + ask
+                at += gained
+        rate = tokens / took
+    return rate
+
+
+def scaled(cost: Cost, whole: float = 1.0, slope: float = 1.0) -> Cost:
+    """A table that is wrong: as a whole, or in what width adds."""
+    first = cost.seconds[0]
+    seconds = tuple(whole * (first + slope * (s - first)) for s in cost.seconds)
+    rest = (whole * cost.row, whole * cost.position, whole * slope * cost.position_width)
+    return Cost(cost.widths, seconds, *rest)
+
+
+def one_wrong(cost: Cost, width: int, factor: float) -> Cost:
+    """A table one entry of which was measured at a noisy moment; monotone again, as every table is."""
+    seconds = [s * (factor if w == width else 1.0) for w, s in zip(cost.widths, cost.seconds, strict=True)]
+    monotone = tuple(float(s) for s in np.maximum.accumulate(seconds))
+    return Cost(cost.widths, monotone, cost.row, cost.position, cost.position_width)
+
+
+WRONG: dict[str, Callable[[Cost], Cost]] = {
+    "right": lambda c: c,
+    "4 times too dear": lambda c: scaled(c, 4.0),
+    "4 times too cheap": lambda c: scaled(c, 0.25),
+    "width 4 times too dear": lambda c: scaled(c, slope=4.0),
+    "width 4 times too cheap": lambda c: scaled(c, slope=0.25),
+    "width 1 too dear": lambda c: one_wrong(c, 1, 4.0),
+    "width 1 too cheap": lambda c: one_wrong(c, 1, 0.25),
+    "width 4 too dear": lambda c: one_wrong(c, 4, 4.0),
+    "width 4 too cheap": lambda c: Cost(c.widths, tuple(float(s) for s in np.minimum.accumulate(
+        [s * (0.25 if w == 4 else 1.0) for w, s in zip(c.widths, c.seconds, strict=True)][::-1])[::-1]),
+        c.row, c.position, c.position_width),
+}  # fmt: skip
+
+
+def adaptive(table: Cost) -> Adaptive:
+    return Adaptive(table)

@@ -1,0 +1,155 @@
+"""Traced runs of a toy engine: chains and trees, several requests, samples, chunks; and what may go wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.arrays import F32, I32
+from outpace.control.policy import Decision, Load, Sizes
+from outpace.drafters.base import RowView, TreeDrafter
+from outpace.engine.engine import Engine
+from outpace.engine.request import StepRecord
+from outpace.engine.results import Result
+from outpace.exact.drafts import Drafts
+from outpace.exact.tree import Tree
+from outpace.measure.trace import tracing
+from outpace.measure.tracefile import Trace, read
+from outpace.params import SamplingParams
+from tests.toy import ToyModel, ToyTokenizer
+
+VOCAB = 7
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+    ([1, 2, 3, 4, 5], {"max_tokens": 14}),
+    ([2, 2, 1], {"max_tokens": 11, "temperature": 0.9, "seed": 2**63 + 5, "n": 3, "top_k": 5}),
+    ([6], {"max_tokens": 1}),
+    (
+        [4, 1, 4, 1, 4, 1, 3],
+        {"max_tokens": 12, "temperature": 1.1, "seed": 9, "logit_bias": {0: 1.5, 1: -math.inf}},
+    ),
+    (
+        [3, 5],
+        {
+            "max_tokens": 9,
+            "temperature": 1.0,
+            "seed": 1,
+            "repetition_penalty": 1.4,
+            "stop": ["ab", "cd"],
+            "bad_words": ["ge"],
+        },
+    ),
+]
+
+
+class Branches(TreeDrafter):
+    """The likeliest tokens one after another, with worse ones beside some of them: what is sampled leaves the path."""
+
+    name = "branches"
+
+    def __init__(self, model: ToyModel) -> None:
+        self._model = model
+
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+        return [self._tree(view, size) for view, size in zip(rows, sizes, strict=True)]
+
+    def _tree(self, view: RowView, size: int) -> Tree:
+        tree, prefix, parent, gain = Tree(), view.tokens.tolist(), -1, 0.9
+        while len(tree) < size:
+            guess = int(self._model.logits_after(prefix).argmax())
+            if len(tree) + 1 < size and len(prefix) % 2:
+                tree.add((guess + 1) % VOCAB, parent, gain / 3)
+            parent = tree.add(guess, parent, gain)
+            prefix.append(guess)
+            gain *= 0.8
+        return tree
+
+
+class Halving:
+    """A policy that asks for much and keeps half of it, to the first of equal nodes, and says why."""
+
+    def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
+        sizes = [0 if len(view.tokens) % 5 == 4 else n for view, n in zip(rows, most, strict=True)]
+        return Sizes(sizes, sizes)
+
+    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> tuple[Drafts, Sequence[Decision]]:
+        widths = drafts.widths.tolist()
+        kept = Drafts(
+            drafts.tokens,
+            np.array([(n + 1) // 2 for n in widths], np.int32),
+            drafts.parents,
+            confidence=drafts.confidence,
+            sources=drafts.sources,
+        )
+        worth = [tuple(0.9 - 0.1 * node for node in range(n)) for n in widths]
+        why = [f"half of {n} pay" if n else "waits" for n in widths]
+        return kept, [
+            Decision(int(n), 1.25 if n else None, said, its)
+            for n, said, its in zip(kept.widths.tolist(), why, worth, strict=True)
+        ]
+
+    def learn(self, *about: object) -> None:
+        """Nothing."""
+
+    def release(self, row: int) -> None:
+        """Nothing is kept."""
+
+
+class Swapped(ToyModel):
+    """After ``prefix``, the logit of ``token`` is the others' best plus ``by``."""
+
+    def __init__(self, prefix: list[int], token: int, by: float) -> None:
+        super().__init__(VOCAB)
+        self._prefix, self._token, self._by = prefix, token, by
+
+    def logits_after(self, prefix: list[int], layers: int | None = None) -> F32:
+        logits = super().logits_after(prefix, layers)
+        if list(prefix) == self._prefix:
+            logits = logits.copy()
+            logits[self._token] = np.delete(logits, self._token).max() + self._by
+        return logits
+
+
+class Spelled(ToyTokenizer):
+    def token(self, token_id: int) -> str:
+        return chr(97 + token_id)
+
+
+def engine(
+    seed: int = 0, *, model: ToyModel | None = None, size: int = 5, halving: bool = False, **options: Any
+) -> Engine:
+    model = model or ToyModel(VOCAB, seed=seed)
+    made = Engine(model, Spelled(), drafter=Branches(model), size=size, prefill_chunk=3, **options)
+    if halving:
+        made._core.drafting._policy = Halving()
+    return made
+
+
+def record(
+    path: Path,
+    requests: Sequence[tuple[list[int], dict[str, Any]]] = REQUESTS,
+    *,
+    made: Engine | None = None,
+    scores: bool = False,
+    **options: Any,
+) -> tuple[Trace, list[StepRecord], list[Result]]:
+    """Run requests together under a trace: the trace as read, and what the engine itself told."""
+    made = made or engine()
+    steps: list[StepRecord] = []
+    results: list[Result] = []
+    with made, tracing(made, path, scores=scores) as writer:
+        written = writer.step
+        made.on_step = lambda step: (steps.append(step), written(step))  # type: ignore[func-returns-value]
+        for prompt, params in requests:
+            made.add(prompt, SamplingParams(**{"seed": 0, **params}), **options)
+        while not made.idle:
+            results += [delta.result for delta in made.step() if delta.result is not None]
+            made.check()
+    return read(path), steps, results
+
+
+def ids(*tokens: int) -> I32:
+    return np.array(tokens, np.int32)
