@@ -84,10 +84,10 @@ class Drafting:
     def propose(self, sequences: SequenceOf[Sequence], load: Load) -> Proposal:
         """Drafts for the decoding rows. Never raises an Exception; those whose drafter failed have none."""
         b = len(sequences)
-        views = [self._view(s) for s in sequences]
-        if not any(view.drafter != NONE for view in views):
+        if not any(self._drafts(s) for s in sequences):
             nothing = Drafts.empty(b)
-            return Proposal(views, nothing, nothing, [PLAIN] * b, False)
+            return Proposal((), nothing, nothing, [PLAIN] * b, False)
+        views = [self._view(s) for s in sequences]
         sizes = self._plan(sequences, views, load)
         groups: dict[str, list[int]] = {}
         for i, (view, size) in enumerate(zip(views, sizes.nodes, strict=True)):

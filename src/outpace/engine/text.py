@@ -67,13 +67,13 @@ class TextReader:
         if text and not text.endswith("�"):
             settled = unread
         elif len(unread) <= LONGEST_RUN:
-            return replace(state, unread=unread), ""
+            return TextState(state.context, state.before, unread, state.held, state.stopped_by), ""
         elif not text:  # nothing but special tokens: they leave no trace
             return replace(state, unread=()), ""
         else:  # bytes that can be no character
             settled = unread[:-UNFINISHED]
             text = self._after(state, settled)
-        state = replace(state, context=settled, before=self._alone(settled), unread=unread[len(settled) :])
+        state = TextState(settled, self._alone(settled), unread[len(settled) :], state.held, state.stopped_by)
         return self._extend(state, text, may_stop)
 
     def finish(self, state: TextState) -> tuple[TextState, str]:
@@ -103,6 +103,8 @@ class TextReader:
             raise TextError(f"the tokenizer could not decode tokens {list(ids)}: {error!r}") from error
 
     def _extend(self, state: TextState, text: str, may_stop: bool) -> tuple[TextState, str]:
+        if not self._stops:
+            return state, text
         whole = state.held + text
         found = [(whole.find(stop, max(0, len(state.held) - len(stop) + 1)), stop) for stop in self._stops]
         found = [(at, stop) for at, stop in found if at >= 0] if may_stop else []
