@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.control.adaptive import Adaptive
 from outpace.control.policy import PLAIN, Decision, Load, Policy, Sizes
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import tree_of
@@ -47,6 +48,7 @@ class Drafting:
     def __init__(self, drafters: Mapping[str, Drafter], policy: Callable[[], Policy], vocab: int) -> None:
         self._drafters, self._make_policy, self._vocab = dict(drafters), policy, vocab
         self._policy = policy()
+        self._explains = False
         self._unreleased: dict[tuple[str, int], I32 | None] = {}  # rows whose release failed: tried again
         self._asked: dict[int, Draft] = {}  # of this step, by row, where a drafter reads choices: as it was proposed,
         self._verified: dict[int, Draft] = {}  # and as it was verified
@@ -65,6 +67,12 @@ class Drafting:
     @property
     def policy(self) -> Policy:
         return self._policy
+
+    def explain(self, on: bool) -> None:
+        """Whether decisions say what each node was expected to be worth, and why: for whoever watches steps."""
+        self._explains = on
+        if isinstance(self._policy, Adaptive):
+            self._policy.explain = on
 
     def needs_of(self, sequence: Sequence) -> DrafterNeeds:
         """What the drafter of a row needs; nothing where it decodes plainly."""
@@ -319,6 +327,7 @@ class Drafting:
             if sequence.request.adaptive and sequence.size:
                 self.give_up(sequence, f"the policy failed ({_brief(error)}), so it was decoded plainly from there on")
         self._policy = self._make_policy()
+        self.explain(self._explains)
 
     def _say(self, fault: str) -> None:
         self.faults.append(fault)

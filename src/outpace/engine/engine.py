@@ -86,7 +86,7 @@ class Engine:
             prefix_rows=self.options.prefix_rows,
         )
         self._core = Core(model, drafting, scheduler)
-        self._core.on_step = on_step
+        self.on_step = on_step
         self._text_of = None if tokenizer is None else token_texts(tokenizer)
         self._ids = itertools.count()
         self._mailboxes: dict[int, deque[Delta]] = {}  # of requests that stream or generate waits for
@@ -202,6 +202,7 @@ class Engine:
     @on_step.setter
     def on_step(self, listener: Callable[[StepRecord], None] | None) -> None:
         self._core.on_step = listener
+        self._core.drafting.explain(listener is not None)
 
     @property
     def on_result(self) -> Callable[[Result], None] | None:
