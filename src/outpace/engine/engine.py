@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class Engine:
         make: Callable[[], Policy] = Fixed
         if self.adaptive:
             table = costs.of(model) if cost is None else cost
-            make = lambda: policy_for(table)  # noqa: E731  # a closure over the table, nothing more
+            make = partial(policy_for, table)
         drafting = Drafting(self.drafters, make, model.info.vocab_size)
         scheduler = Scheduler(
             model.kv,
