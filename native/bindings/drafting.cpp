@@ -1,6 +1,7 @@
 // What Python sees of drafting: searches for `ngram`, `suffix` and `retrieval`.
 #include <nanobind/stl/tuple.h>
 
+#include <numeric>
 #include <stdexcept>
 
 #include "bindings/arrays.h"
@@ -42,12 +43,15 @@ struct HeldDatastore {
 
 void bind_drafting(nb::module_& m) {
     m.def(
-        "newest_match",
-        [](const Ints& tokens, int least, int most) -> nb::object {
-            const Match found = newest_match(tokens.data(), tokens.shape(0), least, most);
-            return found.length ? nb::object(nb::make_tuple(found.next, found.length)) : nb::none();
+        "newest_chain",
+        [](const nb::object& tokens, int least, int most, int size, const std::vector<double>& hit) {
+            const IntView view(tokens.ptr());
+            const Chain chain = newest_chain(view.data(), static_cast<size_t>(view.size()), least, most, size, hit);
+            std::vector<int> parents(chain.tokens.size());
+            std::iota(parents.begin(), parents.end(), -1);
+            return nb::make_tuple(chain.tokens, parents, chain.gains, std::vector<int>(parents.size(), 0));
         },
-        "tokens"_a, "least"_a, "most"_a);
+        "tokens"_a, "least"_a, "most"_a, "size"_a, "hit"_a);
     m.def(
         "merge",
         [](const nb::list& proposals, int budget) {
@@ -72,7 +76,12 @@ void bind_drafting(nb::module_& m) {
              },
              "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
         .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
-        .def("append", [](SuffixIndex& x, const Ints& tokens) { x.append(tokens.data(), tokens.shape(0)); }, "tokens"_a)
+        .def("append",
+             [](SuffixIndex& x, const nb::object& tokens) {
+                 const IntView view(tokens.ptr());
+                 x.append(view.data(), static_cast<size_t>(view.size()));
+             },
+             "tokens"_a)
         .def("shrink", &SuffixIndex::shrink, "n"_a)
         .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
         .def("places",
@@ -85,8 +94,9 @@ void bind_drafting(nb::module_& m) {
              },
              "context"_a)
         .def("propose",
-             [](const SuffixIndex& x, const Ints& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
-                 return tuple_of(x.propose(context.data(), context.shape(0), budget, others, wide));
+             [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
+                 const IntView view(context.ptr());
+                 return tuple_of(x.propose(view.data(), static_cast<size_t>(view.size()), budget, others, wide));
              },
              "context"_a, "budget"_a, "others"_a, "wide"_a);
     nb::class_<HeldDatastore>(m, "Datastore")

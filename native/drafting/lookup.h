@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace outpace {
 
@@ -25,6 +26,27 @@ inline Match newest_match(const int32_t* tokens, size_t n, int least, int most) 
         if (length >= least && length > found.length) found = {end + 1, length};
     }
     return found;
+}
+
+// What followed the newest match: `size` tokens with their chances, or none. A match that runs into the end is a loop: its
+// next turn is another one. `hit[l]`: how often the token after a match of l tokens was right.
+struct Chain {
+    std::vector<int32_t> tokens;
+    std::vector<double> gains;
+};
+
+inline Chain newest_chain(const int32_t* tokens, size_t n, int least, int most, int size, const std::vector<double>& hit) {
+    Chain chain;
+    const Match found = newest_match(tokens, n, least, most);
+    if (!found.length || hit.empty()) return chain;
+    const size_t period = n - found.next;
+    double gain = 1.0;
+    for (int i = 0; i < size; ++i) {
+        gain *= hit[std::min(static_cast<size_t>(found.length + i), hit.size() - 1)];
+        chain.tokens.push_back(tokens[found.next + static_cast<size_t>(i) % period]);
+        chain.gains.push_back(gain);
+    }
+    return chain;
 }
 
 }  // namespace outpace

@@ -216,5 +216,18 @@ def pack_trees(trees: list[Tree], sourced: bool) -> tuple[_I32, _I32, _I32 | Non
 def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
     """See exact/tree.py, the reference: tokens, parents, gains and sources."""
 
-def newest_match(tokens: _I32, least: int, most: int) -> tuple[int, int] | None: ...
+def newest_chain(
+    tokens: _I32, least: int, most: int, size: int, hit: Sequence[float]
+) -> tuple[list[int], list[int], list[float], list[int]]: ...
+def draft_fault(tokens: _I32, widths: _I32, parents: _I32 | None, most: list[int], vocab: int) -> str: ...
+def pack_step(
+    rows: list[int],
+    starts_at: list[int],
+    pending: list[int],
+    tokens: _I32,
+    widths: _I32,
+    parents: _I32 | None,
+    chunks: list[_I32],
+    wanted: list[bool],
+) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]: ...
 def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

@@ -75,7 +75,8 @@ def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[st
     plain = run(None, params)
     drafted = run(make(kind), params, **options)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-    assert sum(r.stats.accepted for r in drafted) > 0
+    if options.get("size") != "auto":  # which goes by the clock
+        assert sum(r.stats.accepted for r in drafted) > 0
     for result in drafted:
         assert sum(result.stats.accepted_by.values()) == result.stats.accepted
         assert set(result.stats.drafted_by) <= set(result.drafter.split("+"))

@@ -21,5 +21,5 @@ def test_what_was_picked_can_be_told() -> None:
     import outpace.models.base
 
     kind = "python" if _fast.native is None else "native"
-    assert {_fast.chosen()[name] for name in ("pack_batch", "newest_match", "merge")} == {kind}
+    assert {_fast.chosen()[name] for name in ("pack_batch", "newest_chain", "merge")} == {kind}
     assert outpace.drafters.lookup.ngram.NgramDrafter().name == "ngram"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outpace import _fast
 from outpace.drafters.base import RowView
-from outpace.drafters.lookup.ngram import NgramDrafter, matches, newest
+from outpace.drafters.lookup.ngram import HIT, NgramDrafter, matches, newest, newest_chain
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
@@ -45,7 +45,8 @@ def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more
     found = newest(ids, least, least + more)
     assert ([] if found is None else [found]) == matches(ids, least, least + more, 1)
     if _fast.native is not None:
-        assert _fast.native.newest_match(ids, least, least + more) == found
+        arguments = (ids, least, least + more, size, HIT)
+        assert _fast.native.newest_chain(*arguments) == newest_chain(*arguments)
 
 
 @pytest.mark.parametrize(

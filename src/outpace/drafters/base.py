@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,7 @@ class DraftContext:
     acceptance: Acceptance = "coupled"  # the engine's; a request may ask for another
 
 
-@dataclass(frozen=True, slots=True)
-class RowView:
+class RowView(NamedTuple):
     """One decoding row, as a drafter and the policy see it before a step."""
 
     row: int
@@ -67,8 +66,7 @@ class RowView:
     cost: DraftCost = DraftCost()  # that drafter's
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something became final in a row that goes on: a prefill chunk, or a verdict's tokens."""
 
     row: int
@@ -106,6 +104,11 @@ class Drafter:
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
         """Raise DrafterError when this drafter's proposals could not be verified exactly under ``acceptance``."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether ``observe`` does anything: if not, no events are made."""
+        return type(self).observe is not Drafter.observe
 
     def observe(self, events: Sequence[Event]) -> None:
         """Called after every prefill chunk and every verdict."""

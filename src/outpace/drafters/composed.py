@@ -121,6 +121,10 @@ class ComposedDrafter(Drafter):
             trees[j][i] = tree_of(proposed, i)
             trees[j][i].sources = [j] * len(trees[j][i])
 
+    @property
+    def listens(self) -> bool:
+        return bool(self._last) or any(part.listens for part in self.parts)
+
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):
             if isinstance(part, TreeDrafter):
@@ -144,7 +148,7 @@ class ComposedDrafter(Drafter):
             drafts = self._last.get(event.row)
             path = follow(drafts[j], verdict.tokens[:-1]) if drafts else np.zeros(0, np.int32)
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
-        return replace(event, taps=taps, verdict=verdict)
+        return event._replace(taps=taps, verdict=verdict)
 
     def fork(self, src: int, dst: int, n: int) -> None:
         for part in self.parts:

@@ -78,21 +78,26 @@ class Core:
     def _apply(self, plan: Plan, computed: Computed) -> list[int]:
         """Make the KV cache and the sequences what was computed; tokens gained by each decoding row."""
         gained, proposal = [], computed.proposal
+        drafts = proposal.kept
         for i, (sequence, gain) in enumerate(zip(plan.decoding, computed.gains, strict=True)):
-            draft = proposal.kept.row(i)
             try:
-                settle(self.model.kv, sequence, draft, gain)
+                length = settle(self.model.kv, sequence, drafts, i, gain)
             except Exception as error:  # its KV is in doubt: computed again, with the same tokens
                 self.drafting.faults.append(f"a row's KV could not be settled ({error!r}): it is computed again")
                 self.scheduler.preempt(sequence)
                 gained.append(0)
                 continue
             sequence.commit(gain.extension, gain.sources)
-            sequence.cached = self.model.kv.length(sequence.row)
-            sequence.logprobs.extend(gain.logprobs)
-            sequence.stats.count(draft, proposal.kept.sources_of(i), gain.verdict, gain.kept)
+            sequence.cached = length
+            if gain.logprobs:
+                sequence.logprobs.extend(gain.logprobs)
+            kept = len(gain.extension.tokens)
+            if drafts.tokens.size:
+                sequence.stats.count(kept, drafts.row(i), drafts.sources_of(i), gain.path)
+            else:
+                sequence.stats.count(kept)
             sequence.stats.decide(proposal.decisions[i].size, proposal.decisions[i].expected)
-            gained.append(gain.kept)
+            gained.append(kept)
         for chunk, logprobs in zip(plan.chunks, computed.prompt_logprobs, strict=True):
             chunk.sequence.cached = chunk.start + chunk.count
             if chunk.wanted:
@@ -108,7 +113,8 @@ class Core:
             self._clock(sequence, clock)
             self._leave(sequence)
         clock.start("draft")
-        self.drafting.observe(self._events(plan, computed, starts))
+        if events := self._events(plan, computed, starts):
+            self.drafting.observe(events)
         self.drafting.learn(plan.decoding, computed.proposal, computed.verdicts, clock.so_far())
         clock.start("other")
         for sequence in plan.decoding:
@@ -121,20 +127,23 @@ class Core:
             self.on_step(self._record(plan, computed, gained, starts, rows, clock))
 
     def _clock(self, sequence: Sequence, clock: Clock) -> None:
+        seconds = sequence.stats.seconds
         for phase, spent in clock.so_far().items():
-            sequence.stats.seconds[phase] += spent
+            seconds[phase] += spent
 
     def _events(self, plan: Plan, computed: Computed, starts: tuple[int, ...]) -> list[tuple[Sequence, Event]]:
-        """What became final in rows that go on."""
-        events = []
-        for i, (sequence, gain) in enumerate(zip(plan.decoding, computed.gains, strict=True)):
-            if sequence.row >= 0:
-                tokens = gain.extension.tokens
-                event = Event(sequence.row, starts[i], tokens, gain.verdict, computed.taps[i], computed.choices[i])
-                events.append((sequence, event))
+        """What became final in rows that go on, and whose drafter listens."""
+        events, taps = [], computed.taps
+        for i, sequence in enumerate(plan.decoding):
+            if sequence.row >= 0 and self.drafting.listens_to(sequence):
+                tokens, verdict = sequence.tokens[starts[i] :], computed.verdicts.row(i)
+                events.append(
+                    (sequence, Event(sequence.row, starts[i], tokens, verdict, taps.get(i), computed.choices.get(i)))
+                )
         for j, chunk in enumerate(plan.chunks, len(plan.decoding)):
-            after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
-            events.append((chunk.sequence, Event(chunk.sequence.row, chunk.start + 1, after, None, computed.taps[j])))
+            if self.drafting.listens_to(chunk.sequence):
+                after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
+                events.append((chunk.sequence, Event(chunk.sequence.row, chunk.start + 1, after, None, taps.get(j))))
         return events
 
     def _record(
@@ -171,9 +180,10 @@ class Core:
         now = time.perf_counter()
         for sequence in self.scheduler.sequences:
             deadline = sequence.request.deadline
-            if sequence.finish_reason is None and deadline is not None and now > sequence.request.added + deadline:
+            if deadline is not None and sequence.finish_reason is None and now > sequence.request.added + deadline:
                 sequence.commit(sequence.ended("deadline", f"the deadline of {deadline:g} s passed"))
-        self._sweep()
+            if sequence.finish_reason is not None:  # now, or in a step that was interrupted
+                self._leave(sequence)
 
     def _sweep(self) -> None:
         """Whoever has ended leaves, in whatever step that was interrupted."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from outpace.control.policy import PLAIN, Decision, Load, Policy, Sizes
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import tree_of
 from outpace.errors import MemoryLimitError, RuleError
-from outpace.exact.drafts import UNNAMED, Draft, Drafts, Verdicts
+from outpace.exact.drafts import UNNAMED, Draft, Drafts, Verdicts, check_drafts
 from outpace.exact.rules import forced, pruned
 from outpace.exact.tree import Tree, merge, pack
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 NONE = "none"
 PLAINLY = DraftCost()
+NOTHING = DrafterNeeds()
 GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """What was drafted for the B rows of a step: before and after the policy, and why."""
 
     views: SequenceOf[RowView]
@@ -49,6 +49,8 @@ class Drafting:
         self._drafters, self._make_policy, self._vocab = dict(drafters), policy, vocab
         self._policy = policy()
         self._explains = False
+        # Whether some drafter has KV of its own, which grows with its rows.
+        self.keeps_cache = any(type(drafter).growth is not Drafter.growth for drafter in drafters.values())
         self._unreleased: dict[tuple[str, int], I32 | None] = {}  # rows whose release failed: tried again
         self._asked: dict[int, Draft] = {}  # of this step, by row, where a drafter reads choices: as it was proposed,
         self._verified: dict[int, Draft] = {}  # and as it was verified
@@ -58,11 +60,6 @@ class Drafting:
             choices=any(d.needs.choices for d in drafters.values()),
             draws=any(d.needs.draws for d in drafters.values()),
         )
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether some drafter has KV of its own, which grows with its rows."""
-        return any(type(drafter).growth is not Drafter.growth for drafter in self._drafters.values())
 
     @property
     def policy(self) -> Policy:
@@ -76,10 +73,15 @@ class Drafting:
 
     def needs_of(self, sequence: Sequence) -> DrafterNeeds:
         """What the drafter of a row needs; nothing where it decodes plainly."""
-        return self._drafters[sequence.drafter].needs if self._drafts(sequence) else DrafterNeeds()
+        return self._drafters[sequence.drafter].needs if self.drafts_for(sequence) else NOTHING
 
-    def _drafts(self, sequence: Sequence) -> bool:
-        return bool(sequence.size) and sequence.drafter in self._drafters
+    def drafts_for(self, sequence: Sequence) -> bool:
+        """Whether some drafter serves the row."""
+        return sequence.size > 0 and sequence.drafter in self._drafters
+
+    def listens_to(self, sequence: Sequence) -> bool:
+        """Whether the row's drafter wants to hear what becomes final in it."""
+        return self.drafts_for(sequence) and self._drafters[sequence.drafter].listens
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -89,12 +91,12 @@ class Drafting:
         for (name, row), tokens in list(self._unreleased.items()):
             self._release(name, row, tokens)
 
-    def propose(self, sequences: SequenceOf[Sequence], load: Load) -> Proposal:
+    def propose(self, sequences: SequenceOf[Sequence], load_of: Callable[[], Load]) -> Proposal:
         """Drafts for the decoding rows. Never raises an Exception; those whose drafter failed have none."""
         b = len(sequences)
-        if not any(self._drafts(s) for s in sequences):
-            nothing = Drafts.empty(b)
-            return Proposal((), nothing, nothing, [PLAIN] * b, False)
+        if not any(self.drafts_for(s) for s in sequences):
+            return _nothing(b)
+        load = load_of()
         views = [self._view(s) for s in sequences]
         sizes = self._plan(sequences, views, load)
         groups: dict[str, list[int]] = {}
@@ -117,7 +119,7 @@ class Drafting:
         return Proposal(views, proposed, kept, decisions, True)
 
     def _view(self, sequence: Sequence) -> RowView:
-        request, drafts = sequence.request, self._drafts(sequence)
+        request, drafts = sequence.request, self.drafts_for(sequence)
         drafter = sequence.drafter if drafts else NONE
         return RowView(
             sequence.row, request.id, sequence.tokens, sequence.limit, sequence.chooser, request.acceptance,
@@ -146,28 +148,16 @@ class Drafting:
         drafter = self._drafters[name]
         asked = [sizes.nodes[i] for i in where]
         if drafter.cost.levels is not None:
-            views = [replace(view, depth=sizes.levels[i]) for view, i in zip(views, where, strict=True)]
+            views = [view._replace(depth=sizes.levels[i]) for view, i in zip(views, where, strict=True)]
         try:
             drafts = drafter.propose(views, np.array(asked, np.int32))
-            self._check(drafts, asked)
+            check_drafts(drafts, asked, self._vocab)
             return drafts
         except (MemoryLimitError, RuleError):
             return None  # no room for its cache, or a request's own fault, which verification meets: nothing this time
         except Exception as error:
             self._drafter_failed(name, error, rows)
             return None
-
-    def _check(self, drafts: Drafts, asked: list[int]) -> None:
-        """Raise ValueError when a proposal could not be verified."""
-        widths = drafts.widths.tolist()
-        if len(widths) != len(asked) or any(width > most for width, most in zip(widths, asked, strict=True)):
-            raise ValueError(f"it proposed {widths} nodes where {asked} were asked for")
-        tokens = drafts.tokens
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab:
-            raise ValueError(f"it proposed a token that is not in the vocabulary of {self._vocab}")
-        parents = drafts.parents
-        if parents is not None and ((parents < -1) | (parents >= np.arange(parents.shape[1]))).any():
-            raise ValueError("it proposed a tree in which a node stands before its parent")
 
     def _under_rules(
         self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], drafts: Drafts, sizes: list[int]
@@ -200,7 +190,7 @@ class Drafting:
     ) -> tuple[Drafts, SequenceOf[Decision]]:
         try:
             kept, decisions = self._policy.trim(views, proposed, load)
-            if len(decisions) != len(views) or (kept.widths > proposed.widths).any():
+            if len(decisions) != len(views) or (kept is not proposed and (kept.widths > proposed.widths).any()):
                 raise ValueError("it kept more than was proposed")
             return kept, decisions
         except Exception as error:
@@ -211,7 +201,7 @@ class Drafting:
         """What became final in rows that go on."""
         by_drafter: dict[str, list[tuple[Sequence, Event]]] = {}
         for sequence, event in events:
-            if self._drafts(sequence):
+            if self.drafts_for(sequence):
                 by_drafter.setdefault(sequence.drafter, []).append((sequence, event))
         for name, its in by_drafter.items():
             drafter = self._drafters[name]
@@ -219,7 +209,7 @@ class Drafting:
             if drafter.needs.taps != self.needs.taps:
                 columns = [self.needs.taps.index(layer) for layer in drafter.needs.taps]
                 seen = [
-                    replace(e, taps=e.taps.layers(columns) if e.taps is not None and columns else None) for e in seen
+                    e._replace(taps=e.taps.layers(columns) if e.taps is not None and columns else None) for e in seen
                 ]
             if drafter.needs.choices:
                 seen = [self._its_choices(e) for e in seen]
@@ -232,7 +222,7 @@ class Drafting:
         """The event with choices numbered as the drafter proposed its nodes; -1 where a node was not verified."""
         own, kept = self._asked.get(event.row), self._verified.get(event.row)
         if event.choices is None or own is None or kept is None:
-            return replace(event, choices=None)
+            return event._replace(choices=None)
         numbers = {(kept.parent(n), int(token)): n for n, token in enumerate(kept.tokens)}
         place = {-1: -1}
         for node, token in enumerate(own.tokens.tolist()):
@@ -240,7 +230,7 @@ class Drafting:
             if found is not None:
                 place[node] = found
         said = [int(event.choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
-        return replace(event, choices=np.array(said, np.int32))
+        return event._replace(choices=np.array(said, np.int32))
 
     def learn(
         self, sequences: SequenceOf[Sequence], proposal: Proposal, verdicts: Verdicts, seconds: Mapping[str, float]
@@ -255,7 +245,7 @@ class Drafting:
 
     def fork(self, source: Sequence, sequence: Sequence, n: int) -> None:
         """A row begins with the first n tokens of another one."""
-        if self._drafts(sequence) and source.row >= 0 and source.drafter == sequence.drafter:
+        if self.drafts_for(sequence) and source.row >= 0 and source.drafter == sequence.drafter:
             try:
                 self._drafters[sequence.drafter].fork(source.row, sequence.row, n)
             except MemoryLimitError:
@@ -281,7 +271,7 @@ class Drafting:
 
     def growth(self, sequence: Sequence, positions: int) -> int:
         """KV bytes more that drafting for a row takes once it has so many positions."""
-        if not self._drafts(sequence):
+        if not self.drafts_for(sequence):
             return 0
         try:
             return self._drafters[sequence.drafter].growth(sequence.row, positions)
@@ -331,6 +321,13 @@ class Drafting:
 
     def _say(self, fault: str) -> None:
         self.faults.append(fault)
+
+
+@lru_cache(maxsize=64)
+def _nothing(rows: int) -> Proposal:
+    """What is proposed where nobody drafts."""
+    drafts = Drafts.empty(rows)
+    return Proposal((), drafts, drafts, (PLAIN,) * rows, False)
 
 
 def _brief(error: Exception) -> str:

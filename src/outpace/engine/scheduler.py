@@ -50,8 +50,8 @@ class Plan:
     def __len__(self) -> int:
         return len(self.decoding) + len(self.chunks)
 
-    @property
     def load(self) -> Load:
+        """What the rows and chunks weigh, for the policy."""
         return Load([s.cached for s in self.decoding], sum(chunk.count for chunk in self.chunks))
 
 
@@ -76,6 +76,7 @@ class Scheduler:
         self._arrived = 0
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
+        self._block, self._block_bytes = kv.block, kv.bytes_for(kv.block)
 
     @property
     def idle(self) -> bool:
@@ -130,13 +131,16 @@ class Scheduler:
                 return plan
 
     def _rows(self, failed: list[tuple[Sequence, str]]) -> Plan:
-        budget, chunks = self._prefill_chunk, []
+        budget, chunks, decoding = self._prefill_chunk, [], []
         for sequence in self.running:
-            if budget and not sequence.decoding:
-                count = min(budget, sequence.length - 1 - sequence.cached)
+            left = sequence.length - 1 - sequence.cached
+            if left <= 0:
+                decoding.append(sequence)
+            elif budget:
+                count = min(budget, left)
                 chunks.append(Chunk(sequence, sequence.cached, count))
                 budget -= count
-        return Plan([s for s in self.running if s.decoding], chunks, failed)
+        return Plan(decoding, chunks, failed)
 
     def _fits(self, plan: Plan) -> bool:
         """Whether memory suffices for a step's rows; if not, something gave way, or the last row failed."""
@@ -171,9 +175,12 @@ class Scheduler:
         """Bytes in use once the plan's rows have grown; with ``quick`` an upper bound that costs next to nothing."""
         total = self._kv.bytes + self._drafting.bytes
         if quick:
-            block = self._kv.block
-            blocks = sum(_width(s) // block + 2 for s in plan.decoding) + sum(c.count // block + 2 for c in plan.chunks)
-            return total + blocks * self._kv.bytes_for(block)
+            block, blocks = self._block, 0
+            for sequence in plan.decoding:
+                blocks += (1 + sequence.size) // block + 2
+            for chunk in plan.chunks:
+                blocks += chunk.count // block + 2
+            return total + blocks * self._block_bytes
         for sequence in plan.decoding:
             total += self._kv.growth(sequence.row, _width(sequence))
             if not sequence.paused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,10 @@ from outpace.engine.text import TextError, TextReader, TextState
 from outpace.exact.sampling import Chooser, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(NamedTuple):
     """What committing some tokens would make of a sequence."""
 
-    tokens: I32  # [n] those that are kept: up to the first that ends it
+    tokens: list[int]  # those that are kept: up to the first that ends it
     chooser: Chooser
     text: TextState
     shown: str  # text that may be shown now
@@ -58,6 +57,7 @@ class Sequence:
         self.prompt_length = self.length = len(request.prompt)
         self._tokens = np.empty(min(request.limit, self.length + 64), np.int32)
         self._tokens[: self.length] = request.prompt
+        self.pending = int(request.prompt[-1])  # the last committed token, whose KV is not written yet
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._text = TextState()
         self._shown: list[str] = []
@@ -97,7 +97,7 @@ class Sequence:
         """The most tokens that may still be committed."""
         return self.limit - self.length
 
-    def extended(self, tokens: SequenceOf[int]) -> Extension:
+    def extended(self, tokens: list[int]) -> Extension:
         """What ``tokens`` (at least one) would make of it: kept up to the first that ends it.
 
         Raises RuleError or TextError when a rule or the tokenizer fails.
@@ -128,10 +128,10 @@ class Sequence:
             shown += more
             if text.stopped_by is not None and stopped_by is None:
                 reason, stopped_by = "stop", text.stopped_by
-        given = list(tokens[:kept])
+        given = tokens[:kept]
         # Nothing follows a token that ends it: a grammar need not take it.
         chooser = self.chooser.after(given[:-1] if reason else given)
-        return Extension(np.array(given, np.int32), chooser, text, shown, reason, stopped_by)
+        return Extension(given, chooser, text, shown, reason, stopped_by)
 
     def spelled(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
         """The same, with the tokens' texts where there is a tokenizer. Raises TextError."""
@@ -148,7 +148,7 @@ class Sequence:
             text, shown = self._reader.finish(self._text)
         except TextError:  # what could not be decoded is left out; the request ends for a reason of its own
             text, shown = self._text, self._text.held
-        return Extension(np.empty(0, np.int32), self.chooser, text, shown, reason, None, error)
+        return Extension([], self.chooser, text, shown, reason, None, error)
 
     def commit(self, extension: Extension, sources: SequenceOf[str] = ()) -> None:
         """Take up what ``extended`` computed. ``sources``: who wrote each token."""
@@ -157,8 +157,10 @@ class Sequence:
             grown = np.empty(min(self.limit, 2 * (self.length + n)), np.int32)
             grown[: self.length] = self.tokens
             self._tokens = grown
-        self._tokens[self.length : self.length + n] = extension.tokens
-        self.length += n
+        if n:
+            self._tokens[self.length : self.length + n] = extension.tokens
+            self.pending = extension.tokens[-1]
+            self.length += n
         self.chooser, self._text = extension.chooser, extension.text
         if extension.shown:
             self._shown.append(extension.shown)
@@ -166,7 +168,7 @@ class Sequence:
         if extension.finish_reason is not None:
             self.finish_reason, self.stopped_by = extension.finish_reason, extension.stopped_by
             self.error = extension.error
-            self._text = replace(self._text, held="")
+            self._text = self._text._replace(held="")
 
     def plainly(self, why: str) -> None:
         """Its drafter or the policy failed: it goes on without them."""

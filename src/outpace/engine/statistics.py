@@ -14,11 +14,11 @@ Definitions (docs/statistics.md has the same words):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.exact.drafts import Draft, Verdict, levels_of
+from outpace.exact.drafts import Draft, levels_of
 
 PHASES = ("draft", "target", "verify", "other")
 
@@ -69,12 +69,17 @@ class Stats:
     def end_to_end_tokens_per_second(self) -> float:
         return self.tokens / self.total_seconds if self.total_seconds > 0 else 0.0
 
-    def count(self, draft: Draft, sources: list[str], verdict: Verdict, kept: int) -> None:
-        """Add one step's outcome. ``kept``: how many of the verdict's tokens were committed (a stop cuts some)."""
+    def count(
+        self, kept: int, draft: Draft | None = None, sources: Sequence[str] = (), path: Sequence[int] = ()
+    ) -> None:
+        """Add one step's outcome: ``kept`` tokens were committed (a stop cuts some of the verdict's); of ``draft``,
+        nodes ``path`` were accepted."""
         self.steps += 1
         self.tokens += kept
+        if draft is None:
+            return
         self.drafted += len(draft)
-        used = verdict.path.tolist()[:kept]
+        used = path[:kept]
         self.accepted += len(used)
         for d in range(levels_of(draft.parents, len(draft))):
             if d == len(self.drafted_at):

@@ -2,11 +2,14 @@
 
 ``compute`` commits nothing: what it leaves in the KV cache lies behind the committed positions and is cut off if
 anything raises. ``settle`` then makes the cache what the verdict says.
+
+Between two forwards everything is cold: the weights have swept the caches. What runs here for every row therefore
+touches little: no value is made that nobody reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,36 +22,38 @@ from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.text import TextError
 from outpace.engine.verifier import Verifier
 from outpace.errors import RuleError
-from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import Batch, KVCache, Model, Output, Taps
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """What a decoding row gains in a step: ``kept`` tokens of its verdict, and what they make of its sequence."""
+class Gain(NamedTuple):
+    """What a decoding row gains in a step: the first ``kept`` tokens of its verdict, and what they make of it."""
 
-    verdict: Verdict
     extension: Extension
+    path: list[int]  # nodes of its draft that the verdict accepted
     sources: list[str]  # of the tokens
     logprobs: list[TokenLogprob]
-    slots: I32  # which of its new tokens (the pending one is 0) stay in the KV cache, [max(kept, 1)]
 
     @property
     def kept(self) -> int:
         return len(self.extension.tokens)
 
+    @property
+    def slots(self) -> list[int]:
+        """Which of its new tokens (the pending one is 0) stay in the KV cache, [max(kept, 1)]."""
+        return [0, *(node + 1 for node in self.path[: max(self.kept - 1, 0)])]
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+
+class Computed(NamedTuple):
     """A step before it is applied."""
 
     proposal: Proposal
     batch: Batch
     verdicts: Verdicts
     gains: list[Gain]
-    choices: list[I32 | None]  # of rows whose drafter reads the choice after every node
-    taps: list[Taps | None]  # of decoding rows, then of chunks
+    choices: dict[int, I32]  # by decoding row whose drafter reads the choice after every node: [k + 1]
+    taps: dict[int, Taps]  # by row of the batch
     prompt_logprobs: list[list[TokenLogprob]]  # of chunks
 
 
@@ -66,11 +71,13 @@ def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Comp
     )
     verdicts = verifier.verdicts()  # the x that it agrees with, and one token of its own
     gains = [
-        gain(s, proposal.kept, i, verdicts.row(i), verifier.failures.get(i), output, int(batch.starts[i]))
-        for i, s in enumerate(rows)
+        gain(s, proposal.kept, i, tokens, path, verifier.failures.get(i), output, batch)
+        for i, (s, (tokens, path)) in enumerate(zip(rows, verdicts.lists(), strict=True))
     ]
-    choices = [verifier.every(i) if drafting.needs_of(s).choices else None for i, s in enumerate(rows)]
-    taps = _taps(plan, batch, output, gains)
+    choices = {}
+    if drafting.needs.choices:
+        choices = {i: verifier.every(i) for i, s in enumerate(rows) if drafting.needs_of(s).choices}
+    taps = _taps(batch, output, gains) if batch.taps else {}
     prompts = [_prompt_logprobs(plan, j, batch, output) for j in range(len(plan.chunks))]
     clock.start("other")
     return Computed(proposal, batch, verdicts, gains, choices, taps, prompts)
@@ -78,82 +85,75 @@ def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Comp
 
 def pack(plan: Plan, drafts: Drafts, drafting: Drafting) -> Batch:
     """Pending tokens with their drafts, then prefill chunks."""
-    rows, starts, tokens, parents, wanted, tapped = [], [], [], [], [], []
-    trees = drafts.parents is not None
-    taps = drafting.needs.taps
-    for i, sequence in enumerate(plan.decoding):
-        draft = drafts.row(i)
-        rows.append(sequence.row)
-        starts.append(sequence.length - 1)
-        tokens.append(np.concatenate([sequence.tokens[-1:], draft.tokens]))
-        parents.append(_after_pending(draft) if trees else None)
-        wanted.append(True)
-        tapped.append(bool(taps) and bool(drafting.needs_of(sequence).taps))
-    for chunk in plan.chunks:
-        rows.append(chunk.sequence.row)
-        starts.append(chunk.start)
-        tokens.append(chunk.tokens)
-        parents.append(None)
-        wanted.append(chunk.wanted)
-        tapped.append(bool(taps) and bool(drafting.needs_of(chunk.sequence).taps))
-    reads = np.array(tapped, np.bool_) if taps else None
-    return Batch.pack(rows, tokens, starts, wanted, parents, taps=taps if any(tapped) else (), tapped=reads)
+    rows = plan.decoding
+    sequences = [*rows, *(c.sequence for c in plan.chunks)]
+    taps, tapped = drafting.needs.taps, None
+    if taps:
+        reads = [bool(drafting.needs_of(s).taps) for s in sequences]
+        taps, tapped = (taps if any(reads) else ()), np.array(reads, np.bool_)
+    return Batch.pack_step(
+        [s.row for s in sequences], [*(s.length - 1 for s in rows), *(c.start for c in plan.chunks)],
+        [s.pending for s in rows], drafts, [c.tokens for c in plan.chunks], [c.wanted for c in plan.chunks],
+        taps=taps, tapped=tapped,
+    )  # fmt: skip
 
 
 def gain(
-    sequence: Sequence, drafts: Drafts, i: int, verdict: Verdict, failure: str | None, output: Output, start: int
+    sequence: Sequence,
+    drafts: Drafts,
+    i: int,
+    tokens: list[int],
+    path: list[int],
+    failure: str | None,
+    output: Output,
+    batch: Batch,
 ) -> Gain:
     """What row i's verdict makes of its sequence. A fault of its own rules or tokenizer ends it, here and alone.
 
-    ``failure``: its rules left no token after what was accepted. ``start``: where its pending token is packed.
+    ``failure``: its rules left no token after what was accepted.
     """
-    tokens = verdict.tokens.tolist()
     if failure is not None:  # what was accepted before the dead end stays
-        tokens.pop()
-        verdict = Verdict(verdict.tokens[:-1], verdict.path)
-    params, path, logprobs = sequence.request.params, verdict.path.tolist(), []
+        tokens = tokens[:-1]
+    params, logprobs = sequence.request.params, []
     try:
         extension = sequence.extended(tokens) if tokens else sequence.ended("error", failure)
         if failure is not None and extension.finish_reason is None:  # a stop before the dead end comes first
-            extension = replace(extension, finish_reason="error", error=failure)
-        kept = len(extension.tokens)
-        slots = np.array([0, *(node + 1 for node in path[: max(kept - 1, 0)])], np.int32)
-        if params.wants_logprobs and kept:
-            found = output.logprobs(start + slots[:kept], extension.tokens, [params.top_logprobs] * kept)
+            extension = extension._replace(finish_reason="error", error=failure)
+        if params.wants_logprobs and extension.tokens:
+            kept = extension.tokens
+            slots = np.array([0, *(node + 1 for node in path[: len(kept) - 1])], np.int32)
+            found = output.logprobs(
+                int(batch.starts[i]) + slots, np.array(kept, np.int32), [params.top_logprobs] * len(kept)
+            )
             logprobs = sequence.spelled(found)
     except (RuleError, TextError) as error:
-        extension, kept, slots = sequence.ended("error", str(error)), 0, np.zeros(1, np.int32)
-    named = drafts.sources_of(i)
-    sources = [*(named[node] for node in path), TARGET][:kept]
-    return Gain(verdict, extension, sources, logprobs, slots)
+        extension = sequence.ended("error", str(error))
+    sources = [TARGET]
+    if path:
+        named = drafts.sources_of(i)
+        sources = [*(named[node] for node in path), TARGET]
+    return Gain(extension, path, sources[: len(extension.tokens)], logprobs)
 
 
-def settle(kv: KVCache, sequence: Sequence, draft: Draft, gained: Gain) -> None:
-    """Make the row's KV what its sequence will be once ``gained`` is committed: all but the last token."""
-    before = sequence.length - 1
-    if draft.parents is None or not gained.kept:
-        kv.truncate(sequence.row, before + gained.kept)
-    else:
-        kv.compact(sequence.row, before, gained.slots)
+def settle(kv: KVCache, sequence: Sequence, drafts: Drafts, i: int, gained: Gain) -> int:
+    """Make the row's KV what its sequence will be once ``gained`` is committed: all but the last token. Its length."""
+    before, kept = sequence.length - 1, gained.kept
+    if drafts.parents is not None and kept:
+        kv.compact(sequence.row, before, np.array(gained.slots, np.int32))
+    elif kept <= int(drafts.widths[i]):  # some of what was verified goes; otherwise all of it stays
+        kv.truncate(sequence.row, before + kept)
+    return before + kept
 
 
-def _after_pending(draft: Draft) -> I32:
-    parents = np.arange(-1, len(draft) - 1, dtype=np.int32) if draft.parents is None else draft.parents
-    return np.concatenate([np.array([-1], np.int32), parents + 1]).astype(np.int32)
-
-
-def _taps(plan: Plan, batch: Batch, output: Output, gains: list[Gain]) -> list[Taps | None]:
+def _taps(batch: Batch, output: Output, gains: list[Gain]) -> dict[int, Taps]:
     """Hidden states of the positions whose KV becomes final, of rows that draft with them."""
-    if not batch.taps or batch.tapped is None:
-        return [None] * len(plan)
-    found: list[Taps | None] = []
-    for b, reads in enumerate(batch.tapped.tolist()):
-        if not reads:
-            found.append(None)
-            continue
+    if batch.tapped is None:
+        return {}
+    found = {}
+    for b in np.flatnonzero(batch.tapped).tolist():
         begin, end = int(batch.starts[b]), int(batch.starts[b + 1])
-        at = begin + gains[b].slots if b < len(gains) else np.arange(begin, end)
-        found.append(output.taps(at.astype(np.int32)))
+        at = begin + np.array(gains[b].slots) if b < len(gains) else np.arange(begin, end)
+        found[b] = output.taps(at.astype(np.int32))
     return found
 
 

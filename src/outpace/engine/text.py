@@ -8,18 +8,23 @@ and takes it up only when everything else went well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outpace.arrays import I32
 from outpace.errors import OutpaceError
 
 UNFINISHED = 3  # tokens that may be the beginning of one character: UTF-8 has at most four bytes
+BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 LONGEST_RUN = 16  # tokens without a whole character, after which what cannot become one is let go
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns ids back into text."""
+    """The part of a tokenizer that turns ids back into text.
+
+    It may have an attribute ``independent``: a token's bytes do not depend on its neighbours, so that whole characters
+    can be read token by token; and then ``texts``, where texts of single tokens are kept, by whether special ones are
+    skipped.
+    """
 
     def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str: ...
 
@@ -28,8 +33,7 @@ class TextError(OutpaceError):
     """The tokenizer could not turn tokens into text."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextState:
+class TextState(NamedTuple):
     """Where the text stands after some tokens."""
 
     context: tuple[int, ...] = ()  # the last ids that became text: they give the next ones their context
@@ -52,7 +56,9 @@ class TextReader:
     ) -> None:
         self._decoder, self._stops = decoder, tuple(stops)
         self._include_stop, self._skip_special = include_stop, skip_special
-        self._texts: dict[int, str] = {}  # of tokens decoded by themselves
+        self._independent: bool = getattr(decoder, "independent", False)
+        # Of tokens decoded by themselves.
+        self._texts: dict[int, str] = decoder.texts[skip_special] if self._independent else {}  # type: ignore[union-attr]
         self._longest = max((len(stop) for stop in stops), default=1)
 
     def add(self, state: TextState, token: int, *, may_stop: bool = True) -> tuple[TextState, str]:
@@ -64,12 +70,12 @@ class TextReader:
             return state, ""
         unread = (*state.unread, token)
         text = self._after(state, unread)
-        if text and not text.endswith("�"):
+        if text and not text.endswith(BROKEN):
             settled = unread
         elif len(unread) <= LONGEST_RUN:
             return TextState(state.context, state.before, unread, state.held, state.stopped_by), ""
         elif not text:  # nothing but special tokens: they leave no trace
-            return replace(state, unread=()), ""
+            return state._replace(unread=()), ""
         else:  # bytes that can be no character
             settled = unread[:-UNFINISHED]
             text = self._after(state, settled)
@@ -79,12 +85,14 @@ class TextReader:
     def finish(self, state: TextState) -> tuple[TextState, str]:
         """The last state, and all text that was held back until now."""
         if state.stopped_by is not None or self._decoder is None:
-            return replace(state, held="", unread=()), state.held
+            return state._replace(held="", unread=()), state.held
         text = self._after(state, state.unread) if state.unread else ""
-        state, shown = self._extend(replace(state, unread=()), text, True) if text else (state, "")
-        return replace(state, held=""), shown + state.held
+        state, shown = self._extend(state._replace(unread=()), text, True) if text else (state, "")
+        return state._replace(held=""), shown + state.held
 
     def _after(self, state: TextState, ids: tuple[int, ...]) -> str:
+        if self._independent and not state.before.endswith(BROKEN):
+            return self._alone(ids)
         return self._decode((*state.context, *ids))[len(state.before) :]
 
     def _alone(self, ids: tuple[int, ...]) -> str:
@@ -110,9 +118,9 @@ class TextReader:
         found = [(at, stop) for at, stop in found if at >= 0] if may_stop else []
         if found:  # the one that begins first, and of those the one given first
             at, stop = min(found, key=lambda hit: hit[0])
-            return replace(state, held="", stopped_by=stop), whole[: at + len(stop) * self._include_stop]
+            return state._replace(held="", stopped_by=stop), whole[: at + len(stop) * self._include_stop]
         kept = len(whole) - self._beginning(whole)
-        return replace(state, held=whole[kept:]), whole[:kept]
+        return state._replace(held=whole[kept:]), whole[:kept]
 
     def _beginning(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""

@@ -43,7 +43,7 @@ class Verifier:
         coupled = [acceptance == "coupled" for acceptance in self._acceptances]
         there = [chooser if its else None for chooser, its in zip(self._roots, coupled, strict=True)]
         found = self._output.verify(self._drafts, self._starts[: len(there)], there) if any(coupled) else None
-        left = range(len(there)) if found is None else np.flatnonzero(found.accepted < 0).tolist()
+        left = range(len(there)) if found is None else [i for i, n in enumerate(found.accepted.tolist()) if n < 0]
         if found is not None and not left:
             return found
         verdicts = {} if found is None else {i: found.row(i) for i in range(len(found)) if i not in left}

@@ -79,6 +79,28 @@ class Batch:
         arrays = _pack(list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only)
         return Batch(*arrays, taps=taps, tapped=tapped, features=features, layers=layers)
 
+    @staticmethod
+    def pack_step(
+        rows: Sequence[int],
+        starts_at: Sequence[int],
+        pending: Sequence[int],
+        drafts: Drafts,
+        chunks: Sequence[I32] = (),
+        wanted: Sequence[bool] = (),
+        *,
+        taps: tuple[int, ...] = (),
+        tapped: npt.NDArray[np.bool_] | None = None,
+    ) -> Batch:
+        """Pack a step of B decoding rows, each ``pending[i]`` and then its draft, and ``chunks`` of prefill after them.
+
+        ``rows`` and ``starts_at`` [B + C] are of both; logits are needed of decoding rows and of ``wanted`` chunks.
+        """
+        arrays = _pack_step(
+            list(rows), list(starts_at), list(pending), drafts.tokens, drafts.widths, drafts.parents, list(chunks),
+            list(wanted),
+        )  # fmt: skip
+        return Batch(*arrays, taps=taps, tapped=tapped)
+
     def __len__(self) -> int:
         return len(self.token)
 
@@ -118,7 +140,28 @@ def pack_reference(
     )
 
 
+def pack_step_reference(
+    rows: Sequence[int],
+    starts_at: Sequence[int],
+    pending: Sequence[int],
+    tokens: I32,
+    widths: I32,
+    parents: I32 | None,
+    chunks: Sequence[I32],
+    wanted: Sequence[bool],
+) -> tuple[I32, I32, I32, I32, I32, I32]:
+    """``Batch.pack_step`` without the extension."""
+    packed, trees = [], []
+    for i, token in enumerate(pending):
+        k = int(widths[i])
+        packed.append(np.append(np.int32(token), tokens[i, :k]))
+        trees.append(None if parents is None else np.append(np.int32(-1), parents[i, :k] + 1).astype(np.int32))
+    asked = [*([True] * len(pending)), *wanted]
+    return pack_reference(rows, [*packed, *chunks], starts_at, asked, [*trees, *([None] * len(chunks))], False)
+
+
 _pack = _fast.pick("pack_batch", pack_reference)
+_pack_step = _fast.pick("pack_step", pack_step_reference)
 
 
 class Taps(Protocol):

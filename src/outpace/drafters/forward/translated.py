@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class TranslatedDrafter(ChainDrafter):
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         for view, size in zip(rows, sizes.tolist(), strict=True):
             self._row(view).size = size
-        own = super().propose([replace(view, chooser=_GREEDY) for view in rows], levels(rows, sizes))
+        own = super().propose([view._replace(chooser=_GREEDY) for view in rows], levels(rows, sizes))
         return Drafts.chains([self._translated(view, own.row(i).tokens) for i, view in enumerate(rows)], self.name)
 
     def _row(self, view: RowView) -> _Row:

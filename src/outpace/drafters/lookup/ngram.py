@@ -13,7 +13,7 @@ from outpace import _fast
 from outpace.arrays import I32
 from outpace.drafters.base import RowView, TreeDrafter
 from outpace.errors import DrafterError
-from outpace.exact.tree import Tree, merge
+from outpace.exact.tree import Lists, Tree, merge
 
 # How often the token after a match of 0, 1, 2, ... tokens was right on outputs of the demo model (docs/notebook.md).
 HIT = (0.0, 0.21, 0.52, 0.6, 0.7, 0.71, 0.74, 0.78, 0.8, 0.84, 0.84, 0.85, 0.95)
@@ -52,25 +52,11 @@ class NgramDrafter(TreeDrafter):
 
     def _chain(self, tokens: I32, size: int) -> Tree:
         """The one best match, without the detours of several: this runs between two forwards."""
-        found = _newest(tokens, self._least, self._most)
-        if found is None:
-            return Tree()
-        start, length = found
-        following: list[int] = tokens[start : start + size].tolist()
-        while len(following) < size:  # a loop: its next turn is another one
-            following += following[: size - len(following)]
-        gain, gains = 1.0, []
-        for i in range(size):
-            gain *= HIT[min(length + i, len(HIT) - 1)]
-            gains.append(gain)
-        return Tree.chain(following, gains)
+        return Tree(*_newest_chain(tokens, self._least, self._most, size, HIT))
 
 
 def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
-    """(index of what follows, length) of the newest of the longest matches of the end of ``tokens`` int32 [L].
-
-    The reference for native/drafting/lookup.h.
-    """
+    """(index of what follows, length) of the newest of the longest matches of the end of ``tokens`` int32 [L]."""
     data = np.ascontiguousarray(tokens).tobytes()
     for n in range(min(most, len(tokens) - 1), least - 1, -1):
         end = data[-4 * n :]
@@ -82,7 +68,27 @@ def newest(tokens: I32, least: int, most: int) -> tuple[int, int] | None:
     return None
 
 
-_newest = _fast.pick("newest_match", newest)
+def newest_chain(tokens: I32, least: int, most: int, size: int, hit: Sequence[float]) -> Lists:
+    """What followed ``newest`` as a chain of ``size`` nodes, or none; ``hit``: chances by length of the match.
+
+    The reference for native/drafting/lookup.h.
+    """
+    found = newest(tokens, least, most)
+    if found is None:
+        return [], [], [], []
+    start, length = found
+    following: list[int] = tokens[start : start + size].tolist()
+    while len(following) < size:  # a loop: its next turn is another one
+        following += following[: size - len(following)]
+    gain, gains = 1.0, []
+    for i in range(size):
+        gain *= hit[min(length + i, len(hit) - 1)]
+        gains.append(gain)
+    chain = Tree.chain(following, gains)
+    return chain.tokens, chain.parents, chain.gains, chain.sources
+
+
+_newest_chain = _fast.pick("newest_chain", newest_chain)
 
 
 def matches(tokens: I32, least: int, most: int, count: int) -> list[tuple[int, int]]:

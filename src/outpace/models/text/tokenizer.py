@@ -25,6 +25,8 @@ class Tokenizer:
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
     ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
+    ``independent``: a token's bytes do not depend on its neighbours. ``texts``: of tokens decoded by themselves, by
+    whether special ones are skipped, kept for whoever decodes.
     Methods may be called from several threads.
     """
 
@@ -52,7 +54,8 @@ class Tokenizer:
         added = fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_ids = frozenset(added)
-        self.spelling = _spelling(fast)
+        self.spelling, self.independent = _spelling(fast)
+        self.texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
         size = fast.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, max(added, default=-1) + 1)
         tokens = dict(template_tokens or {})
@@ -178,13 +181,13 @@ def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, s
     return found
 
 
-def _spelling(fast: Any) -> Literal["bytes", "pieces"] | None:
-    """What the decoder undoes."""
+def _spelling(fast: Any) -> tuple[Literal["bytes", "pieces"] | None, bool]:
+    """What the decoder undoes, and whether it turns tokens into bytes one by one."""
     state = {} if fast.decoder is None else json.loads(fast.decoder.__getstate__())
-    kinds = {part.get("type") for part in state.get("decoders", [state])}
+    kinds = [part.get("type") for part in state.get("decoders", [state])]
     if "ByteLevel" in kinds:
-        return "bytes"
-    return "pieces" if kinds & {"ByteFallback", "Metaspace"} else None
+        return "bytes", kinds == ["ByteLevel"]
+    return ("pieces" if {"ByteFallback", "Metaspace"} & set(kinds) else None), False
 
 
 def _json(path: Path) -> dict[str, Any]:
