@@ -233,6 +233,7 @@ nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& 
 void bind_output(nb::module_& m) {
     nb::class_<Result>(m, "Result")
         .def_static("of", &result_of, "logits"_a, "wanted"_a, "isa"_a = "")
+        .def_ro("threads", &Result::threads)
         .def("best", &best_of, "at"_a)
         .def("choose", &choose_after, "at"_a, "chooser"_a)
         .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a)

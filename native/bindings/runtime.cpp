@@ -86,13 +86,23 @@ auto locked(Model& model, F f) {
     return f(model.kv());
 }
 
+template <class F>
+auto of_pool(Runtime& runtime, F f) {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(runtime.lock());
+    return f(runtime.pool());
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
     nb::class_<Weights>(m, "Weights")
         .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a)
         .def_prop_ro("bytes", &Weights::bytes);
-    nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads);
+    nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads)
+        .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
+        .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
+        .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
     m.attr("KV_BLOCK") = kBlock;
     model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_f32"_a, "kv_limit"_a)
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })

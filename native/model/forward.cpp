@@ -403,7 +403,10 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         const int count = std::min(kChunk, batch.tokens - first);
         plan_jobs(first, count, pool.team());
         Run run(*this, pool, *result, batch, first, count);
-        run.settle(pool.run([&run](Seat& me) { run.thread(me); }));
+        unsigned kind = 0;  // widths up to 1, 2, 4 ...
+        while (1 << kind < count) ++kind;
+        result->threads = pool.run([&run](Seat& me) { run.thread(me); }, kind, static_cast<double>(weights_->bytes()));
+        run.settle(result->threads);
     }
     for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;

@@ -49,6 +49,7 @@ public:
     const float* logits(int i) const { return logits_->get() + static_cast<size_t>(i) * static_cast<size_t>(stride_); }
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
     int vocab = 0, hidden = 0, tap_count = 0, tokens = 0;
+    int threads = 0;  // that the forward ended with
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
     std::vector<Best> best;     // argmax of each wanted token's logits

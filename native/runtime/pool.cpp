@@ -1,23 +1,41 @@
 #include "runtime/pool.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 
 namespace outpace {
 namespace {
 
 using std::chrono::microseconds;
+using Clock = std::chrono::steady_clock;
 
-// A decode loop comes back within this time, so the next forward finds its workers awake; an idle model does not burn a
-// core that torch or the caller could use.
-constexpr auto kSpin = microseconds(200);
-// A barrier's wait is short unless a thread was descheduled. Then sleeping beats spinning: a sleeper is let back in
-// ahead of whoever else is using the core, a spinner has used its turn up.
-constexpr int kSpinsBeforeSleep = 1024;
+// A thread spins for so many times the cost of a wake before it sleeps, within these bounds.
+constexpr int kWakes = 8;
+constexpr Clock::duration kLeastSpin = microseconds(50), kMostSpin = microseconds(500);
+// With more threads than processors a spinner stands in the way of whom it waits for.
+constexpr Clock::duration kCrowdedSpin = microseconds(5);
+// A decode loop comes back within a fraction of this, and finds its workers awake; an idle model does not burn a core that
+// torch or the caller could use.
+constexpr Clock::duration kMostGap = std::chrono::milliseconds(2);
 // A run is slow when waits that ended in sleep took longer than any hiccup, and so much of its time that fewer threads,
 // which wait for nobody, would have been as fast.
-constexpr auto kHiccup = microseconds(500);
+constexpr Clock::duration kHiccup = microseconds(500);
 constexpr double kLost = 0.4;
-constexpr int kMostPatience = 64;
+constexpr int kMostPatience = 16;
+constexpr unsigned kPausesAClock = 32;  // looking at the clock costs as much as a few pauses
+
+int processors() {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+    return static_cast<int>(std::thread::hardware_concurrency());
+}
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -27,13 +45,51 @@ inline void relax() {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), limit_(threads_) {
+Pool::Pool(int threads)
+    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(processors()), limit_(threads_), spin_(kLeastSpin),
+      idle_spin_(kCrowdedSpin.count()) {
     try {
         for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (...) {  // the system has no more threads: those that began must end before their memory goes
         close();
         throw;
     }
+    calibrate();
+}
+
+// What it costs to run on threads that sleep, and on threads that spin: medians, in a few milliseconds.
+void Pool::calibrate() {
+    if (threads_ == 1 || threads_ > processors_) {
+        if (threads_ > 1) spin_ = kCrowdedSpin;
+        calibrated_ = true;
+        return;
+    }
+    const auto nothing = [](Seat&) {};
+    const auto timed = [&] {
+        const auto start = Clock::now();
+        run(nothing);
+        return Clock::now() - start;
+    };
+    const auto median = [](std::array<Clock::duration, 9>& found) {
+        std::nth_element(found.begin(), found.begin() + 4, found.end());
+        return found[4];
+    };
+    std::array<Clock::duration, 9> wakes, hand_overs;
+    spin_ = kMostGap;  // the caller stays awake
+    for (auto& took : wakes) {
+        const auto give_up = Clock::now() + kMostGap;
+        while (sleeping_.load() < threads_ - 1 && Clock::now() < give_up) relax();
+        for (const auto deep = Clock::now() + microseconds(50); Clock::now() < deep;) relax();  // they are on their way there
+        took = timed();
+    }
+    idle_spin_.store(kMostGap.count());
+    for (auto& took : hand_overs) took = timed();
+    const Clock::duration wake = median(wakes);
+    wake_seconds_ = std::chrono::duration<double>(wake).count();
+    hand_over_seconds_ = std::chrono::duration<double>(median(hand_overs)).count();
+    spin_ = std::clamp(kWakes * wake, kLeastSpin, kMostSpin);
+    gap_ = {};
+    calibrated_ = true;
 }
 
 Pool::~Pool() { close(); }
@@ -48,13 +104,17 @@ void Pool::close() {
     for (std::thread& worker : workers_) worker.join();
 }
 
-int Pool::run(const std::function<void(Seat&)>& body) {
+int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work) {
     const int team = this->team();
+    begun_ = Clock::now();
+    lost_ = {};
+    count_ = team;
     if (team > 1) {
+        const Clock::duration gap = begun_ - ended_;
+        gap_ = gap < kMostGap ? std::max(gap, gap_ - gap_ / 16) : Clock::duration{};
+        if (calibrated_ && spin_ != kCrowdedSpin) idle_spin_.store(std::min(2 * gap_ + spin_, kMostGap).count(), std::memory_order_relaxed);
+        keep_apart();
         body_ = &body;
-        count_ = team;
-        begun_ = Clock::now();
-        lost_ = {};
         inside_.store(team, std::memory_order_relaxed);
         ++runs_;
         for (int i = 0; i < team; ++i) {
@@ -70,13 +130,32 @@ int Pool::run(const std::function<void(Seat&)>& body) {
         const bool stayed = take_part(0);
         wait([this] { return inside_.load() == 0; }, stayed);  // nobody may be at work when `body` goes out of scope
         account();
-        learn(team);
-        return count_;
+    } else {
+        Seat alone{0, 0, 1};
+        body(alone);
     }
-    Seat alone{0, 0, 1};
-    body(alone);
-    if (rest_ > 0) --rest_;
-    return 1;
+    ended_ = Clock::now();
+    if (calibrated_) learn(team, std::min(kind, kKinds - 1), work);
+    return count_;
+}
+
+// Where the threads need every processor, a worker that wakes on the caller's would wait for the scheduler to part them: up
+// to 4 ms, which the caller spends spinning. So workers are kept off the processor that the caller runs on.
+void Pool::keep_apart() {
+#if defined(__linux__)
+    if (threads_ != processors_) return;
+    const int here = sched_getcpu();
+    if (here == callers_ || here < 0) return;
+    cpu_set_t others;
+    if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) != processors_) return;
+    CPU_CLR(static_cast<size_t>(here), &others);
+    callers_ = here;
+    for (size_t i = 1; i < places_.size(); ++i) {
+        const int worker = places_[i].thread.load();
+        if (worker == 0) callers_ = -1;  // it has not begun yet: the next run sees to it
+        if (worker > 0) sched_setaffinity(worker, sizeof others, &others);  // where it may not: nothing is lost
+    }
+#endif
 }
 
 bool Pool::take_part(int thread) {
@@ -124,9 +203,9 @@ template <class Done>
 void Pool::wait(const Done& done, bool lost) {
     if (done()) return;
     const auto start = Clock::now();
-    for (int spins = 0; spins < kSpinsBeforeSleep; ++spins) {
-        if (done()) return;
+    for (unsigned spins = 1; spins % kPausesAClock || Clock::now() - start < spin_; ++spins) {
         relax();
+        if (done()) return;
     }
     std::unique_lock<std::mutex> lock(mutex_);
     waiting_.fetch_add(1);
@@ -160,28 +239,37 @@ void Pool::shrink(const Seat& last) {
     count_ = kept;
 }
 
-void Pool::learn(int started) {
-    const bool trial = rest_ == 0;
+void Pool::learn(int started, unsigned kind, double work) {
+    const bool trial = limit_ < threads_ && started == threads_;
+    const double took = std::chrono::duration<double>(ended_ - begun_).count() / work;
     if (count_ < started || slow()) {
-        limit_ = count_ < started ? count_ : started / 2;
+        if (!trial) smaller_ = {};
+        limit_ = count_ < started ? count_ : std::max(1, started / 2);
+        patience_ = trial ? std::min(2 * patience_, kMostPatience) : 1;
+        rest_ = patience_;
+    } else if (trial && smaller_[kind] > 0.0 && took > smaller_[kind]) {
         patience_ = std::min(2 * patience_, kMostPatience);
         rest_ = patience_;
     } else if (trial) {
         limit_ = threads_;
-        patience_ = std::max(1, patience_ / 2);
-    } else {
+        patience_ = 1;
+    } else if (rest_ > 0) {
+        smaller_[kind] = took;
         --rest_;
     }
 }
 
 void Pool::work(int thread) {
-    const Place& place = places_[static_cast<size_t>(thread)];
+    Place& place = places_[static_cast<size_t>(thread)];
+#if defined(__linux__)
+    place.thread.store(static_cast<int>(syscall(SYS_gettid)));
+#endif
     unsigned seen = 0;
     for (;;) {
         const auto start = Clock::now();
-        for (int spins = 1; place.invited.load(std::memory_order_acquire) == seen; ++spins) {
+        for (unsigned spins = 1; place.invited.load(std::memory_order_acquire) == seen; ++spins) {
             relax();
-            if (spins % 64 == 0 && Clock::now() - start > kSpin) {
+            if (spins % kPausesAClock == 0 && (Clock::now() - start).count() > idle_spin_.load(std::memory_order_relaxed)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleeping_.fetch_add(1);
                 wake_.wait(lock, [&] { return place.invited.load() != seen; });

@@ -1,9 +1,14 @@
 // Threads that run one function together: one parallel region for a whole forward, with barriers inside.
 //
-// On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. A run that
-// spends its time in such waits goes on with half of its team; so do the next runs, until a trial with all goes well.
+// A thread that waits spins first, for as long as a wake from sleep would cost several times over: what that is, each pool
+// measures when it begins (16 microseconds on one machine, 57 on another; a hand-over between spinning threads takes 0.2).
+//
+// On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Waits so long
+// that they end in sleep are the evidence: a run that loses its time in them goes on with half of its team, and so do the
+// next runs, until a trial with all threads is faster than what the smaller team took.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -39,10 +44,12 @@ public:
 
     int size() const { return threads_; }
     int team() const { return rest_ > 0 ? limit_ : threads_; }  // threads that the next run starts with
+    double wake_seconds() const { return wake_seconds_; }          // a run of threads that sleep; 0 with one thread
+    double hand_over_seconds() const { return hand_over_seconds_; }  // and of threads that spin
 
     // Runs body(seat) on every thread of the team and returns with how many it ended; the caller is thread 0. `body` must
-    // not throw. Not reentrant.
-    int run(const std::function<void(Seat&)>& body);
+    // not throw. Teams are compared by runs of one `kind`, which take a time in proportion to `work`. Not reentrant.
+    int run(const std::function<void(Seat&)>& body, unsigned kind = 0, double work = 1.0);
 
     // All threads of a run wait here for one another. False: this thread is dismissed. It must return from `body` at once
     // and touch nothing of the run, which may be over.
@@ -54,9 +61,14 @@ private:
         std::atomic<unsigned> invited{0};  // the run that the thread is, or was last, asked to join
         std::atomic<bool> dismissed{false};  // set while the thread waits at a barrier, cleared by itself
         int rank = 0;                        // -1: not of the team
+        std::atomic<int> thread{0};          // the system's number of it; 0: unknown, or the caller's own
     };
 
+    static constexpr unsigned kKinds = 8;
+
     void close();
+    void calibrate();
+    void keep_apart();
     void work(int thread);
     bool take_part(int thread);  // false: dismissed
     template <class Done>
@@ -64,7 +76,7 @@ private:
     void account();
     bool slow() const;
     void shrink(const Seat& last);
-    void learn(int started);
+    void learn(int started, unsigned kind, double work);
 
     const int threads_;
     std::vector<Place> places_;
@@ -76,13 +88,21 @@ private:
     const std::function<void(Seat&)>* body_ = nullptr;
     unsigned runs_ = 0;
     int count_ = 1;
-    Clock::time_point begun_;
+    Clock::time_point begun_, ended_;
     Clock::duration lost_{};          // in waits that ended in sleep
     Clock::time_point asleep_since_;  // when the first sleeper began to wait; zero: nobody sleeps; guarded by mutex_
     // From run to run.
+    const int processors_;  // that this process may use
+    int callers_ = -1;      // the one that workers are kept off
     int limit_;         // threads of a run that is no trial
     int rest_ = 0;      // runs until the next trial
     int patience_ = 1;  // how many runs a failed trial is remembered
+    std::array<double, kKinds> smaller_{};  // seconds a unit of work, of the smaller team's last run of each kind; 0: unknown
+    Clock::duration gap_{};                          // between runs that follow one another
+    Clock::duration spin_;                           // of a thread that waits at a barrier
+    std::atomic<Clock::rep> idle_spin_;              // of a worker between runs
+    bool calibrated_ = false;
+    double wake_seconds_ = 0.0, hand_over_seconds_ = 0.0;
     // Each on its own cache line: they are written while others spin on them.
     alignas(64) std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> arrived_{0};

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from outpace import _fast
 from outpace.cli.command import flatten
 from outpace.cli.options import Common, Load, spell
 from outpace.errors import OutpaceError
@@ -35,13 +38,22 @@ def run(
         "cpu": machine.cpu(),
         "memory": machine.memory(),
         "backends": _backends(),
-        "model": _model(load, measure),
+        "model": _model(load, measure, _silent if common.json else _say),
+        "computed_in": _fast.chosen(),  # by what the model's run has needed
     }
     if common.json:
         print(json.dumps(found))
     else:
         _print(found)
     return 0 if found["model"]["ok"] else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _silent(text: str) -> None:
+    """For scripts, which read what is printed."""
 
 
 def _version(name: str) -> str | None:
@@ -62,18 +74,22 @@ def _backends() -> dict[str, str]:
     return out
 
 
-def _model(load: Load, measure: bool) -> dict[str, Any]:
+def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    from outpace.control import auto
     from outpace.control import cost as costs
     from outpace.params import SamplingParams
 
     begun = time.perf_counter()
     try:
-        with load.engine("none") as engine:
+        with load.engine("auto") as engine:
             loaded = time.perf_counter() - begun
-            cost = costs.of(engine.model, again=measure)
-            result = engine.generate("Say hello.", SamplingParams(max_tokens=16))
+            cost = costs.of(engine.model, again=measure, progress=say)
+            params = SamplingParams(max_tokens=48)
+            result = engine.generate(_PROMPT, params, drafter=False)
+            engine.generate(_PROMPT, params)
             info = engine.model.info
-            threads, path = machine.threads_of(engine.model), machine.path_of(engine.model)
+            threads, path, team = (of(engine.model) for of in (machine.threads_of, machine.path_of, machine.team_of))
+            learnt = auto.report(cost, engine.policy)
     except Exception as error:  # whatever is broken here is what this command is for
         said = error.told(spell) if isinstance(error, OutpaceError) else str(error)
         return {"name": load.model, "ok": False, "error": said or type(error).__name__}
@@ -83,14 +99,16 @@ def _model(load: Load, measure: bool) -> dict[str, Any]:
         "backend": info.backend,
         "dtype": info.dtype,
         "threads": threads,
+        "team": team,
         "instruction_set": path,
         "load_seconds": loaded,
         "text": result.text,
         "decode_tokens_per_second": result.stats.decode_tokens_per_second,
-        "cost": cost.to_dict(),
+        **learnt,
     }
 
 
+_PROMPT = "Count from one to twenty in words."
 _CONTEXT = 400  # of the table
 _BAR = 40  # characters
 
@@ -107,6 +125,24 @@ def _print_cost(found: dict[str, Any]) -> None:
         ratio = cost.ratio(width, _CONTEXT)
         seconds = cost.forward([width], [_CONTEXT])
         print(f"  {width:>5} {1e3 * seconds:>7.2f} {ratio:>10.2f}   {'#' * max(round(_BAR * ratio / longest), 1)}")
+
+
+def _print_learnt(learnt: dict[str, Any] | None) -> None:
+    """What steps took in this process, which is what decides once there have been some."""
+    if learnt is None:
+        return
+    print("\nwhat the steps of this process took:\n")
+    print("  rows  context  steps  plain ms  plain steps that more nodes add")
+    for curve in learnt["curves"]:
+        more = ", ".join(f"{nodes}: {added:.2f}" for nodes, added, _ in curve["more"])
+        line = f"{curve['rows']:>4} {curve['context']:>8.0f} {curve['steps']:>6} {1e3 * curve['plain']:>9.2f}"
+        print(f"  {line}  {more or 'nothing was drafted'}")
+
+
+def _print_computed(computed: dict[str, str]) -> None:
+    slow = sorted(name for name, where in computed.items() if where != "native")
+    said = f"{len(computed) - len(slow)} hot functions in C++"
+    print(f"{'hot paths':<13} {said}" + (f"; in Python: {', '.join(slow)}" if slow else ""))
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -127,6 +163,7 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"memory        {format_bytes(memory['total'])}, {free} available")
     for name, state in found["backends"].items():
         console.print(f"{name:<13} {state}", soft_wrap=True)
+    _print_computed(found["computed_in"])
     name = model["name"]
     if model["ok"]:
         path = f", {model['instruction_set']}" if model["instruction_set"] else ""
@@ -136,6 +173,13 @@ def _print(found: dict[str, Any]) -> None:
             f"decodes at {model['decode_tokens_per_second']:.0f} tokens/s{threads}",
             soft_wrap=True,
         )
+        if model["team"]:
+            awake, asleep = (1e6 * model["team"]["hand_over_seconds"][how] for how in ("awake", "asleep"))
+            console.print(
+                f"threads       {model['team']['size']} of {model['threads']} in use; handing work over takes "
+                f"{awake:.1f} us, {asleep:.0f} us where they sleep"
+            )
         _print_cost(model["cost"])
+        _print_learnt(model["learnt"])
     else:
         console.print(f"{name:<13} FAILED: {model['error']}", soft_wrap=True)

@@ -43,7 +43,7 @@ SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
 AGREE = 0.05  # two rounds do, when no cell's least falls by more: then the moment was a steady one
-VERSION = 2  # of the file's format and of the protocol
+VERSION = 3  # of the file's format and of the protocol
 OLDEST = 30 * 86_400.0  # seconds for which a table is believed
 
 Progress = Callable[[str], None]

@@ -97,6 +97,7 @@ class Core:
             else:
                 sequence.stats.count(kept)
             sequence.stats.decide(proposal.decisions[i].size, proposal.decisions[i].expected)
+            sequence.stats.ran_on(computed.threads)
             gained.append(kept)
         for chunk, logprobs in zip(plan.chunks, computed.prompt_logprobs, strict=True):
             chunk.sequence.cached = chunk.start + chunk.count

@@ -294,6 +294,11 @@ class Engine:
         self.cancel(request)
 
     @property
+    def policy(self) -> Policy:
+        """What decides how much is drafted, and has learnt from this engine's steps."""
+        return self._core.drafting.policy
+
+    @property
     def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
         return pooled([self._core.finished])

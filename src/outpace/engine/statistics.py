@@ -46,6 +46,7 @@ class Stats:
     total_seconds: float = 0.0  # add to last delta
     steps_by_size: dict[int, int] = field(default_factory=dict)  # steps, by nodes verified
     expected: dict[str, list[float]] = field(default_factory=dict)  # "on", "off" -> [steps, sum of log speed expected]
+    steps_by_threads: dict[int, int] = field(default_factory=dict)  # where the backend says how many it computed with
     kv_bytes: int = 0  # reserved for the row, target and drafter; pooled: the maximum
     requests: int = 1
 
@@ -102,6 +103,11 @@ class Stats:
             sums[0] += 1
             sums[1] += math.log(max(expected, 1e-3))
 
+    def ran_on(self, threads: int | None) -> None:
+        """Add how many threads one step was computed with."""
+        if threads is not None:
+            self.steps_by_threads[threads] = self.steps_by_threads.get(threads, 0) + 1
+
     @property
     def decision(self) -> str:
         """What the policy decided, and why: ``on in 150 of 200 steps: expected 1.62x; off: expected 0.92x``."""
@@ -141,6 +147,7 @@ class Stats:
             "end_to_end_tokens_per_second": self.end_to_end_tokens_per_second,
             "steps_by_size": {str(size): n for size, n in sorted(self.steps_by_size.items())},
             "decision": self.decision,
+            "steps_by_threads": {str(threads): n for threads, n in sorted(self.steps_by_threads.items())},
             "kv_bytes": self.kv_bytes,
             "requests": self.requests,
         }
@@ -166,11 +173,15 @@ def pooled(parts: Iterable[Stats]) -> Stats:
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.drafted_at = _add(total.drafted_at, part.drafted_at)
         total.accepted_at = _add(total.accepted_at, part.accepted_at)
-        for mine, theirs in ((total.drafted_by, part.drafted_by), (total.accepted_by, part.accepted_by)):
-            for source, count in theirs.items():
-                mine[source] = mine.get(source, 0) + count
-        for size, steps in part.steps_by_size.items():
-            total.steps_by_size[size] = total.steps_by_size.get(size, 0) + steps
+        for named, more in ((total.drafted_by, part.drafted_by), (total.accepted_by, part.accepted_by)):
+            for source, count in more.items():
+                named[source] = named.get(source, 0) + count
+        for mine, theirs in (
+            (total.steps_by_size, part.steps_by_size),
+            (total.steps_by_threads, part.steps_by_threads),
+        ):
+            for number, steps in theirs.items():
+                mine[number] = mine.get(number, 0) + steps
         for name, sums in part.expected.items():
             total.expected[name] = _add_floats(total.expected.get(name, [0.0, 0.0]), sums)
         for phase in PHASES:

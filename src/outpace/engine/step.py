@@ -55,6 +55,7 @@ class Computed(NamedTuple):
     choices: dict[int, I32]  # by decoding row whose drafter reads the choice after every node: [k + 1]
     taps: dict[int, Taps]  # by row of the batch
     prompt_logprobs: list[list[TokenLogprob]]  # of chunks
+    threads: int | None  # that the forward ended with, where the backend says
 
 
 def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Computed:
@@ -80,7 +81,7 @@ def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Comp
     taps = _taps(batch, output, gains) if batch.taps else {}
     prompts = [_prompt_logprobs(plan, j, batch, output) for j in range(len(plan.chunks))]
     clock.start("other")
-    return Computed(proposal, batch, verdicts, gains, choices, taps, prompts)
+    return Computed(proposal, batch, verdicts, gains, choices, taps, prompts, getattr(output, "threads", None))
 
 
 def pack(plan: Plan, drafts: Drafts, drafting: Drafting) -> Batch:

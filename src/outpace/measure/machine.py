@@ -51,6 +51,13 @@ def threads_of(model: Model) -> int | None:
     return getattr(model, "threads", None)
 
 
+def team_of(model: Model) -> dict[str, Any] | None:
+    """Threads in use now, and the seconds that a run on sleeping and on waking threads takes; None elsewhere."""
+    if getattr(model, "team", None) is None:
+        return None
+    return {"size": model.team, "hand_over_seconds": model.hand_over}  # type: ignore[attr-defined]
+
+
 def path_of(model: Model) -> str | None:
     """The native runtime's instruction-set path: tokens are promised identical within one. None elsewhere."""
     return getattr(model, "isa", None)

@@ -143,6 +143,17 @@ class NativeModel:
         count: int = self._live().threads
         return count
 
+    @property
+    def team(self) -> int:
+        """Threads that the next forward begins with: fewer than ``threads`` while others use the cores."""
+        count: int = self.runtime.team
+        return count
+
+    @property
+    def hand_over(self) -> dict[str, float]:
+        """Seconds that it takes to run on ``threads``, measured when they began: "asleep" and "awake"."""
+        return {"asleep": self.runtime.wake_seconds, "awake": self.runtime.hand_over_seconds}
+
     def forward(self, batch: Batch) -> NativeOutput:
         """Run the batch; see ``Model.forward``. A malformed one raises ValueError and changes nothing."""
         layers = self.info.layers if batch.layers is None else batch.layers

@@ -30,6 +30,12 @@ class NativeOutput:
     def __init__(self, result: Any) -> None:
         self._result = result
 
+    @property
+    def threads(self) -> int:
+        """How many threads were left of those that began the forward."""
+        count: int = self._result.threads
+        return count
+
     def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
         """See ``Output.verify``. Rows with rules that this runtime cannot advance are left to the caller, too."""
         rows = [None if chooser is None else _walker(chooser) for chooser in choosers]
