@@ -79,6 +79,8 @@ public:
     const Pace& pace() const { return pace_; }
 
 private:
+    static constexpr double kSure = 4.0;  // times its cost that a node is expected to bring, for a try without credit
+
     struct Row {
         Kind kind;
         std::array<double, 2> biases{0.0, 0.0}, odds{1.0, 1.0};  // in log-odds, of first nodes and deeper ones; exp(-bias)
@@ -133,6 +135,7 @@ private:
     bool fair(const Step& step, double gain, double loss) const;
     bool plan_whole(Step& step);
     void plan_levels(int drafter);
+    static int doublings(int n);
     double drafting() const;
     double level_seconds(const Asking& asking, int rows) const;
     void look(Step& step, const Proposal& drafts, size_t i, double floor, bool all);
