@@ -67,7 +67,7 @@ class Tiny:
         self._folder.cleanup()
 
     def path(self, kind: str = "Q4_1", architecture: str = "llama", **sizes: int) -> Path:
-        """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window."""
+        """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window, ffn_bias."""
         name = "-".join([architecture, kind, *(f"{k}{v}" for k, v in sorted(sizes.items()))])
         path = Path(self._folder.name) / f"{name}.gguf"
         if not path.exists():
@@ -139,6 +139,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             vector(f"blk.{i}.attn_q.bias", q, 0.0)
             vector(f"blk.{i}.attn_k.bias", kv, 0.0)
             vector(f"blk.{i}.attn_v.bias", kv, 0.0)
+        if s.get("ffn_bias"):
+            vector(f"blk.{i}.ffn_down.bias", hidden, 0.0)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()

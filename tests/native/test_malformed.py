@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from native_helpers import Tiny
 
+from outpace.errors import ModelError
 from outpace.models.native.build import estimate
 
 _CHILD = textwrap.dedent(
@@ -85,6 +86,12 @@ def test_damaged_weights_never_crash(tiny: Tiny, tmp_path: Path) -> None:
     size = path.stat().st_size
     loaded, _ = mutate(path, tmp_path / "damaged.gguf", 100, 9, size)
     assert loaded > 10
+
+
+def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
+    """A bias that was left out would make another model of it."""
+    with pytest.raises(ModelError, match=r"the tensor 'blk\.0\.ffn_down\.bias' and 1 more"):
+        tiny.load("Q4_1", "llama", {"ffn_bias": 1})
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])

@@ -125,6 +125,79 @@ def test_damaged_folder(saved: Path, tmp_path: Path, name: str, content: bytes) 
     assert str(path) in one_line(error)
 
 
+def resave(saved: Path, to: Path, files: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None) -> Path:
+    """The model in ``saved`` with other safetensors files: tensors by file, and perhaps an index."""
+    from safetensors.torch import save_file
+
+    to.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (to / name).write_bytes((saved / name).read_bytes())
+    for name, tensors in files.items():
+        save_file(tensors, to / name, {"format": "pt"})
+    if index is not None:
+        (to / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return to
+
+
+def first_logits(path: Path, backend: str) -> np.ndarray:
+    model, tokenizer = load(str(path), LoadOptions(backend=backend, dtype="float32"))
+    tokens = tokenizer.encode("hello")
+    batch = Batch.pack([model.kv.alloc()], [tokens], [0], [True])
+    return model.forward(batch).logits(batch.wanted)
+
+
+def test_shards_go_by_their_index(saved: Path, tmp_path: Path) -> None:
+    """A stale shard beside them does not win, whatever its name."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(saved / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    files = {file: {name: tensors[name] for name in its} for file, its in halves.items()}
+    index = {name: file for file, its in halves.items() for name in its}
+    stale = {**files, "z.safetensors": {name: tensor + 1 for name, tensor in tensors.items()}}
+    expected = first_logits(saved, "native")
+    assert np.array_equal(first_logits(resave(saved, tmp_path / "stale", stale, index), "native"), expected)
+    twice = resave(saved, tmp_path / "twice", stale, None)
+    with pytest.raises(ModelError, match="in two files and no index"):
+        load(str(twice), LoadOptions(backend="native"))
+    half = resave(saved, tmp_path / "half", {"a.safetensors": files["a.safetensors"]}, index)
+    with pytest.raises(ModelError, match=r"b\.safetensors is missing"):
+        load(str(half), LoadOptions(backend="native"))
+    wrong = resave(saved, tmp_path / "wrong", files, {**index, names[0]: "b.safetensors"})
+    with pytest.raises(ModelError, match="which its index promises"):
+        load(str(wrong), LoadOptions(backend="native"))
+
+
+def test_a_tensor_that_would_be_left_out_is_refused_by_name(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import load_file
+
+    bias = "model.layers.1.mlp.down_proj.bias"
+    config = json.loads((saved / "config.json").read_text()) | {"mlp_bias": True}
+    tensors = load_file(saved / "model.safetensors")
+    biases = {
+        f"model.layers.{i}.mlp.{name}_proj.bias": torch.full((32 if name == "down" else 48,), 0.5)
+        for i in range(2)
+        for name in ("gate", "up", "down")
+    }
+    path = resave(saved, tmp_path / "biases", {"model.safetensors": tensors | biases}, None)
+    with pytest.raises(ModelError, match=r"'model.layers.0.mlp.down_proj.bias' and 5 more"):
+        load(str(path), LoadOptions(backend="native"))
+    (path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level("INFO", logger="outpace"):
+        model, _ = load(str(path))
+    assert model.info.backend == "transformers"
+    assert "biases" in caplog.text
+    assert "using transformers" in caplog.text
+    short = {name: tensor for name, tensor in (tensors | biases).items() if name != bias}
+    incomplete = resave(saved, tmp_path / "incomplete", {"model.safetensors": short}, None)
+    (incomplete / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"no tensor {bias!r}"):
+        load(str(incomplete))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

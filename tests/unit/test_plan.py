@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outpace.errors import ParameterError
-from outpace.measure.plan import Costs, break_even, from_bench, outlook, tokens_per_step
+from outpace.measure.plan import StepCosts, break_even, from_bench, outlook, tokens_per_step
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 0.999, 1.0])
@@ -15,7 +15,7 @@ def test_tokens_per_step_is_the_sum_over_outcomes(alpha: float, size: int) -> No
 
 
 def test_the_issue_s_example() -> None:
-    found = outlook(0.7, 4, Costs(0.1, 1.2, 4))
+    found = outlook(0.7, 4, StepCosts(0.1, 1.2, 4))
     assert found.tokens_per_step == pytest.approx(2.7731)
     assert found.speedup == pytest.approx(2.7731 / 1.6)
     every = [tokens_per_step(0.7, k) / (1 + 0.05 * k + 0.1 * k) for k in range(64)]
@@ -25,20 +25,20 @@ def test_the_issue_s_example() -> None:
 
 
 def test_what_never_pays_says_so() -> None:
-    found = outlook(0.5, 4, Costs(2.0, 1.0, 4))
+    found = outlook(0.5, 4, StepCosts(2.0, 1.0, 4))
     assert (found.best_size, found.best_speedup, found.break_even) == (0, 1.0, None)
-    assert break_even(0, Costs(0.0, 1.0, 1)) is None
+    assert break_even(0, StepCosts(0.0, 1.0, 1)) is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((1.5, 4, Costs(0, 1, 4)), "alpha 1.5"),
-        ((0.5, 99, Costs(0, 1, 4)), "size 99"),
-        ((0.5, 4, Costs(-1, 1, 4)), "draft cost -1"),
+        ((1.5, 4, StepCosts(0, 1, 4)), "alpha 1.5"),
+        ((0.5, 99, StepCosts(0, 1, 4)), "size 99"),
+        ((0.5, 4, StepCosts(-1, 1, 4)), "draft cost -1"),
     ],
 )
-def test_nonsense_is_refused_by_name(given: tuple[float, int, Costs], message: str) -> None:
+def test_nonsense_is_refused_by_name(given: tuple[float, int, StepCosts], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         outlook(*given)
 

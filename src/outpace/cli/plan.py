@@ -40,10 +40,10 @@ def run(
         raise ParameterError("give either --alpha (with --size, --draft-cost, --width-cost) or --from BENCH")
     if source is not None:
         return _from_bench(source, json)
-    from outpace.measure.plan import Costs, outlook
+    from outpace.measure.plan import StepCosts, outlook
 
     assert alpha is not None
-    found = outlook(alpha, size, Costs(draft_cost, width_cost, size))
+    found = outlook(alpha, size, StepCosts(draft_cost, width_cost, size))
     if json:
         print(json_.dumps(asdict(found)))
         return 0

@@ -95,18 +95,18 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str = "demo", *, drafter: str = "auto", drafters: SequenceOf[str] = (), **options: Any
+        cls, model: str = "demo", *, drafter: str | None = "auto", drafters: SequenceOf[str] = (), **options: Any
     ) -> Engine:
         """Load a model by name, folder or file, with its tokenizer and drafters.
 
         ``model``: "demo", a Hugging Face id, a folder, or a .gguf file. ``drafter``: a spec such as "auto", "ngram" or
-        "model:PATH" (docs/drafters.md); "none" decodes plainly. ``drafters``: more specs, which requests may choose.
+        "model:PATH" (docs/drafters.md); "none" or None decodes plainly. ``drafters``: more that requests may choose.
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
         """
         from outpace.engine.load import load_engines
 
-        return load_engines(cls, model, [drafter], options, more=drafters)[0]
+        return load_engines(cls, model, [drafter or "none"], options, more=drafters)[0]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

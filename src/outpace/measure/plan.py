@@ -15,7 +15,7 @@ LONGEST = 64  # the largest size that is looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StepCosts:
     """In plain steps: ``draft`` of one drafted token; ``width`` of a forward that verifies ``size`` of them.
 
     The width's cost of other sizes is on the line through 1 at size 0.
@@ -48,7 +48,7 @@ def tokens_per_step(alpha: float, size: int) -> float:
     return size + 1.0 if alpha == 1.0 else (1.0 - alpha ** (size + 1)) / (1.0 - alpha)
 
 
-def outlook(alpha: float, size: int, costs: Costs) -> Outlook:
+def outlook(alpha: float, size: int, costs: StepCosts) -> Outlook:
     """Expectations at one acceptance and size. Raises ParameterError that names a value out of range."""
     for name, value, low, high in (
         ("alpha", alpha, 0.0, 1.0),
@@ -70,7 +70,7 @@ def outlook(alpha: float, size: int, costs: Costs) -> Outlook:
     )
 
 
-def break_even(size: int, costs: Costs) -> float | None:
+def break_even(size: int, costs: StepCosts) -> float | None:
     """The acceptance at which a step of ``size`` gives as many tokens as it costs; None when even 1 is too little."""
     cost = costs.step(size)
     if size == 0 or tokens_per_step(1.0, size) < cost:
@@ -90,7 +90,7 @@ class Measured:
     alpha: float  # of a drafted token, given that the one before it was accepted
     covered: float  # share of steps that had a draft
     size: float  # mean nodes of a draft
-    costs: Costs
+    costs: StepCosts
     tokens_per_step: float
     speedup: float
 
@@ -151,5 +151,5 @@ def _measured(config: dict[str, Any], mine: dict[str, Any], plain: float) -> Mea
     covered = drafts / mine["steps"]
     width = 1.0 + max(step - 1.0 - draft * size * covered, 0.0) / covered
     tokens = mine["tokens"] / mine["steps"]
-    costs = Costs(draft, width, max(round(size), 1))
+    costs = StepCosts(draft, width, max(round(size), 1))
     return Measured(config["name"], sum(accepted_at) / tried, covered, size, costs, tokens, tokens / step)

@@ -174,7 +174,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     """
     if options.backend == "transformers":
         return "transformers"
-    from outpace.models.native import decoder
+    from outpace.models.native import build
     from outpace.models.native import model as native
 
     try:
@@ -184,12 +184,9 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             raise ModelError("the native backend does not run on ", Argument("device", options.device))
         if options.dtype == "float16" or (gguf is not None and options.dtype != "auto"):
             raise ModelError("the native backend does not compute in ", Argument("dtype", options.dtype))
-        if gguf is not None:
-            decoder.from_gguf(gguf)
-        else:
-            decoder.from_folder(source.path)
-            if not list(source.path.glob("*.safetensors")):
-                raise ModelError(f"{source.name} has no safetensors weights")
+        if gguf is None and not list(source.path.glob("*.safetensors")):
+            raise ModelError(f"{source.name} has no safetensors weights")
+        build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype)  # whatever it refuses
     except ModelError as error:
         if options.backend == "native":
             raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
@@ -270,14 +267,19 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
-    module = AutoModelForCausalLM.from_pretrained(
+    module, found = AutoModelForCausalLM.from_pretrained(
         str(source.path),
         config=config,
         dtype=dtype,
         attn_implementation="eager",
         use_safetensors=None if options.allow_pickle else True,
+        output_loading_info=True,
         **trust,
     )
+    if missing := sorted(found["missing_keys"]):  # transformers would draw them at random
+        raise ModelError(
+            f"{source.name} has no tensor {missing[0]!r}, so the model is incomplete: get all of its files"
+        )
     return module.to(device)
 
 

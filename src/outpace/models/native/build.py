@@ -12,7 +12,8 @@ from outpace import _fast
 from outpace.errors import ModelError
 from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.native import decoder as decoders
-from outpace.models.native.decoder import Decoder, FolderWeights, GGUFWeights, Stored, Weights
+from outpace.models.native.decoder import Decoder
+from outpace.models.native.weights import MATRICES, FolderWeights, GGUFWeights, Stored, Weights
 
 _native = _fast.native
 
@@ -36,7 +37,7 @@ def estimate(
     From shapes and types alone; no weight is read. Raises ModelError.
     """
     model, weights, target = open_weights(path, quantize, dtype)
-    matrices = [weights.matrix(i, name) for i in range(model.layers) for name in decoders.MATRICES]
+    matrices = [weights.matrix(i, name) for i in range(model.layers) for name in MATRICES]
     matrices += [weights.matrix(None, name) for name in ("embedding", *(() if model.tied else ("head",)))]
     total = 0
     for stored in matrices:
@@ -57,14 +58,23 @@ def kv_bytes(model: Decoder, kv_dtype: str) -> int:
 def open_weights(
     path: str | os.PathLike[str] | GGUFFile, quantize: str | None, dtype: str
 ) -> tuple[Decoder, Weights, str]:
-    """The model, its weights, and what plain ones become."""
+    """The model, its weights, and what plain ones become. Raises ModelError where a tensor would be left out."""
+    model: Decoder
+    weights: Weights
     if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
         gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
-        return decoders.from_gguf(gguf), GGUFWeights(gguf), quantize or "keep"
-    folder = Path(path)
-    model = decoders.from_folder(folder)
-    weights = FolderWeights(folder, model.architecture)
-    return model, weights, quantize or ("f32" if dtype == "float32" else "bf16")
+        model, weights, target = decoders.from_gguf(gguf), GGUFWeights(gguf), quantize or "keep"
+    else:
+        model = decoders.from_folder(Path(path))
+        weights = FolderWeights(Path(path), model.architecture)
+        target = quantize or ("f32" if dtype == "float32" else "bf16")
+    if unused := weights.unused(model.layers):
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ModelError(
+            f"{weights.name} cannot be served by the native backend: it has the tensor {unused[0]!r}{more}, "
+            "which this backend does not know, so its output would be another model's"
+        )
+    return model, weights, target
 
 
 def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> Any:

@@ -1,8 +1,7 @@
 """Decoders of the Llama family as data: what the native runtime needs to know, from GGUF metadata or config.json.
 
 One description covers Llama, SmolLM, Mistral, Qwen2 (biases), Qwen3 (norms of query and key heads) and Gemma 3 (norms
-on both sides, GeGLU, scaled embeddings, windowed and global layers with a rope base each). Long because two kinds of
-files are read into one description, name by name.
+on both sides, GeGLU, scaled embeddings, windowed and global layers with a rope base each).
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from outpace.arrays import F32
 from outpace.errors import ModelError
-from outpace.models.formats import safetensors as safetensors_file
 from outpace.models.formats.gguf import GGUFFile
 
+MAX_HEAD = 256  # native/kernels/table.h
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 HF_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -29,34 +27,6 @@ HF_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
-}
-# The matrices and vectors of a layer: our name -> (GGUF's name, Hugging Face's name).
-MATRICES = {
-    "q": ("attn_q", "self_attn.q_proj"),
-    "k": ("attn_k", "self_attn.k_proj"),
-    "v": ("attn_v", "self_attn.v_proj"),
-    "o": ("attn_output", "self_attn.o_proj"),
-    "gate": ("ffn_gate", "mlp.gate_proj"),
-    "up": ("ffn_up", "mlp.up_proj"),
-    "down": ("ffn_down", "mlp.down_proj"),
-}
-_NORMS = {
-    "attn_norm": ("attn_norm", "input_layernorm"),
-    "ffn_norm": ("ffn_norm", "post_attention_layernorm"),
-    "q_norm": ("attn_q_norm", "self_attn.q_norm"),
-    "k_norm": ("attn_k_norm", "self_attn.k_norm"),
-}
-_GEMMA_NORMS = {
-    **_NORMS,
-    "post_attn_norm": ("post_attention_norm", "post_attention_layernorm"),
-    "ffn_norm": ("ffn_norm", "pre_feedforward_layernorm"),
-    "post_ffn_norm": ("post_ffw_norm", "post_feedforward_layernorm"),
-}
-_BIASES = {f"{name}_bias": MATRICES[name] for name in ("q", "k", "v", "o")}
-_OUTER = {
-    "embedding": ("token_embd", "model.embed_tokens"),
-    "final_norm": ("output_norm", "model.norm"),
-    "head": ("output", "lm_head"),
 }
 
 
@@ -84,105 +54,6 @@ class Decoder:
     @property
     def layers(self) -> int:
         return len(self.windows)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as it lies in a file: raw bytes uint8 [n], the type's name, and a shape in numpy's order."""
-
-    data: npt.NDArray[np.uint8]
-    type: str
-    shape: tuple[int, ...]
-
-
-class Weights(Protocol):
-    """Where weights come from."""
-
-    name: str
-    interleaved: bool  # query and key rows are stored in GGUF's order for Llama
-
-    def matrix(self, layer: int | None, name: str) -> Stored:
-        """Raises ModelError when it is missing."""
-
-    def vector(self, layer: int | None, name: str) -> F32 | None:
-        """A norm or bias, float32 [n], as it is multiplied or added; None when the model has none."""
-
-
-class GGUFWeights:
-    """Weights of a GGUF file."""
-
-    def __init__(self, gguf: GGUFFile) -> None:
-        self._gguf = gguf
-        self.name = gguf.path.name
-        self.interleaved = gguf.architecture == "llama"
-
-    def matrix(self, layer: int | None, name: str) -> Stored:
-        full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[0], "blk.", "weight")
-        info = self._gguf.info(full)
-        return Stored(self._gguf.raw(full), info.type, info.shape)
-
-    def vector(self, layer: int | None, name: str) -> F32 | None:
-        full = _full(layer, _vector_names("gemma3" in self._gguf.architecture, layer, name)[0], "blk.", _kind(name))
-        if full not in self._gguf.tensors:
-            return None
-        values = self._gguf.dequantize(full)
-        if name in ("q_bias", "k_bias") and self.interleaved:
-            heads = self._gguf.metadata.get("llama.attention.head_count" + ("_kv" if name == "k_bias" else ""))
-            values = values.reshape(int(heads or 1), -1, 2).swapaxes(1, 2).reshape(-1)
-        return np.ascontiguousarray(values.reshape(-1), np.float32)
-
-
-class FolderWeights:
-    """Weights of a folder of safetensors files."""
-
-    def __init__(self, folder: Path, architecture: str) -> None:
-        self.name = folder.name
-        self.interleaved = False
-        self._gemma = architecture == "gemma3"
-        self._tensors: dict[str, safetensors_file.StoredTensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            self._tensors |= safetensors_file.read(path)
-
-    def matrix(self, layer: int | None, name: str) -> Stored:
-        full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[1], "model.layers.", "weight")
-        tensor = self._tensors.get(full)
-        if tensor is None:
-            raise ModelError(f"{self.name} has no tensor {full!r}, so the model is incomplete: get all of its files")
-        return Stored(tensor.data, tensor.type, tensor.shape)
-
-    def vector(self, layer: int | None, name: str) -> F32 | None:
-        full = _full(layer, _vector_names(self._gemma, layer, name)[1], "model.layers.", _kind(name))
-        tensor = self._tensors.get(full)
-        if tensor is None:
-            return None
-        values = _plain(tensor, full)
-        return values + np.float32(1) if self._gemma and name.endswith("norm") else values
-
-    @property
-    def has_head(self) -> bool:
-        return "lm_head.weight" in self._tensors
-
-
-def _vector_names(gemma: bool, layer: int | None, name: str) -> tuple[str, str]:
-    if layer is None:
-        return _OUTER[name]
-    return {**(_GEMMA_NORMS if gemma else _NORMS), **_BIASES}.get(name, ("-", "-"))
-
-
-def _kind(name: str) -> str:
-    return "bias" if name.endswith("bias") else "weight"
-
-
-def _full(layer: int | None, part: str, prefix: str, kind: str) -> str:
-    return f"{part}.{kind}" if layer is None else f"{prefix}{layer}.{part}.{kind}"
-
-
-def _plain(tensor: safetensors_file.StoredTensor, name: str) -> F32:
-    if tensor.type == "BF16":
-        return (tensor.data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if tensor.type in ("F32", "F16"):
-        return tensor.data.view("<f4" if tensor.type == "F32" else "<f2").astype(np.float32)
-    raise ModelError(f"tensor {name!r} is of type {tensor.type}: use float32, float16 or bfloat16")
 
 
 class _Facts:
@@ -395,6 +266,8 @@ def _rope(facts: _Facts, base: float, head_dim: int) -> F32:
 
 
 def _checked(facts: _Facts, decoder: Decoder) -> Decoder:
+    if decoder.head_dim > MAX_HEAD:
+        raise facts.fail(f"its heads are {decoder.head_dim} wide, and {MAX_HEAD} is the most")
     if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:
         raise facts.fail(
             f"{decoder.heads} heads, {decoder.kv_heads} KV heads of {decoder.head_dim} do not fit together"

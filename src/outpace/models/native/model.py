@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace import _fast
-from outpace.errors import MemoryLimitError, ModelError, ParameterError
+from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
@@ -54,18 +54,20 @@ def load_native(
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
     if _native is None:
-        raise ModelError(
-            "the native backend was not built (no C++ compiler at installation): use --backend transformers"
-        )
+        other = Argument("backend", "transformers")
+        raise ModelError("the native backend was not built (no C++ compiler at installation): use ", other)
     _option("kv_dtype", kv_dtype, KV_DTYPES)
     _option("dtype", dtype, ("auto", "bfloat16", "float32"))
     if quantize is not None:
         _option("quantize", quantize, QUANTIZE)
     if runtime is not None and threads not in (None, runtime.threads):
-        raise ParameterError(f"threads={threads}, but the runtime to share has {runtime.threads}: leave threads out")
+        raise ParameterError(
+            Argument("threads", threads), f", but the runtime to share has {runtime.threads}: leave ",
+            Argument("threads"), " out",
+        )  # fmt: skip
     threads = physical_cores() if threads is None else threads
     if not 1 <= threads <= 256:
-        raise ParameterError(f"threads={threads} is out of range: give 1 to 256")
+        raise ParameterError(Argument("threads", threads), " is out of range: give 1 to 256")
     model, weights, target = open_weights(path, quantize, dtype)
     try:
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
@@ -114,7 +116,7 @@ def physical_cores() -> int:
 
 def _option(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ParameterError(f"{name}={value!r} is not known: use one of {', '.join(known)}")
+        raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
 
 
 class NativeModel:
