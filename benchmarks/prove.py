@@ -24,7 +24,9 @@ from rich.progress import Progress
 from benchmarks.truncate import truncated
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, parse
-from outpace.engine.engine import Engine, Size
+from outpace.engine.engine import Engine
+from outpace.engine.intake import checked_size
+from outpace.engine.request import Size
 from outpace.errors import OutpaceError, ParameterError
 from outpace.exact.noise import Noise
 from outpace.files import cache_dir, write_json
@@ -108,7 +110,7 @@ def _prove(given: argparse.Namespace) -> int:
     drafters = [spec.replace("TRUNCATED", draft) for spec in given.drafter or DRAFTERS]
     temperatures, sizes = given.temperature or TEMPERATURES, given.size or SIZES
     cases = [Case(*values) for values in product(drafters, temperatures, sizes, given.batch or BATCHES)]
-    most = max(Engine.check_options(size) for size in sizes)
+    most = max(checked_size(size) for size in sizes)
     with Progress() as progress:
         task = progress.add_task("plain", total=len(cases) + len(temperatures) + 1)
         for temperature in temperatures:

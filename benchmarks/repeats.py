@@ -23,7 +23,7 @@ from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
 from outpace.models.load import LoadOptions
 
-SUMMARY = (
+SUMMARY: tuple[str, ...] = (
     "Summarise the text below.",
     "Give a short summary of the following text.",
     "What are the main points of this text?",
@@ -57,7 +57,7 @@ def record(prompts: str, out: str, limit: int | None, threads: int | None) -> No
         for row in rows:
             for number, prompt in enumerate(questions(row)):
                 ids = engine.encode(prompt)
-                output = list(engine.generate(ids, params).token_ids)
+                output = list(engine.generate(ids.tolist(), params).token_ids)
                 kept = {"document": row["id"], "category": row["category"], "question": number}
                 sink.write(json.dumps({**kept, "prompt": ids.tolist(), "output": output}) + "\n")
                 sink.flush()
@@ -66,11 +66,11 @@ def record(prompts: str, out: str, limit: int | None, threads: int | None) -> No
 def run(path: str, size: int, options: str) -> None:
     with open(path) as file:
         rows = sorted(map(json.loads, file), key=lambda row: row["question"])  # stable: the passes
-    target = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB))
+    target: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB))
     before: dict[str, float] = {}
     for name, history in (("without history", 0), ("with history", 1)):
         spec = f"suffix:history={history}" + (f",{options}" if options else "")
-        drafter = build(parse(spec), DraftContext(target, None, LoadOptions(), size))  # type: ignore[arg-type]
+        drafter = build(parse(spec), DraftContext(target, None, LoadOptions(), size))
         by: dict[str, np.ndarray[Any, Any]] = {}
         for request, row in enumerate(rows):
             found = np.array(replay(drafter, row, request, size))

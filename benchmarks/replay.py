@@ -37,7 +37,7 @@ def record(prompts: str, out: str, limit: int | None) -> None:
     with Engine.load("demo", drafter="ngram") as engine, open(out, "w") as sink:
         for row in rows:
             prompt = engine.encode(row["turns"][0])
-            result = engine.generate(prompt, params)
+            result = engine.generate(prompt.tolist(), params)
             recorded = {"category": row["category"], "prompt": prompt.tolist(), "output": list(result.token_ids)}
             sink.write(json.dumps(recorded) + "\n")
         print(f"{engine.stats.tokens_per_step:.3f} tokens/step with ngram, size 7")
@@ -48,7 +48,6 @@ def replay(drafter: Drafter, row: dict[str, Any], request: int, size: int) -> tu
     tokens = np.array(row["prompt"] + row["output"], np.int32)
     at, end, steps, nodes, seconds = len(row["prompt"]), len(tokens), 0, 0, 0.0
     prompt = at
-    drafter.admit(0, end + size)
     while at < end:
         chooser = Chooser(SamplingParams(), Noise(0), at - prompt)
         view = RowView(0, request, tokens[:at], end, chooser, "coupled")
@@ -66,7 +65,7 @@ def replay(drafter: Drafter, row: dict[str, Any], request: int, size: int) -> tu
         drafter.observe([Event(0, at, verdict.tokens, verdict)])
         seconds += time.perf_counter() - started
         at, steps, nodes = at + len(verdict.tokens), steps + 1, nodes + len(draft)
-    drafter.release(0)
+    drafter.release(0, tokens)
     return end - prompt, steps, nodes, seconds
 
 
@@ -75,14 +74,14 @@ def run(path: str, specs: list[str], sizes: list[int], until_eos: bool) -> None:
         rows = [json.loads(line) for line in file]
     for row in rows if until_eos else ():
         row["output"] = row["output"][: row["output"].index(EOS) + 1] if EOS in row["output"] else row["output"]
-    target = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB))
+    target: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB))
     for spec in specs:
         for size in sizes:
-            drafter = build(parse(spec), DraftContext(target, None, LoadOptions(), size))  # type: ignore[arg-type]
+            drafter = build(parse(spec), DraftContext(target, None, LoadOptions(), size))
             by: dict[str, np.ndarray[Any, Any]] = {}
             for request, row in enumerate(rows):
                 by[row["category"]] = by.get(row["category"], np.zeros(4)) + replay(drafter, row, request, size)
-            tokens, steps, nodes, seconds = sum(by.values())
+            tokens, steps, nodes, seconds = np.sum(list(by.values()), axis=0)
             each = "  ".join(f"{name} {v[0] / v[1]:.2f}" for name, v in sorted(by.items()))
             print(
                 f"{spec} size {size}: {tokens / steps:.3f} tokens/step, {nodes / steps:.1f} nodes, "

@@ -55,7 +55,7 @@ def main() -> None:
     ):
         for row in rows:
             prompt = encode_turns(native, row)
-            result = native.generate(prompt, params)
+            result = native.generate(prompt.tolist(), params)
             output = np.asarray(result.token_ids, np.int32)
             logits = logits_along(reference.model, prompt, output)
             choices = logits.argmax(-1)

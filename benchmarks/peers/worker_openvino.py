@@ -20,7 +20,7 @@ import openvino_genai
 THREADS = 2
 
 
-class Deltas(openvino_genai.StreamerBase):
+class Deltas(openvino_genai.StreamerBase):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
