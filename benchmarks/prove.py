@@ -93,7 +93,7 @@ def _prove(given: argparse.Namespace) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     options = LoadOptions(backend=given.backend, threads=given.threads)
     target, tokenizer = load("demo", options)
-    base = Engine(target, tokenizer)
+    base = Engine(target, tokenizer, prefix_rows=0)  # engines that share a target would find rows of one another
     prompts = [encode_turns(base, row)[: given.longest] for row in read_prompts(given.prompts, given.limit)]
     known: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     settings = {
@@ -126,7 +126,7 @@ def _prove(given: argparse.Namespace) -> int:
                 if case.drafter not in built:
                     context = DraftContext(target, tokenizer, options, most)
                     built[case.drafter] = build(parse(case.drafter), context)
-                engine = Engine(target, tokenizer, drafter=built[case.drafter], size=case.size)
+                engine = Engine(target, tokenizer, drafter=built[case.drafter], size=case.size, prefix_rows=0)
                 known["cases"][case.key] = list(_run(engine, case, prompts, known["plain"], given))
                 write_json(given.out, known)
             progress.advance(task)

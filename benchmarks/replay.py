@@ -40,7 +40,7 @@ def record(prompts: str, out: str, limit: int | None) -> None:
             result = engine.generate(prompt.tolist(), params)
             recorded = {"category": row["category"], "prompt": prompt.tolist(), "output": list(result.token_ids)}
             sink.write(json.dumps(recorded) + "\n")
-        print(f"{engine.stats.tokens_per_step:.3f} tokens/step with ngram, size 7")
+        print(f"{engine.stats.tokens_per_step:.3f} tokens/step with ngram")
 
 
 def replay(drafter: Drafter, row: dict[str, Any], request: int, size: int) -> tuple[int, int, int, float]:

@@ -57,32 +57,26 @@ static void weigh(const float* x, int n, double temperature, double top, double*
 
 // Ten rounds of Philox4x32 for 16 counters (block + lane, c1, c2, c3): words[4 * lane + word].
 INLINE void philox16(uint32_t block, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key, uint32_t* words) {
-    uint32_t x0[16], x1[16], x2[16], x3[16];
-    for (int i = 0; i < 16; ++i) {
-        x0[i] = block + static_cast<uint32_t>(i);
-        x1[i] = c1;
-        x2[i] = c2;
-        x3[i] = c3;
-    }
+    uint32_t counters[16], x[4][16];
+    for (uint32_t i = 0; i < 16; ++i) counters[i] = block + i;
+    const auto all = [](uint32_t value) { return set1_i(static_cast<int32_t>(value)); };
+    I x0 = load_i(counters), x1 = all(c1), x2 = all(c2), x3 = all(c3);
     uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
     for (int round = 0; round < 10; ++round) {
-        for (int i = 0; i < 16; ++i) {
-            const uint64_t a = static_cast<uint64_t>(x0[i]) * 0xD2511F53u, b = static_cast<uint64_t>(x2[i]) * 0xCD9E8D57u;
-            const uint32_t y0 = static_cast<uint32_t>(b >> 32) ^ x1[i] ^ k0, y2 = static_cast<uint32_t>(a >> 32) ^ x3[i] ^ k1;
-            x1[i] = static_cast<uint32_t>(b);
-            x3[i] = static_cast<uint32_t>(a);
-            x0[i] = y0;
-            x2[i] = y2;
-        }
+        const Product a = mul_wide(x0, 0xD2511F53u), b = mul_wide(x2, 0xCD9E8D57u);
+        x0 = xor_i(xor_i(b.high, x1), all(k0));
+        x2 = xor_i(xor_i(a.high, x3), all(k1));
+        x1 = b.low;
+        x3 = a.low;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    for (int i = 0; i < 16; ++i) {
-        words[4 * i] = x0[i];
-        words[4 * i + 1] = x1[i];
-        words[4 * i + 2] = x2[i];
-        words[4 * i + 3] = x3[i];
-    }
+    store_i(x[0], x0);
+    store_i(x[1], x1);
+    store_i(x[2], x2);
+    store_i(x[3], x3);
+    for (int i = 0; i < 16; ++i)
+        for (int word = 0; word < 4; ++word) words[4 * i + word] = x[word][i];
 }
 
 // Ids in [first, n) that may score at least `best` once Gumbel noise is added to x / temperature; first a multiple of 64.
@@ -106,10 +100,14 @@ static int gumbel_survivors(const float* x, int first, int n, float inverse_temp
         if (!possible) continue;
         uint32_t words[64];
         philox16(static_cast<uint32_t>(start) / 4, index, sample, stream, key, words);
-        for (int i = start; i < end; ++i) {
-            const float beyond = static_cast<float>(static_cast<int32_t>(~words[i - start] >> 1)) * 0x1p-31f;  // about 1 - u
-            if (beyond <= chance[i - start]) ids[count++] = i;
+        uint32_t hits[64], any = 0;
+        for (int i = 0; i < 64; ++i) {
+            const float beyond = static_cast<float>(static_cast<int32_t>(~words[i] >> 1)) * 0x1p-31f;  // about 1 - u
+            hits[i] = beyond <= chance[i];
+            any |= hits[i];
         }
+        for (int i = start; any && i < end; ++i)
+            if (hits[i - start]) ids[count++] = i;
     }
     return count;
 }

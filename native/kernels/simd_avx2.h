@@ -53,6 +53,29 @@ INLINE F select(M m, F yes, F no) {
 INLINE I zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE I add_i(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE I xor_i(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+INLINE I load_i(const uint32_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+INLINE void store_i(uint32_t* p, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+struct Product {
+    I high, low;
+};
+INLINE Product mul_wide(I x, uint32_t c) {
+    const __m256i by = _mm256_set1_epi64x(c);
+    const auto half = [&](__m256i v, __m256i& high, __m256i& low) {
+        const __m256i even = _mm256_mul_epu32(v, by), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), by);
+        high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+        low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    };
+    Product p;
+    half(x.a, p.high.a, p.low.a);
+    half(x.b, p.high.b, p.low.b);
+    return p;
+}
 INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE F pow2(I n) {

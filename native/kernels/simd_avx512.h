@@ -40,6 +40,19 @@ INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 INLINE I zero_i() { return _mm512_setzero_si512(); }
 INLINE I set1_i(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+INLINE I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
+INLINE I load_i(const uint32_t* p) { return _mm512_loadu_si512(p); }
+INLINE void store_i(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
+// Both halves of the 64-bit products of unsigned lanes with `c`.
+struct Product {
+    I high, low;
+};
+INLINE Product mul_wide(I x, uint32_t c) {
+    const I by = _mm512_set1_epi64(c);
+    const I even = _mm512_mul_epu32(x, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), by);
+    return {_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd),
+            _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32))};
+}
 INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
 INLINE F pow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, set1_i(127)), 23)); }

@@ -51,6 +51,21 @@ INLINE F select(M m, F yes, F no) { LANES no.v[i] = m.v[i] ? yes.v[i] : no.v[i];
 INLINE I set1_i(int32_t x) { I r; LANES r.v[i] = x; return r; }
 INLINE I zero_i() { return set1_i(0); }
 INLINE I add_i(I a, I b) { LANES a.v[i] += b.v[i]; return a; }
+INLINE I xor_i(I a, I b) { LANES a.v[i] ^= b.v[i]; return a; }
+INLINE I load_i(const uint32_t* p) { I r; std::memcpy(r.v, p, 64); return r; }
+INLINE void store_i(uint32_t* p, I x) { std::memcpy(p, x.v, 64); }
+struct Product {
+    I high, low;
+};
+INLINE Product mul_wide(I x, uint32_t c) {
+    Product p;
+    LANES {
+        const uint64_t whole = static_cast<uint64_t>(static_cast<uint32_t>(x.v[i])) * c;
+        p.high.v[i] = static_cast<int32_t>(static_cast<uint32_t>(whole >> 32));
+        p.low.v[i] = static_cast<int32_t>(static_cast<uint32_t>(whole));
+    }
+    return p;
+}
 INLINE F to_float(I a) { F r; LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 // Adding and taking away 1.5 * 2^23 rounds to nearest, ties to even, for |x| < 2^22; NaN becomes 0.
 INLINE I to_int(F a) {

@@ -98,9 +98,9 @@ def test_the_demo_model(backend: str) -> None:
     prompts = ["Count from one to ten.", "Why is the sky blue?", "Repeat: to be or not to be."]
     with Engine(model, tokenizer, prefix_rows=0) as plain:
         for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=12, temperature=temperature, seed=5)
+            params = SamplingParams(max_tokens=12 if backend == "native" else 8, temperature=temperature, seed=5)
             expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
-            for layers in (10, 22):
+            for layers in (10, 22) if backend == "native" else (22,):
                 engine = Engine(model, tokenizer, drafter=LayersDrafter(model, layers), size=4, prefix_rows=0)
                 assert [engine.generate(prompts[0], params).token_ids] == expected[:1], layers
                 together = engine.generate_many(prompts, params)

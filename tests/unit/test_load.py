@@ -366,3 +366,20 @@ def test_what_the_native_backend_cannot_do_goes_to_transformers(
 def test_quantize_needs_the_native_backend(saved: Path) -> None:
     with pytest.raises(ParameterError, match="native backend"):
         load(str(saved), LoadOptions(backend="transformers", quantize="int8"))
+
+
+def test_without_torch_the_native_backend_serves_and_the_other_says_how(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outpace.models import load as loading
+
+    find = loading.find_spec
+    monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "torch" else find(name))
+    model, _ = load(str(saved))
+    assert model.info.backend == "native"
+    with pytest.raises(ModelError, match=r"not installed: pip install 'outpace\[torch\]'"):
+        load(str(saved), LoadOptions(backend="transformers"))
+    with pytest.raises(
+        ModelError, match=r"does not compute in dtype='float16', and the Transformers backend.*\[torch\]"
+    ):
+        load(str(saved), LoadOptions(dtype="float16"))

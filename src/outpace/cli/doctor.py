@@ -69,8 +69,8 @@ def _backends() -> dict[str, str]:
     from outpace.models.native import model as native
 
     out = {"native": "available" if native.available() else "not built: install a C++17 compiler and reinstall outpace"}
-    torch = _version("torch")
-    out["transformers"] = "available" if torch and _version("transformers") else "pip install torch transformers"
+    installed = _version("torch") and _version("transformers")
+    out["transformers"] = "available" if installed else "not installed: pip install 'outpace[torch]'"
     return out
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,8 @@ from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
+
+TORCH_PACKAGES = ("torch", "transformers", "safetensors")
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +176,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     Raises ModelError when the native one is asked for and cannot serve it.
     """
     if options.backend == "transformers":
+        need_torch(source.name)
         return "transformers"
     from outpace.models.native import build
     from outpace.models.native import model as native
@@ -190,6 +194,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     except ModelError as error:
         if options.backend == "native":
             raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
+        need_torch(source.name, error)
         if explain:
             (log.info if native.available() else log.warning)("%s; using transformers", error)
         return "transformers"
@@ -200,9 +205,21 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     return "native"
 
 
+def need_torch(name: str, why: ModelError | None = None) -> None:
+    """Raise ModelError where the Transformers backend was not installed. ``why``: the native one does not do."""
+    if any(find_spec(package) is None for package in TORCH_PACKAGES):
+        reason = () if why is None else (why, ", and ")
+        raise ModelError(
+            *reason,
+            f"the Transformers backend, which would serve {name}, is not installed: pip install 'outpace[torch]'",
+        )
+
+
 def _gpu() -> bool:
     """Whether torch could use a GPU; torch is asked only where a driver is loaded."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        return False
+    if find_spec("torch") is None:
         return False
     import torch
 

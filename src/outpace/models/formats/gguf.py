@@ -155,8 +155,14 @@ class GGUFFile:
             return values.reshape(info.shape)
         if info.type == "BF16":
             return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(info.shape)
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
+        try:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+        except ImportError as error:
+            raise ModelError(
+                f"{self.path.name}: tensor {name!r} is quantised ({info.type}), and the package that unpacks it is not "
+                "installed: pip install 'outpace[torch]'"
+            ) from error
 
         rows = raw.reshape(-1, info.n_bytes // max(1, info.elements // info.shape[-1]))
         try:
