@@ -336,6 +336,13 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["model"]["name"] == "demo"
     assert {"python", "packages", "cpu", "memory", "backends"} <= set(value)
     assert len(value["model"]["cost"]["widths"]) == len(value["model"]["cost"]["seconds"]) > 3
+    assert set(value["computed_in"].values()) <= {"native", "python"}
+    assert "pack_step" in value["computed_in"]
+    if value["model"]["backend"] == "native":
+        assert 1 <= value["model"]["team"]["size"] <= value["model"]["threads"]
+        assert set(value["model"]["team"]["hand_over_seconds"]) == {"asleep", "awake"}
+        assert value["model"]["learnt"]["curves"]
+        assert "hot functions in C++" in outpace(capsys, "doctor")[1]
 
 
 def test_doctor_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from native_helpers import Tiny, feed
 
-from outpace import _native
+from outpace import Engine, SamplingParams, _native
 from outpace.errors import ModelError, ParameterError
 from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.load import LoadOptions, load
@@ -221,3 +221,16 @@ def test_a_forked_child(how: str, tiny: Tiny) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # children that hang hold the pipes
             raise
     assert (process.returncode, output) == (0, "done\n"), complaint[-2000:]
+
+
+def test_how_many_threads_computed_is_told(tiny: Tiny) -> None:
+    """Never more than there are; how many depends on what else the machine does."""
+    with Engine(tiny.load("Q4_1", threads=2), size=0) as engine:
+        result = engine.generate([1, 2, 3], SamplingParams(max_tokens=8))
+        assert sum(result.stats.steps_by_threads.values()) == result.stats.steps
+        assert set(result.stats.steps_by_threads) <= {1, 2}
+        assert 1 <= engine.model.team <= 2
+        assert min(engine.model.hand_over.values()) >= 0
+        assert engine.stats.to_dict()["steps_by_threads"].keys() == {str(n) for n in result.stats.steps_by_threads}
+    alone = tiny.load("Q4_1", threads=1)
+    assert (alone.team, alone.hand_over) == (1, {"asleep": 0.0, "awake": 0.0})

@@ -1,0 +1,131 @@
+"""Two versions of Outpace side by side: decoding speed of each drafter in one over the other, in one run.
+
+    python -m benchmarks.paired BEFORE/src src --prompts spec_bench_dev.jsonl --rounds 6 -d none -d suffix
+
+Each round runs both versions, in turn first (A B B A ...), every one in a process of its own with its extension built
+beside its sources; every round takes other prompts. A pair is one prompt by one drafter in both. Drafters take turns
+prompt by prompt, so that a slow minute hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PHASES = ("draft", "target", "verify", "other")
+# What a version's process runs. It has to work with versions that lie elsewhere inside.
+WORKER = """
+import json, sys
+from outpace import Engine, SamplingParams
+
+given = json.loads(sys.argv[1])
+try:
+    from outpace.engine.load import load_engines
+    options = {"prefix_rows": 0}
+except ImportError:
+    from outpace.loading import load_engines
+    options = {}
+engines = load_engines(Engine, given["model"], given["drafters"], options)
+params = SamplingParams(max_tokens=given["tokens"], temperature=given["temperature"], seed=1)
+for engine in engines:
+    engine.generate("Say hello to everyone in the room, please.", params.with_(max_tokens=40))
+found = []
+for i, prompt in enumerate(given["prompts"]):
+    order = list(range(len(engines)))
+    for j in order[i % len(order):] + order[:i % len(order)]:
+        result = engines[j].generate(prompt, params)
+        stats = result.stats
+        found.append({
+            "drafter": given["drafters"][j], "prompt": i, "tokens": list(result.token_ids), "steps": stats.steps,
+            "seconds": stats.decode_seconds, "counted": len(result.token_ids) - stats.first_delta_tokens,
+            "by": stats.seconds,
+        })
+print(json.dumps(found))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="a version's src folder")
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafter", "-d", action="append", help="default: none, ngram:size=3, ngram and suffix")
+    parser.add_argument("--limit", type=int, default=12, help="prompts a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--max-tokens", "-n", type=int, default=80)
+    parser.add_argument("--temperature", "-T", type=float, default=0.0)
+    given = parser.parse_args()
+    drafters = given.drafter or ["none", "ngram:size=3", "ngram", "suffix"]
+    rows = [json.loads(line)["turns"][0] for line in given.prompts.read_text(encoding="utf-8").splitlines()]
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    for number in range(given.rounds):
+        some = rows[number :: max(len(rows) // given.limit, 1)][: given.limit]
+        work = {
+            "model": given.model, "drafters": drafters, "prompts": some, "tokens": given.max_tokens,
+            "temperature": given.temperature,
+        }  # fmt: skip
+        versions = [("before", given.before), ("after", given.after)]
+        for name, source in versions if number % 2 == 0 else versions[::-1]:
+            print(f"round {number + 1} of {given.rounds}: {name}", file=sys.stderr)
+            found[name] += [{**row, "round": number} for row in _run(source.resolve(), work)]
+    for drafter in drafters:
+        _report(drafter, found)
+    return 0
+
+
+def _run(source: Path, work: dict[str, Any]) -> list[dict[str, Any]]:
+    cache = Path(tempfile.gettempdir()) / f"outpace-paired-{source.parent.name}"  # cost tables of each version's own
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(source),
+        "OUTPACE_CACHE": str(cache),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, json.dumps(work)], env=environment, capture_output=True, text=True, cwd="/"
+    )
+    if done.returncode:
+        raise SystemExit(f"{source} failed:\n{done.stderr[-2000:]}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def _report(drafter: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Pooled speeds, the median of the prompts' ratios, identity, and where a step's time goes."""
+    mine = {
+        name: {(row["round"], row["prompt"]): row for row in rows if row["drafter"] == drafter}
+        for name, rows in found.items()
+    }
+    speed = {
+        name: {key: row["counted"] / row["seconds"] for key, row in rows.items() if row["counted"]}
+        for name, rows in mine.items()
+    }
+    pairs = sorted(speed["before"].keys() & speed["after"].keys())
+    ratios = [speed["after"][key] / speed["before"][key] for key in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    pooled = {
+        name: sum(rows[key]["counted"] for key in pairs) / sum(rows[key]["seconds"] for key in pairs)
+        for name, rows in mine.items()
+    }
+    same = sum(mine["before"][key]["tokens"] == mine["after"][key]["tokens"] for key in mine["before"])
+    gained = pooled["after"] / pooled["before"]
+    print(f"{drafter}: {pooled['before']:.1f} -> {pooled['after']:.1f} tokens/s, pooled {gained:.3f};", end=" ")
+    print(f"median of {len(pairs)} pairs {middle:.3f} ({low:.3f} to {high:.3f});", end=" ")
+    print(f"same tokens {same} of {len(mine['before'])}")
+    for name, rows in mine.items():
+        steps = sum(row["steps"] for row in rows.values())
+        parts = ", ".join(
+            f"{phase} {1e6 * sum(row['by'][phase] for row in rows.values()) / steps:.0f}" for phase in PHASES
+        )
+        print(f"    {name}, us a step: {parts}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
