@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
@@ -41,9 +42,11 @@ def flatten(function: F) -> F:
     def command(**given: Any) -> Any:
         for name, (kind, members) in groups.items():
             given[name] = kind(**{member: given.pop(member) for member in members})
-        if given.get("common") is not None and given["common"].verbose:
+        common = given.get("common")
+        verbose = common is not None and common.verbose
+        if verbose or sys.stderr.isatty():  # a person waits: what takes a while is said
             logging.basicConfig(format="%(message)s", force=True)
-            logging.getLogger("outpace").setLevel(logging.INFO)
+            logging.getLogger("outpace" if verbose else "outpace.control.cost").setLevel(logging.INFO)
         try:
             return function(**given)
         except KeyboardInterrupt as error:  # typer would end on its own terms, and without a word

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 from outpace.errors import Argument, MemoryLimitError
+from outpace.models.cgroups import ROOT, group_folders, lines, number
 from outpace.units import format_bytes
-
-ROOT = Path("/")
 
 
 def spare_memory(device: str, weights: int, root: Path = ROOT) -> int | None:
@@ -51,7 +50,7 @@ def _card_memory(device: str) -> int:
 
 def _system_memory(root: Path) -> int | None:
     """What can be had without swapping: MemAvailable, or the free pages of a system that has no /proc."""
-    for line in _lines(root / "proc/meminfo"):
+    for line in lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     if root != ROOT:
@@ -64,48 +63,21 @@ def _system_memory(root: Path) -> int | None:
 
 def _group_memory(root: Path) -> list[int]:
     """What each memory control group above this process leaves, version 2 and version 1."""
-    found: list[int] = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        mounts: tuple[str, ...]
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            mounts = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            mounts = ("sys/fs/cgroup/memory",)
-        else:
-            continue
-        for mount in mounts:
-            # A container may see its group at the mount's top though the path is the host's: go up from what is there.
-            folder = root / mount / path.lstrip("/")
-            while folder != root / mount:
-                found += _left(folder, *names)
-                folder = folder.parent
-            found += _left(folder, *names)
-    return found
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    return [left for version, folder in group_folders("memory", root) for left in _left(folder, *names[version])]
 
 
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
     """What one group leaves: its limit less what is in use, except pages of files that nobody uses now."""
-    most, used = _number(folder / limit), _number(folder / usage)
+    most, used = number(folder / limit), number(folder / usage)
     if most is None or used is None:  # no group here, or no limit ("max")
         return []
     cached = 0
-    for line in _lines(folder / "memory.stat"):
+    for line in lines(folder / "memory.stat"):
         name, _, value = line.partition(" ")
         if name == reclaimable and value.strip().isdecimal():
             cached = int(value)
     return [most - max(0, used - cached)]
-
-
-def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdecimal() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []  # the caller goes by what is there

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from outpace import _fast
@@ -17,6 +16,7 @@ from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
 from outpace.models.native.kv import NativeKV
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
+from outpace.models.processors import usable_cores
 
 _native = _fast.native  # None where there is no compiler; available() says so
 
@@ -45,11 +45,11 @@ def load_native(
 ) -> NativeModel:
     """A model from a GGUF file (or an open one) or a folder with config.json and safetensors files.
 
-    ``threads``: None takes the physical cores this process may use. ``kv_memory``: hard bound in bytes. ``kv_dtype``:
-    bfloat16 or float32. ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a
-    different model, and ``info.dtype`` says so. ``dtype``: auto keeps what GGUF has and makes bfloat16 of safetensors;
-    float32 keeps safetensors exact. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best one).
-    ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads and
+    ``threads``: None takes the physical cores this process may use, within its CPU quota. ``kv_memory``: hard bound in
+    bytes. ``kv_dtype``: bfloat16 or float32. ``quantize``: int8 or int4 in groups of 32, for weights that are not
+    quantised yet; a different model, and ``info.dtype`` says so. ``dtype``: auto keeps what GGUF has and makes bfloat16
+    of safetensors; float32 keeps safetensors exact. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best
+    one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads and
     working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
@@ -65,7 +65,7 @@ def load_native(
             Argument("threads", threads), f", but the runtime to share has {runtime.threads}: leave ",
             Argument("threads"), " out",
         )  # fmt: skip
-    threads = physical_cores() if threads is None else threads
+    threads = usable_cores() if threads is None else threads
     if not 1 <= threads <= 256:
         raise ParameterError(Argument("threads", threads), " is out of range: give 1 to 256")
     model, weights, target = open_weights(path, quantize, dtype)
@@ -100,18 +100,6 @@ def load_native(
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
     )
     return NativeModel(handle, runtime, info, kv_memory)
-
-
-def physical_cores() -> int:
-    """Physical cores among the processors this process may use."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings.strip())
-    return max(1, len(cores))
 
 
 def _option(name: str, value: str, known: Sequence[str]) -> None:
