@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,16 @@ from outpace.errors import ModelError
 def test_an_extension_of_another_interface_is_an_error_with_its_remedy(built: SimpleNamespace) -> None:
     with pytest.raises(ModelError, match=r"build it again: ./scripts/setup"):
         _fast._checked(built)
+
+
+def test_the_command_line_tells_it_in_one_line() -> None:
+    stale = "import sys, types; sys.modules['outpace._native'] = types.ModuleType('outpace._native')\n"
+    stale += "import outpace; outpace._native = sys.modules['outpace._native']\n"
+    command = [sys.executable, "-c", stale + "from outpace.__main__ import main; main()"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert found.stderr.startswith("outpace: the native extension is of interface 1, this Python needs")
+    assert found.stderr.count("\n") == 1
 
 
 def test_what_was_picked_can_be_told() -> None:
