@@ -1,6 +1,9 @@
 // What Python sees of a forward's result: choices, verdicts, logits, hidden states; and the parts that drafters share.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <exception>
+#include <mutex>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
@@ -88,6 +91,27 @@ int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
     return chooser.choose(result, i, workspace);
 }
 
+// decide(i, workspace) for all i below `count`, by whichever thread comes first to each.
+template <class Decide>
+void share(Runtime& runtime, int count, double work, const Decide& decide) {
+    std::lock_guard<std::mutex> lock(runtime.lock());
+    std::atomic<int> next{0};
+    std::exception_ptr failed;
+    std::mutex failing;
+    runtime.pool().run(
+        [&](Seat&) {
+            try {
+                Workspace workspace;
+                for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) decide(i, workspace);
+            } catch (...) {
+                std::lock_guard<std::mutex> one(failing);
+                failed = std::current_exception();
+            }
+        },
+        Pool::kSampling, work);
+    if (failed) std::rethrow_exception(failed);
+}
+
 // exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; (),
 // greedy without rules; else what `Chooser` takes.
 nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
@@ -144,8 +168,16 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
     {
         std::optional<nb::gil_scoped_release> release;
         if (!plain) release.emplace();
-        Workspace workspace;
-        for (int i = 0; i < b; ++i) accepted.data[i] = asked[static_cast<size_t>(i)] ? walk(i, workspace) : -1;
+        const auto decide = [&](int i, Workspace& workspace) {
+            accepted.data[i] = asked[static_cast<size_t>(i)] ? walk(i, workspace) : -1;
+        };
+        const auto sampled = std::count_if(choosers.begin(), choosers.end(), [](const auto& its) { return its.has_value(); });
+        if (sampled > 1 && result.runtime) {
+            share(*result.runtime, b, static_cast<double>(sampled), decide);
+        } else {
+            Workspace workspace;
+            for (int i = 0; i < b; ++i) decide(i, workspace);
+        }
     }
     return nb::make_tuple(gained.object, accepted.object, path.object);
 }

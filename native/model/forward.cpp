@@ -387,6 +387,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     prepare(batch);
     Pool& pool = runtime_->pool();
     result->kernels = &kernels_;
+    result->runtime = runtime_;
     result->vocab = config_.vocab;
     result->hidden = config_.hidden;
     result->tokens = batch.tokens;

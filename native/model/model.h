@@ -50,6 +50,7 @@ public:
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
     int vocab = 0, hidden = 0, tap_count = 0, tokens = 0;
     int threads = 0;  // that the forward ended with
+    std::shared_ptr<Runtime> runtime;  // whose threads may share what is done with it; null: none
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
     std::vector<Best> best;     // argmax of each wanted token's logits

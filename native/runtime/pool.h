@@ -37,6 +37,8 @@ struct Seat {
 
 class Pool {
 public:
+    static constexpr unsigned kSampling = 8;  // a kind of runs of its own; forwards have those below
+
     explicit Pool(int threads);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -64,7 +66,7 @@ private:
         std::atomic<int> thread{0};          // the system's number of it; 0: unknown, or the caller's own
     };
 
-    static constexpr unsigned kKinds = 8;
+    static constexpr unsigned kKinds = kSampling + 1;
 
     void close();
     void calibrate();

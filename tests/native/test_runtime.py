@@ -16,6 +16,7 @@ import pytest
 from native_helpers import Tiny, feed
 
 from outpace import Engine, SamplingParams, _native
+from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.errors import ModelError, ParameterError
 from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.load import LoadOptions, load
@@ -234,3 +235,19 @@ def test_how_many_threads_computed_is_told(tiny: Tiny) -> None:
         assert engine.stats.to_dict()["steps_by_threads"].keys() == {str(n) for n in result.stats.steps_by_threads}
     alone = tiny.load("Q4_1", threads=1)
     assert (alone.team, alone.hand_over) == (1, {"asleep": 0.0, "awake": 0.0})
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_rows_that_are_sampled_by_several_threads_say_what_each_says_alone(threads: int, tiny: Tiny) -> None:
+    params = [
+        SamplingParams(temperature=0.5 + 0.2 * i, top_p=1.0 if i % 2 else 0.9, repetition_penalty=1.0 + 0.1 * (i % 3),
+                       seed=i, max_tokens=20)
+        for i in range(8)
+    ]  # fmt: skip
+    prompts = [[1, 2, 3, 1, 2, i] for i in range(8)]
+    with Engine(tiny.load("Q4_1", threads=1)) as single:
+        alone = [single.generate(prompt, its).token_ids for prompt, its in zip(prompts, params, strict=True)]
+    with Engine(tiny.load("Q4_1", threads=threads), drafter=NgramDrafter(), size=3, max_rows=8) as engine:
+        together = engine.generate_many(prompts, params)
+        assert [result.token_ids for result in together] == alone
+        assert engine.stats.accepted > 0
