@@ -23,6 +23,7 @@ from outpace.control.cost import Cost
 from outpace.control.policy import Fixed
 from outpace.engine.results import Result
 from outpace.errors import MemoryLimitError
+from tests.driving import finished
 from tests.exact.test_engine_property import STEM, VOCAB, Scripted, plain
 from tests.toy import BYTES, ToyModel, ToyTokenizer
 
@@ -255,13 +256,10 @@ def test_a_tokenizer_that_fails_ends_only_whom_it_fails() -> None:
     engine = Engine(target, BrokenTokenizer(), drafter=Scripted(target, "tree", 0, taps=False), size=4)  # type: ignore[arg-type]
     allowed = engine.add([1, 2], SamplingParams(logit_bias={4: -np.inf}, max_tokens=9, ignore_eos=True))
     broken = engine.add([1, 2], SamplingParams(logit_bias={4: 50.0}, max_tokens=9, ignore_eos=True))
-    results = {}
-    while not engine.idle:
-        results.update({d.request: d.result for d in engine.step() if d.result is not None})
-        engine.check()
-    assert results[allowed].finish_reason == "length"
-    assert results[broken].finish_reason == "error"
-    assert "four" in str(results[broken].error)
+    results = finished(engine)
+    assert results[allowed, 0].finish_reason == "length"
+    assert results[broken, 0].finish_reason == "error"
+    assert "four" in str(results[broken, 0].error)
     engine.close()
     assert target.kv.rows == []
 

@@ -17,6 +17,7 @@ from outpace.errors import DrafterError
 from outpace.models.load import LoadOptions, load
 from outpace.models.native import model as native
 from outpace.params import SamplingParams
+from tests.driving import finished
 from tests.toy import ToyModel
 
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
@@ -35,11 +36,7 @@ def run(kind: str, params: SamplingParams, rows: int, **options: Any) -> list[Re
     ) as engine:
         for i, prompt in enumerate(PROMPTS):  # the last of them runs into the end of the context
             engine.add(prompt, params.with_(seed=i, max_tokens=8 + 7 * i))
-        results = {}
-        while not engine.idle:
-            results.update({d.request: d.result for d in engine.step() if d.result is not None})
-            engine.check()
-        return [results[request] for request in sorted(results)]
+        return list(finished(engine).values())
 
 
 @pytest.mark.parametrize("kind", ["layers", "ngram+layers"])

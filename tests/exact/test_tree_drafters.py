@@ -15,6 +15,7 @@ from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine, Size
 from outpace.engine.results import Result
 from outpace.params import SamplingParams
+from tests.driving import finished
 from tests.toy import ToyModel
 
 VOCAB = 5
@@ -57,14 +58,9 @@ def run(drafter: Drafter | None, params: SamplingParams, size: Size = 6, **optio
         requests = [
             engine.add(p, params.with_(seed=i, max_tokens=8 + 9 * i, n=1 + i % 2)) for i, p in enumerate(PROMPTS)
         ]
-        results = {}
-        while not engine.idle:
-            for delta in engine.step():
-                if delta.result is not None:
-                    results[delta.request, delta.sample] = delta.result
-            engine.check()
-        assert len({request for request, _ in results}) == len(requests)
-        return [results[key] for key in sorted(results)]
+        results = finished(engine)
+        assert {request for request, _ in results} == set(requests)
+        return list(results.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,13 +93,7 @@ def test_sampled_rejection_runs_beside_coupled_rows(kind: str) -> None:
         plain = engine.generate(PROMPTS[0], params, drafter=False)
         engine.add(PROMPTS[1], params, acceptance="rejection")
         coupled = engine.add(PROMPTS[0], params)
-        done = {}
-        while not engine.idle:
-            for delta in engine.step():
-                if delta.result is not None:
-                    done[delta.request] = delta.result
-            engine.check()
-        assert done[coupled].token_ids == plain.token_ids
+        assert finished(engine)[coupled, 0].token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

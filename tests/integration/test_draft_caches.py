@@ -22,6 +22,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch, Model
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native import model as native
+from tests.driving import finished
 from tests.native.native_helpers import Tiny
 from tests.tap_drafter import TapDrafter
 
@@ -198,13 +199,8 @@ def test_a_drafter_that_reads_taps_says_what_plain_decoding_says(load: Load, par
     target = load(3)
     with Engine(target, drafter=TapDrafter(target, load(2), 1), size=4, prefill_chunk=8) as engine:
         requests = [engine.add(prompt, params) for prompt in prompts]
-        found = {}
-        while not engine.idle:
-            for delta in engine.step():
-                if delta.result is not None:
-                    found[delta.request] = delta.result
-            engine.check()
-    assert [found[request].token_ids for request in requests] == expected
+        found = finished(engine)
+    assert [found[request, 0].token_ids for request in requests] == expected
     assert sum(result.stats.accepted for result in found.values()) > 0
 
 

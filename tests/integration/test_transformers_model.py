@@ -25,9 +25,10 @@ from outpace.models.base import Batch
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import LoadOptions, estimate, load, resolve
 from outpace.models.torch import gguf as gguf_transformers
-from outpace.models.torch.kv import LayerShape, TorchKV
+from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
+from outpace.models.torch.slabs import LayerShape
 from outpace.params import SamplingParams
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny

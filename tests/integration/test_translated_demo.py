@@ -10,6 +10,7 @@ import pytest
 from outpace import Engine, SamplingParams
 from outpace.errors import DrafterError
 from outpace.models.native import model as native
+from tests.driving import finished
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend was not built")
 
@@ -42,14 +43,9 @@ def tokens(results: object) -> list[list[int]]:
 def test_a_ragged_batch_says_what_plain_decoding_says(engine: Engine, params: SamplingParams) -> None:
     plain = tokens(engine.generate_many(PROMPTS, params, raw=True, drafter=False))
     requests = [engine.add(prompt, params, raw=True) for prompt in PROMPTS]
-    found = {}
-    while not engine.idle:
-        for delta in engine.step():
-            if delta.result is not None:
-                found[delta.request] = delta.result
-        engine.check()
-    assert tokens(found[request] for request in requests) == plain
-    assert found[requests[0]].stats.accepted > 0
+    found = finished(engine)
+    assert tokens(found[request, 0] for request in requests) == plain
+    assert found[requests[0], 0].stats.accepted > 0
     assert sum(result.stats.accepted for result in found.values()) > 20
     alone = engine.generate(PROSE, params, raw=True)
     assert list(alone.token_ids) == plain[0]

@@ -21,9 +21,8 @@ LONGEST_RUN = 16  # tokens without a whole character, after which what cannot be
 class Decoder(Protocol):
     """The part of a tokenizer that turns ids back into text.
 
-    It may have an attribute ``independent``: a token's bytes do not depend on its neighbours, so that whole characters
-    can be read token by token; and then ``texts``, where texts of single tokens are kept, by whether special ones are
-    skipped.
+    It may have an attribute ``texts``, where a token's bytes do not depend on its neighbours, so that whole characters
+    can be read token by token: what single tokens decode to is kept there, by whether special ones are skipped.
     """
 
     def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str: ...
@@ -56,9 +55,9 @@ class TextReader:
     ) -> None:
         self._decoder, self._stops = decoder, tuple(stops)
         self._include_stop, self._skip_special = include_stop, skip_special
-        self._independent: bool = getattr(decoder, "independent", False)
-        # Of tokens decoded by themselves.
-        self._texts: dict[int, str] = decoder.texts[skip_special] if self._independent else {}  # type: ignore[union-attr]
+        texts: dict[bool, dict[int, str]] | None = getattr(decoder, "texts", None)
+        self._independent = texts is not None
+        self._texts = texts[skip_special] if texts is not None else {}
         self._longest = max((len(stop) for stop in stops), default=1)
 
     def add(self, state: TextState, token: int, *, may_stop: bool = True) -> tuple[TextState, str]:

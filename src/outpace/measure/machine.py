@@ -53,9 +53,8 @@ def threads_of(model: Model) -> int | None:
 
 def team_of(model: Model) -> dict[str, Any] | None:
     """Threads in use now, and the seconds that a run on sleeping and on waking threads takes; None elsewhere."""
-    if getattr(model, "team", None) is None:
-        return None
-    return {"size": model.team, "hand_over_seconds": model.hand_over}  # type: ignore[attr-defined]
+    size = getattr(model, "team", None)
+    return None if size is None else {"size": size, "hand_over_seconds": getattr(model, "hand_over", None)}
 
 
 def path_of(model: Model) -> str | None:

@@ -25,8 +25,8 @@ class Tokenizer:
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
     ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
-    ``independent``: a token's bytes do not depend on its neighbours. ``texts``: of tokens decoded by themselves, by
-    whether special ones are skipped, kept for whoever decodes.
+    ``texts``: what single tokens decode to, by whether special ones are skipped, kept for whoever decodes; None where a
+    token's bytes depend on its neighbours.
     Methods may be called from several threads.
     """
 
@@ -54,8 +54,8 @@ class Tokenizer:
         added = fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_ids = frozenset(added)
-        self.spelling, self.independent = _spelling(fast)
-        self.texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        self.spelling, independent = _spelling(fast)
+        self.texts: dict[bool, dict[int, str]] | None = {False: {}, True: {}} if independent else None
         size = fast.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, max(added, default=-1) + 1)
         tokens = dict(template_tokens or {})

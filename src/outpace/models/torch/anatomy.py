@@ -13,7 +13,7 @@ import torch
 
 from outpace.errors import ModelError
 from outpace.models.torch.attention import NAME, Forward, Site, attend
-from outpace.models.torch.kv import LayerShape
+from outpace.models.torch.slabs import LayerShape
 
 # What models pass to attention besides what is handled, and what none of it means while no cache is kept.
 _HARMLESS = frozenset(

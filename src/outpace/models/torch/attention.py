@@ -17,7 +17,8 @@ import torch
 from outpace.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
-from outpace.models.torch.kv import Run, Slab, TorchKV
+from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.slabs import Run, Slab
 
 NAME = "outpace"
 

@@ -2,8 +2,6 @@
 
 Memory comes in slabs of many blocks. A row takes the block behind its last one where it can, so that its keys are
 mostly one view of one slab; a row in several runs is read run by run.
-
-Long because blocks, slabs, runs and rows keep one invariant together.
 """
 
 from __future__ import annotations
@@ -18,63 +16,12 @@ import torch
 
 from outpace.arrays import I32
 from outpace.errors import MemoryLimitError
+from outpace.models.torch.slabs import LayerShape, Run, Slab, run_of
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
 SLAB = 64  # blocks of the first slab; a later one doubles the pool
 LARGEST = 1 << 30  # bytes of a slab, unless one row needs more at once
 ROOM = 8  # blocks that a row's new run should be able to grow by before a slab is added
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One attention layer's cache: key and value heads, and the widths of a key and of a value."""
-
-    heads: int
-    key: int
-    value: int
-
-    @property
-    def width(self) -> int:
-        return self.heads * (self.key + self.value)
-
-
-class Slab:
-    """``keys[i]`` and ``values[i]`` [heads, positions, width] are views into ``tensors`` [..., positions, width].
-
-    ``pairs[i]`` [2, heads, positions, width] has both, where all layers are alike. Its blocks are numbered
-    ``first .. first + blocks - 1`` in the pool.
-    """
-
-    __slots__ = ("blocks", "first", "keys", "pairs", "tensors", "values")
-
-    def __init__(
-        self, shapes: Sequence[LayerShape], first: int, blocks: int, size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.first, self.blocks = first, blocks
-        positions = blocks * size
-        one = shapes[0]
-        self.keys: list[torch.Tensor]
-        self.values: list[torch.Tensor]
-        if one.key == one.value and all(shape == one for shape in shapes):
-            whole = torch.empty((len(shapes), 2, one.heads, positions, one.key), dtype=dtype, device=device)
-            self.tensors = [whole]
-            self.pairs = list(whole)
-            self.keys, self.values = [layer[0] for layer in whole], [layer[1] for layer in whole]
-        else:
-            self.keys = [torch.empty((s.heads, positions, s.key), dtype=dtype, device=device) for s in shapes]
-            self.values = [torch.empty((s.heads, positions, s.value), dtype=dtype, device=device) for s in shapes]
-            self.tensors = [*self.keys, *self.values]
-            self.pairs = []
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Slots ``slot .. slot + count - 1`` of a row: positions ``at`` and on of a slab."""
-
-    slab: Slab
-    slot: int
-    at: int
-    count: int
 
 
 @dataclass(slots=True)
@@ -397,12 +344,6 @@ class TorchKV:
                 tensor[..., start + shift : start + shift + len(sources), :] = tensor.index_select(-2, index)
             return
         for target, source in enumerate(sources, start):
-            a, b = _where(runs, source), _where(runs, target)
+            a, b = run_of(runs, source), run_of(runs, target)
             for theirs, own in zip(a.slab.tensors, b.slab.tensors, strict=True):
                 own[..., b.at, :] = theirs[..., a.at, :]
-
-
-def _where(runs: list[Run], slot: int) -> Run:
-    """The run of one slot that ``slot`` is."""
-    run = next(run for run in runs if slot < run.slot + run.count)
-    return Run(run.slab, slot, run.at + slot - run.slot, 1)
