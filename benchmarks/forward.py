@@ -1,16 +1,16 @@
 """Forward time of the native runtime by width, context and rows, beside the memory bandwidth of the same minutes.
 
-    python benchmarks/forward.py --model demo --json results/forward.json
+    python benchmarks/forward.py --model demo --one-thread --json results/forward.json
 
-Every cell is the median of interleaved rounds (each round visits all cells, so that a slow minute hits all alike); the
-bandwidth is measured before, between and after. Ratios within a run hold better than absolute figures.
+Every cell is the median of interleaved rounds (each round visits all cells, so that a slow minute hits all alike);
+the bandwidth is measured before, between and after. Ratios within a run hold better than absolute figures. The second
+table is this machine's column of docs/native.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _native
+from outpace.measure import machine
 from outpace.models.base import Batch
 from outpace.models.load import LoadOptions, load
 from outpace.models.native.model import NativeModel
@@ -91,9 +92,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--one-thread", action="store_true", help="also with one thread, in turn: what threads bring")
     options = parser.parse_args()
-    model, _ = load(options.model, LoadOptions(backend="native", threads=options.threads))
-    assert isinstance(model, NativeModel)
+    model = loaded(options.model, options.threads)
     rng = np.random.default_rng(0)
     cells: list[Cell] = []
     for context in options.contexts:
@@ -105,12 +106,18 @@ def main() -> None:
         if count > 1:
             several = fill(model, 400, count, rng)
             cells += [Cell(model, several, 400, width, rng) for width in (1, 4, 8)]
+    alone: list[Cell] = []  # at the base context, with one thread
+    if options.one_thread:
+        lone = loaded(options.model, 1)
+        base = nearest(options.contexts)
+        row = fill(lone, base, 1, rng)
+        alone = [Cell(lone, row, base, width, rng) for width in WIDTHS]
     prompt = rng.integers(0, model.info.vocab_size, options.prefill).astype(np.int32)
     prefill_row = model.kv.alloc()
     prefill = Batch.pack([prefill_row], [prompt], [0], [False])
     prefill_seconds, speeds = [], [bandwidth(model.threads)]
     for _ in range(options.rounds):
-        for cell in cells:
+        for cell in [*cells, *alone]:
             cell.run(options.repeats)
         start = time.perf_counter()
         model.forward(prefill)
@@ -119,18 +126,32 @@ def main() -> None:
         speeds.append(bandwidth(model.threads))
     for cell in cells:
         cell.profile(10)
-    report(model, cells, speeds, prefill_seconds, options)
+    report(model, cells, alone, speeds, prefill_seconds, options)
 
 
-def report(model: NativeModel, cells: list[Cell], speeds: list[float], prefill: list[float], options: Any) -> None:
+def loaded(name: str, threads: int | None) -> NativeModel:
+    model, _ = load(name, LoadOptions(backend="native", threads=threads))
+    assert isinstance(model, NativeModel)
+    return model
+
+
+def nearest(contexts: list[int]) -> int:
+    """The context that ratios of widths are taken at."""
+    return min(contexts, key=lambda context: abs(context - 400))
+
+
+def report(
+    model: NativeModel, cells: list[Cell], alone: list[Cell], speeds: list[float], prefill: list[float], options: Any
+) -> None:
+    cpu = machine.cpu()
     read = float(np.median(speeds))
     single = [cell for cell in cells if len(cell.rows) == 1]
     contexts = sorted({cell.context for cell in single})
     by = {(cell.context, cell.width): cell for cell in single}
-    base = min(contexts, key=lambda c: abs(c - 400))
+    base = nearest(contexts)
     one = by[base, 1].median
     spread = f"{min(speeds) / 1e9:.0f} to {max(speeds) / 1e9:.0f}"
-    print(f"{model.info.name} ({model.info.dtype}), {model.isa}, {model.threads} threads, {platform.machine()}")
+    print(f"{model.info.name} ({model.info.dtype}), {model.isa}, {model.threads} threads, {cpu['model']}")
     print(f"weights {model.info.weight_bytes / 1e6:.1f} MB, read bandwidth {read / 1e9:.1f} GB/s ({spread})\n")
     print("| milliseconds | " + " | ".join(f"width {w}" for w in WIDTHS) + " |")
     print("| --- |" + " --- |" * len(WIDTHS))
@@ -140,10 +161,21 @@ def report(model: NativeModel, cells: list[Cell], speeds: list[float], prefill: 
         if len(cell.rows) > 1:
             print(f"| {len(cell.rows)} rows x width {cell.width}, context {cell.context} | {cell.median * 1e3:.2f} |")
     fraction = model.info.weight_bytes / one / read
-    print(f"\nwidth 1 at {base}: {fraction:.2f} of the bandwidth on weight bytes")
-    for width in (8, 16):
-        print(f"width {width} / width 1: {by[base, width].median / one:.2f}")
-    print(f"prefill of {options.prefill}: {options.prefill / np.median(prefill):.0f} tokens/s\n")
+    ratios = {f"weight bytes / time of width 1, over the read bandwidth (context {base})": fraction}
+    ratios |= {f"width {width} / width 1": by[base, width].median / one for width in (8, 16)}
+    for cell in cells:
+        if len(cell.rows) > 1 and cell.width == 1:
+            ratios[f"{len(cell.rows)} rows of width 1 / 1 row, context {cell.context}"] = cell.median / one
+    if contexts[-1] > contexts[0]:
+        ends = by[contexts[-1], 1].median, by[contexts[0], 1].median
+        ratios[f"context {contexts[-1]} / {contexts[0]} at width 1"] = ends[0] / ends[1]
+    for cell in alone:
+        ratios[f"{model.threads} threads over one, width {cell.width}"] = cell.median / by[base, cell.width].median
+    print(f"\n| {model.info.name} | {cpu['model']}, {model.threads} threads, `{model.isa}` |\n| --- | --- |")
+    print(f"| read bandwidth, GB/s | {read / 1e9:.1f} ({spread}) |")
+    print(f"| width 1, ms | {one * 1e3:.2f} |")
+    print(f"| prefill of {options.prefill}, tokens/s | {options.prefill / np.median(prefill):.0f} |")
+    print("\n".join(f"| {name} | {ratio:.2f} |" for name, ratio in ratios.items()) + "\n")
     names = list(by[base, 1].phases)
     print(f"| by phase at {base}, ms | " + " | ".join(names) + " |")
     print("| --- |" + " --- |" * len(names))
@@ -154,8 +186,9 @@ def report(model: NativeModel, cells: list[Cell], speeds: list[float], prefill: 
         options.json.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "model": model.info.name, "dtype": model.info.dtype, "isa": model.isa, "threads": model.threads,
-            "weight_bytes": model.info.weight_bytes, "bandwidth": speeds, "fraction_of_bandwidth": fraction,
+            "machine": cpu, "weight_bytes": model.info.weight_bytes, "bandwidth": speeds, "ratios": ratios,
             "prefill_tokens": options.prefill, "prefill_seconds": prefill, "cells": [cell.record() for cell in cells],
+            "one_thread": [cell.record() for cell in alone],
         }  # fmt: skip
         options.json.write_text(json.dumps(record, indent=1))
 

@@ -176,7 +176,7 @@ def test_the_key_covers_what_a_cost_depends_on(model: Clocked, monkeypatch: pyte
         else:
             object.__setattr__(other.info, change, 77)
         paths.add(costs._path(other))  # type: ignore[arg-type]
-    monkeypatch.setattr(costs, "_cpu", lambda: "another one")
+    monkeypatch.setattr("outpace.models.processors.kind", lambda: ("another one", frozenset()))
     paths.add(costs._path(model))  # type: ignore[arg-type]
     monkeypatch.setattr("outpace.__version__", "0.0.0")
     paths.add(costs._path(model))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.models.processors import cpu_quota, physical_cores, usable_cores
+from outpace.models.processors import cpu_quota, kind, physical_cores, usable_cores
 from tests.unit.test_memory import tree
 
 V2, V1 = {"proc/self/cgroup": "0::/a/b\n"}, {"proc/self/cgroup": "4:cpu,cpuacct:/a\n5:memory:/\n"}
@@ -49,3 +49,13 @@ def test_siblings_count_once(tmp_path: Path) -> None:
     where = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     tree(tmp_path, {where.format(cpu): f"{cpus[0]}-{cpus[-1]}\n" for cpu in cpus})
     assert physical_cores(tmp_path) == 1
+
+
+def test_a_processor_is_named_with_its_model_number(tmp_path: Path) -> None:
+    one = "model\t\t: 85\nmodel name\t: Some Processor\ncpu family\t: 6\nflags\t\t: avx2 fma\n\n"
+    assert kind(tree(tmp_path / "a", {"proc/cpuinfo": one + one.replace("85", "86")})) == (
+        "Some Processor (family 6 model 85)", frozenset({"avx2", "fma"}),
+    )  # fmt: skip
+    name, flags = kind(tree(tmp_path / "b", {}))
+    assert name
+    assert not flags

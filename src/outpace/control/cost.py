@@ -18,7 +18,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ import numpy as np
 
 from outpace.errors import MemoryLimitError
 from outpace.files import cache_dir, write_json
+from outpace.models import processors
 from outpace.models.base import Batch
 
 if TYPE_CHECKING:
@@ -308,23 +308,11 @@ def _identity(model: Model) -> dict[str, Any]:
         "threads": getattr(model, "threads", None),
         "instruction_set": getattr(model, "isa", None),
         "machine": f"{platform.node()} {platform.machine()}",
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": processors.kind()[0],
+        "cores": len(processors.allowed()),
         "clock": time.get_clock_info("perf_counter").implementation,
         "outpace": __version__,
     }
-
-
-def _cpu() -> str:
-    """The processor's name; that of its kind where the system does not say more."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor()
-    return platform.processor()
 
 
 def _path(model: Model) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from typing import TYPE_CHECKING, Any
+
+from outpace.models import processors
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
@@ -14,25 +15,9 @@ _FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_i
 
 def cpu() -> dict[str, Any]:
     """Model, cores this process may use, and the instruction sets that matter here (none known outside Linux)."""
-    model, flags = platform.processor() or platform.machine(), ""
-    for line in _cpuinfo():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        elif key.strip() in ("flags", "Features"):
-            flags = value
-            break
-    present = set(flags.split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"model": model, "cores": cores, "features": [name for name in _FEATURES if name in present]}
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return file.read().splitlines()
-    except OSError:
-        return []
+    name, flags = processors.kind()
+    features = [feature for feature in _FEATURES if feature in flags]
+    return {"model": name, "cores": len(processors.allowed()), "features": features}
 
 
 def memory() -> dict[str, int | None]:

@@ -1,9 +1,10 @@
-"""How many processors are there to compute with: physical cores, within affinity and a container's quota."""
+"""The processors: what they are, and how many are there to compute with, within affinity and a container's quota."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 
 from outpace.models.cgroups import ROOT, group_folders, lines, number
@@ -15,10 +16,32 @@ def usable_cores(root: Path = ROOT) -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def allowed() -> list[int]:
+    """The numbers of the processors that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def kind(root: Path = ROOT) -> tuple[str, frozenset[str]]:
+    """The processor's name, and the instruction sets that it says it has (none known outside Linux).
+
+    The name has family and model number behind it: virtual machines are given names that say little.
+    """
+    said: dict[str, str] = {}
+    for line in lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if not key.strip():
+            break  # the next processor is of the same kind
+        said[key.strip()] = value.strip()
+    name = said.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in said and "model" in said:
+        name += f" (family {said['cpu family']} model {said['model']})"
+    return name, frozenset(said.get("flags", said.get("Features", "")).split())
+
+
 def physical_cores(root: Path = ROOT) -> int:
     """Physical cores among the processors that this process may use."""
     cores = set()
-    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
+    for cpu in allowed():
         siblings = lines(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings[0].strip() if siblings else str(cpu))
     return max(1, len(cores))
