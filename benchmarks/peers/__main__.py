@@ -30,6 +30,7 @@ from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.errors import OutpaceError, ParameterError
 from outpace.files import cache_dir, check_writable, write_json
+from outpace.measure import machine
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
 
@@ -66,11 +67,11 @@ class Configuration:
 class Worker:
     """A configuration's process, stopped unless it is asked something."""
 
-    def __init__(self, configuration: Configuration, log: Path) -> None:
+    def __init__(self, configuration: Configuration, model: Path, log: Path) -> None:
         self.configuration = configuration
         self._log = log.open("ab")
         self._process = subprocess.Popen(
-            _command(configuration), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            _command(configuration, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         self._answer()
         self._signal(signal.SIGSTOP)
@@ -117,14 +118,14 @@ def environment(engine: str) -> Path:
     return python
 
 
-def _command(configuration: Configuration) -> list[str]:
-    engine, mode, path = configuration.engine, configuration.mode, demo.smollm2()
+def _command(configuration: Configuration, path: Path) -> list[str]:
+    engine, mode = configuration.engine, configuration.mode
     if engine == "outpace":
-        return [sys.executable, "-m", "benchmarks.peers.worker_outpace", "demo", mode]
+        return [sys.executable, "-m", "benchmarks.peers.worker_outpace", str(path), mode]
     if engine == "openvino":
         return [str(environment("openvino")), str(HERE / "worker_openvino.py"), str(path), mode]
     if engine == "llamacpp-q4_0":
-        path = requantise(path, cache_dir() / "SmolLM2-135M-Instruct.Q4_0.gguf")
+        path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
     return [str(environment("llamacpp")), str(HERE / "worker_llamacpp.py"), str(path), mode]
 
 
@@ -157,6 +158,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as for outpace bench")
+    parser.add_argument("--model", type=Path, help="a GGUF file that all engines read (the demo model)")
     parser.add_argument("--limit", type=int, default=48, help="so many prompts, spread evenly")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
@@ -171,18 +173,22 @@ def _arguments() -> argparse.Namespace:
 def _run(given: argparse.Namespace) -> int:
     given.json.parent.mkdir(parents=True, exist_ok=True)
     check_writable(given.json)
-    with Engine.load("demo", threads=1) as engine:
+    model = given.model or demo.smollm2()
+    with Engine.load(str(model), threads=1) as engine:
         eos = engine.model.info.eos_ids[0]
         prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
     workers: list[Worker] = []
-    value: dict[str, Any] = {"max_tokens": given.max_tokens, "threads": 2, "answers": [], "prefill": [], "failed": {}}
+    value: dict[str, Any] = {
+        "model": model.name, "machine": machine.cpu(), "max_tokens": given.max_tokens, "threads": 2,
+        "answers": [], "prefill": [], "failed": {},
+    }  # fmt: skip
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("loading", total=None)
             for configuration in configurations(given):
                 progress.update(task, description=f"loading {configuration.name}")
                 try:
-                    worker = Worker(configuration, given.json.with_suffix(".log"))
+                    worker = Worker(configuration, model, given.json.with_suffix(".log"))
                 except ParameterError as error:
                     value["failed"][configuration.name] = str(error)
                     continue
@@ -228,7 +234,10 @@ def _prefill(
 
 def _show(value: dict[str, Any]) -> None:
     console = Console()
-    table = Table(title=f"{value['threads']} threads, at most {value['max_tokens']} tokens, greedy")
+    table = Table(
+        title=f"{value['model']}, {value['machine']['model']}, {value['threads']} threads, "
+        f"at most {value['max_tokens']} tokens, greedy"
+    )
     for column in ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs"):
         table.add_column(column, justify="left" if column.startswith("engine") else "right")
     for row in value["table"]:
