@@ -8,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "drafting/datastore.h"
 #include "drafting/lookup.h"
+#include "drafting/lookups.h"
 #include "drafting/merge.h"
 #include "drafting/suffix.h"
 
@@ -38,6 +39,47 @@ struct HeldDatastore {
     Datastore store;
 };
 
+// What drafts in steps that need no Python; see step.cpp.
+void bind_lookups(nb::module_& m) {
+    nb::class_<Lookup>(m, "Lookup");
+    nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
+        .def(nb::init<int, int, std::vector<double>>(), "least"_a, "most"_a, "hit"_a);
+    nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")
+        .def("__init__",
+             [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) { new (self) RetrievalLookup(held.store, places, least); },
+             "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
+    nb::class_<ComposedLookup, Lookup>(m, "ComposedLookup")
+        .def("__init__",
+             [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback) {
+                 if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
+                 std::vector<ComposedLookup::Part> each;
+                 for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
+                 new (self) ComposedLookup(std::move(each));
+             },
+             "parts"_a, "fallback"_a, nb::keep_alive<1, 2>());
+    nb::class_<SuffixRows, Lookup>(m, "SuffixRows")
+        .def("__init__",
+             [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,
+                SuffixIndex* history) {
+                 new (self) SuffixRows(capacity, most, {nearest, few, {std::move(weights), doubt}}, wide, history);
+             },
+             "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a, "wide"_a, "history"_a.none(), nb::keep_alive<1, 9>())
+        .def("tree",
+             [](SuffixRows& x, int64_t row, int64_t request, int64_t prompt, const nb::object& tokens, int size) {
+                 const IntView view(tokens.ptr());
+                 return tuple_of(x.tree({row, request, prompt, view.data(), static_cast<size_t>(view.size()), size}));
+             },
+             "row"_a, "request"_a, "prompt"_a, "tokens"_a, "size"_a)
+        .def("bound", &SuffixRows::bound)
+        .def("release", &SuffixRows::release, "row"_a)
+        .def_prop_ro("places", &SuffixRows::places)
+        .def("rows", [](const SuffixRows& x) {
+            nb::dict found;
+            for (const SuffixRows::Row& row : x.rows())
+                found[nb::int_(row.row)] = nb::make_tuple(row.index->tokens().size(), row.known);
+            return found;
+        });
+}
 
 }  // namespace
 
@@ -110,6 +152,7 @@ void bind_drafting(nb::module_& m) {
                  return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
              },
              "context"_a, "places"_a, "least"_a, "budget"_a);
+    bind_lookups(m);
 }
 
 }  // namespace outpace

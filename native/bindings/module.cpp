@@ -133,7 +133,7 @@ double read_seconds(size_t bytes, int threads, int repeats) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 4;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 5;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
@@ -183,4 +183,5 @@ NB_MODULE(_native, m) {
                  for (int i = 0; i < kPhases; ++i) named[kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
                  return named;
              });
+    bind_step(m);
 }

@@ -1,15 +1,13 @@
 // What Python sees of a forward's result: choices, verdicts, logits, hidden states; and the parts that drafters share.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
 #include <mutex>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
-#include "model/model.h"
+#include "bindings/chooser.h"
+#include "model/walk.h"
 #include "runtime/cpu.h"
-#include "sampling/choose.h"
 
 namespace outpace {
 namespace {
@@ -61,59 +59,24 @@ Edit edit_of(const nb::tuple& rule) {
     return edit;
 }
 
-// How a row chooses: parameters, noise and rules, as models/native/output.py describes a Chooser.
-struct Chooser {
-    Sampling sampling;
-    std::vector<Edit> edits;
-
-    explicit Chooser(const nb::tuple& d)
-        : sampling{nb::cast<double>(d[0]), nb::cast<int>(d[1]), nb::cast<double>(d[2]), nb::cast<double>(d[3]), nb::cast<uint64_t>(d[4]),
-                   nb::cast<uint32_t>(d[5]), nb::cast<uint32_t>(d[6]), nb::cast<uint32_t>(d[7])} {
-        for (const nb::handle rule : nb::cast<nb::list>(d[8])) edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
-    }
-
-    // The choice from the result's logits number `i`.
-    int choose(const Result& result, int i, Workspace& workspace) const {
-        return outpace::choose(result.logits(i), result.vocab, &result.best[static_cast<size_t>(i)], edits, sampling, *result.kernels, workspace);
-    }
-    void advance(int32_t token) {
-        ++sampling.index;
-        for (Edit& edit : edits) edit.advance(token);
-    }
-};
+// A row's chooser, as models/native/output.py describes it.
+Chooser chooser_of(const nb::tuple& d) {
+    Chooser chooser{sampling_of(d), {}};
+    for (const nb::handle rule : nb::cast<nb::list>(d[8])) chooser.edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
+    return chooser;
+}
 
 // A token, or below 0 one of the codes in choose.h.
 int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
-    const Chooser chooser(described);
+    const Chooser chooser = chooser_of(described);
     const int i = result.find(at);
     nb::gil_scoped_release release;
     Workspace workspace;
     return chooser.choose(result, i, workspace);
 }
 
-// decide(i, workspace) for all i below `count`, by whichever thread comes first to each.
-template <class Decide>
-void share(Runtime& runtime, int count, double work, const Decide& decide) {
-    std::lock_guard<std::mutex> lock(runtime.lock());
-    std::atomic<int> next{0};
-    std::exception_ptr failed;
-    std::mutex failing;
-    runtime.pool().run(
-        [&](Seat&) {
-            try {
-                Workspace workspace;
-                for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) decide(i, workspace);
-            } catch (...) {
-                std::lock_guard<std::mutex> one(failing);
-                failed = std::current_exception();
-            }
-        },
-        Pool::kSampling, work);
-    if (failed) std::rethrow_exception(failed);
-}
-
 // exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; (),
-// greedy without rules; else what `Chooser` takes.
+// greedy without rules; else what `chooser_of` takes.
 nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
                  const nb::object& starts, const nb::list& rows) {
     const IntView token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
@@ -132,52 +95,23 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
         asked[static_cast<size_t>(i)] = 1;
         const nb::tuple described = nb::cast<nb::tuple>(row);
         if (described.size() == 0) continue;
-        choosers[static_cast<size_t>(i)].emplace(described);
+        choosers[static_cast<size_t>(i)].emplace(chooser_of(described));
         plain = false;
     }
     const IntArray gained({b, w + 1}), accepted({b}), path({b, w});
     std::fill(gained.data, gained.data + static_cast<size_t>(b) * static_cast<size_t>(w + 1), 0);
     std::fill(path.data, path.data + static_cast<size_t>(b) * static_cast<size_t>(w), 0);
-    const auto walk = [&](int i, Workspace& workspace) {
-        std::optional<Chooser>& chooser = choosers[static_cast<size_t>(i)];
-        const int32_t *its = token.data() + static_cast<size_t>(i) * w, *above = parent ? parent->data() + static_cast<size_t>(i) * w : nullptr;
-        int32_t *to = gained.data + static_cast<size_t>(i) * (w + 1), *nodes = path.data + static_cast<size_t>(i) * w;
-        const int k = width.data()[i];
-        for (int at = -1, depth = 0;; ++depth) {
-            const int found = result.find(start.data()[i] + 1 + at);
-            int choice;
-            try {
-                choice = chooser ? chooser->choose(result, found, workspace) : greedy(result.best[static_cast<size_t>(found)]);
-            } catch (const std::logic_error&) {  // a rule of another vocabulary: `choose` says so, to this row alone
-                choice = kUndecided;
-            }
-            if (choice < 0) {
-                std::fill(to, to + depth, 0);
-                std::fill(nodes, nodes + depth, 0);
-                return -1;
-            }
-            to[depth] = choice;
-            int child = at + 1;
-            while (child < k && (its[child] != choice || (above ? above[child] : child - 1) != at)) child = above ? child + 1 : k;
-            if (child >= k) return depth;
-            nodes[depth] = child;
-            at = child;
-            if (chooser) chooser->advance(choice);
-        }
-    };
+    const auto sampled = std::count_if(choosers.begin(), choosers.end(), [](const auto& its) { return its.has_value(); });
     {
         std::optional<nb::gil_scoped_release> release;
         if (!plain) release.emplace();
-        const auto decide = [&](int i, Workspace& workspace) {
-            accepted.data[i] = asked[static_cast<size_t>(i)] ? walk(i, workspace) : -1;
-        };
-        const auto sampled = std::count_if(choosers.begin(), choosers.end(), [](const auto& its) { return its.has_value(); });
-        if (sampled > 1 && result.runtime) {
-            share(*result.runtime, b, static_cast<double>(sampled), decide);
-        } else {
-            Workspace workspace;
-            for (int i = 0; i < b; ++i) decide(i, workspace);
-        }
+        decide_all(result.runtime.get(), b, static_cast<int>(sampled), [&](int i, Workspace& workspace) {
+            const size_t at = static_cast<size_t>(i) * static_cast<size_t>(w);
+            std::optional<Chooser>& chooser = choosers[static_cast<size_t>(i)];
+            accepted.data[i] = !asked[static_cast<size_t>(i)] ? -1
+                : walk(result, start.data()[i], token.data() + at, parent ? parent->data() + at : nullptr, width.data()[i],
+                       chooser ? &*chooser : nullptr, gained.data + at + i, path.data + at, workspace);
+        });
     }
     return nb::make_tuple(gained.object, accepted.object, path.object);
 }

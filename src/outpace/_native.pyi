@@ -160,6 +160,90 @@ class Datastore:
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 
+class Lookup:
+    """A drafter that looks tokens up, for ``Stepper``; see native/drafting/lookups.h. drafters/ has the references."""
+
+class NgramLookup(Lookup):
+    def __init__(self, least: int, most: int, hit: Sequence[float]) -> None: ...
+
+class RetrievalLookup(Lookup):
+    def __init__(self, datastore: Datastore, places: int, least: int) -> None: ...
+
+class ComposedLookup(Lookup):
+    """Raises ValueError where ``parts`` and ``fallback`` differ in length."""
+
+    def __init__(self, parts: list[Lookup], fallback: list[bool]) -> None: ...
+
+class SuffixRows(Lookup):
+    """See drafters/lookup/suffix_rows.py, the reference. Raises ValueError."""
+
+    def __init__(
+        self,
+        capacity: int,
+        most: int,
+        nearest: int,
+        few: int,
+        weights: Sequence[float],
+        doubt: float,
+        wide: bool,
+        history: SuffixIndex | None,
+    ) -> None: ...
+    def tree(
+        self, row: int, request: int, prompt: int, tokens: _I32, size: int
+    ) -> tuple[list[int], list[int], list[float]]: ...
+    def bound(self) -> None: ...
+    @property
+    def places(self) -> int: ...
+    def release(self, row: int) -> int: ...
+    def rows(self) -> dict[int, tuple[int, int]]: ...
+
+class StepRow:
+    """A sequence in its row, for ``Stepper``. ``lookup`` None: it decodes plainly; ``chooser``: see describe in
+    models/native/output.py, its index and rules aside. Raises ValueError."""
+
+    def __init__(
+        self,
+        row: int,
+        request: int,
+        prompt: int,
+        adaptive: bool,
+        drafter: str,
+        lookup: Lookup | None,
+        names: tuple[str, ...],
+        chooser: _Chooser,
+    ) -> None: ...
+
+class DraftFault(RuntimeError): ...
+
+_Said = tuple[list[int], list[int], list[str], list[str], int, int, float | None, bool]
+_Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...]]
+
+class Stepper:
+    """Whole steps of rows that need no Python; see engine/native.py. ``target``: the source of undrafted tokens."""
+
+    def __init__(self, model: Model, layers: int, target: str) -> None: ...
+    def step(
+        self, policy: Policy | None, rows: list[tuple[StepRow, _I32, int, int]]
+    ) -> tuple[list[_Said], int, float, float, float, bool]:
+        """Draft for, run and verify ``rows``: (row, its tokens, how many are committed, most nodes); settle their KV.
+
+        By row: tokens gained, path, the tokens' sources, those of all nodes, levels of the draft, nodes verified, the
+        speed that the policy expected, whether its KV is settled; then threads, seconds of drafting, forward and
+        verdicts, and whether every row was decided (else no KV is settled, and the row that was not gained nothing).
+        Raises DraftFault, where nothing was changed, and what ``Model.forward`` raises.
+        """
+
+    def learn(self, seconds: Any) -> None:
+        """Tell the last step's policy what became of it; ``seconds`` by phase."""
+
+    def record(
+        self,
+    ) -> tuple[_Drafts, _Drafts | None, tuple[_I32, _I32, _I32], list[Any] | None, _I32]:
+        """Of the last step: drafts before and after the policy (None: all were kept), verdicts, decisions, starts."""
+
+    def result(self) -> Result:
+        """The forward's, once, of a last step in which some row was not decided. Raises ValueError."""
+
 class Policy:
     """What is behind ``--size auto``; control/adaptive.py is its face. Takes and gives the seams' own values: ``seams``
     names their classes (Sizes, Decision, Drafts) and numpy's ``empty``, int32 and uint8. Raises ValueError."""

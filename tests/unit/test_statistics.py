@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outpace.engine.statistics import PHASES, Stats, pooled
-from outpace.exact.drafts import Draft, Verdict
+from outpace.exact.drafts import Verdict, levels_of
 
 
 def verdict(tokens: list[int], path: list[int]) -> Verdict:
@@ -16,10 +16,10 @@ def verdict(tokens: list[int], path: list[int]) -> Verdict:
 
 
 def test_a_chain_by_position() -> None:
-    stats, chain = Stats(), Draft(np.array([1, 2, 3], np.int32))
-    stats.count(3, chain, ["a"] * 3, [0, 1])
-    stats.count(1, chain, ["b"] * 3, [])
-    stats.count(1, Draft(np.zeros(0, np.int32)), [], [])
+    stats = Stats()
+    stats.count(3, 3, ["a"] * 3, [0, 1])
+    stats.count(1, 3, ["b"] * 3, [])
+    stats.count(1)
     assert (stats.steps, stats.tokens, stats.drafted, stats.accepted) == (3, 5, 6, 2)
     assert (stats.drafted_at, stats.accepted_at) == ([2, 2, 2], [1, 1, 0])
     assert stats.acceptance_by_position == [0.5, 0.5, 0.0]
@@ -31,8 +31,8 @@ def test_a_chain_by_position() -> None:
 def test_a_tree_by_depth() -> None:
     """Two siblings at each depth are one draft that had that position."""
     stats = Stats()
-    tree = Draft(np.array([1, 2, 3, 4], np.int32), np.array([-1, -1, 1, 1], np.int32))
-    stats.count(3, tree, ["a", "b", "c", "d"], [1, 3])
+    levels = levels_of(np.array([-1, -1, 1, 1], np.int32), 4)
+    stats.count(3, levels, ["a", "b", "c", "d"], [1, 3])
     assert (stats.drafted, stats.accepted, stats.drafted_at, stats.accepted_at) == (4, 2, [1, 1], [1, 1])
     assert stats.accepted_by == {"b": 1, "d": 1}
 
@@ -40,14 +40,14 @@ def test_a_tree_by_depth() -> None:
 @pytest.mark.parametrize(("kept", "accepted"), [(1, 1), (2, 2), (3, 3), (4, 3)])
 def test_what_a_stop_cuts_off_was_not_accepted(kept: int, accepted: int) -> None:
     stats = Stats()
-    stats.count(kept, Draft(np.array([1, 2, 3], np.int32)), ["a"] * 3, [0, 1, 2])
+    stats.count(kept, 3, ["a"] * 3, [0, 1, 2])
     assert (stats.tokens, stats.accepted, sum(stats.accepted_at)) == (kept, accepted, accepted)
 
 
 def test_pooling_adds_counts() -> None:
     a, b = Stats(), Stats()
-    a.count(3, Draft(np.array([1, 2], np.int32)), ["a"] * 2, [0, 1])
-    b.count(1, Draft(np.array([1], np.int32)), ["a"], [])
+    a.count(3, 2, ["a"] * 2, [0, 1])
+    b.count(1, 1, ["a"], [])
     a.decode_seconds, b.decode_seconds, a.time_to_first_token, b.time_to_first_token = 1.0, 3.0, 0.2, 0.4
     a.first_delta_tokens, a.kv_bytes, b.kv_bytes, a.seconds["target"] = 1, 10, 30, 2.0
     total = pooled([a, pooled([b, Stats()])])

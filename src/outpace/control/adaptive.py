@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,11 @@ class Adaptive:
         line = (float(last), cost.seconds[-1], cost.last_slope)
         slopes = (cost.row, cost.position, cost.position_width)
         self._native = _fast.native.Policy(table, *line, *slopes, _SEAMS, explain)
+
+    @property
+    def native(self) -> Any:
+        """The policy itself (an ``outpace._native.Policy``), for whole steps in C++."""
+        return self._native
 
     @property
     def explain(self) -> bool:

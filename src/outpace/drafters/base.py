@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -97,6 +97,8 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
+    lookup: Any = None  # a ``_native.Lookup`` that proposes the same, for steps in C++; None: there is none
+    names: tuple[str, ...] = ()  # of what ``lookup`` numbers its sources by
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""

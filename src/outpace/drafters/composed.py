@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from outpace import _fast
 from outpace.arrays import F64, I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
@@ -56,6 +57,9 @@ class ComposedDrafter(Drafter):
             levels[0] if levels else None,
             nodes=bool(levels) and (len(levels) < len(parts) or any(part.cost.nodes for part in parts)),
         )
+        if type(self) is ComposedDrafter and all(part.lookup is not None for part in parts):
+            self.lookup = _fast.native.ComposedLookup([part.lookup for part in parts], list(self._fallback))
+            self.names = self._names
         self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for lookups
 
     def check_acceptance(self, acceptance: Acceptance) -> None:

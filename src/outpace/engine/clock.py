@@ -18,6 +18,14 @@ class Clock:
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
+    def spent(self, **seconds: float) -> None:
+        """Of the time since the last call, so much belongs to these phases; the rest to the one that runs."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since - sum(seconds.values())
+        for phase, spent in seconds.items():
+            self._seconds[phase] += spent
+        self._since = now
+
     def so_far(self) -> dict[str, float]:
         """Seconds by phase until now."""
         self.start(self._phase)

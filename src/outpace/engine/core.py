@@ -10,12 +10,13 @@ from collections.abc import Callable
 from outpace.drafters.base import Event
 from outpace.engine.clock import Clock
 from outpace.engine.drafting import Drafting
+from outpace.engine.native import NativeComputed, NativeSteps
 from outpace.engine.request import ChunkRecord, Request, StepRecord
 from outpace.engine.results import Delta, Result
 from outpace.engine.scheduler import Plan, Scheduler
 from outpace.engine.sequence import Sequence
 from outpace.engine.statistics import Stats, pooled
-from outpace.engine.step import Computed, compute, settle
+from outpace.engine.step import Computed, compute, cut, settle
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
 
@@ -31,6 +32,7 @@ class Core:
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
         self._steps = itertools.count()
+        self._native = NativeSteps.of(model, drafting)  # for steps that need no Python
         self._starved = 0  # forwards in a row that found no memory
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
@@ -58,7 +60,7 @@ class Core:
         if not len(plan):
             return
         try:
-            computed = compute(plan, self.model, self.drafting, clock)
+            computed = self._compute(plan, clock)
             gained = self._apply(plan, computed)
         except (MemoryLimitError, MemoryError) as error:
             self.scheduler.roll_back()
@@ -75,13 +77,22 @@ class Core:
                 self._sweep()
                 raise
 
-    def _apply(self, plan: Plan, computed: Computed) -> list[int]:
+    def _compute(self, plan: Plan, clock: Clock) -> Computed | NativeComputed:
+        if self._native is not None and self._native.serves(plan):
+            computed = self._native.compute(plan, clock)
+            if computed is not None:
+                return computed
+        return compute(plan, self.model, self.drafting, clock)
+
+    def _apply(self, plan: Plan, computed: Computed | NativeComputed) -> list[int]:
         """Make the KV cache and the sequences what was computed; tokens gained by each decoding row."""
-        gained, proposal = [], computed.proposal
-        drafts = proposal.kept
+        gained, kv = [], self.model.kv
         for i, (sequence, gain) in enumerate(zip(plan.decoding, computed.gains, strict=True)):
             try:
-                length = settle(self.model.kv, sequence, drafts, i, gain)
+                if gain.settled:
+                    length = cut(kv, sequence, gain)
+                else:
+                    length = settle(kv, sequence, computed.proposal.kept, i, gain)
             except Exception as error:  # its KV is in doubt: computed again, with the same tokens
                 self.drafting.faults.append(f"a row's KV could not be settled ({error!r}): it is computed again")
                 self.scheduler.preempt(sequence)
@@ -92,11 +103,8 @@ class Core:
             if gain.logprobs:
                 sequence.logprobs.extend(gain.logprobs)
             kept = len(gain.extension.tokens)
-            if drafts.tokens.size:
-                sequence.stats.count(kept, drafts.row(i), drafts.sources_of(i), gain.path)
-            else:
-                sequence.stats.count(kept)
-            sequence.stats.decide(proposal.decisions[i].size, proposal.decisions[i].expected)
+            sequence.stats.count(kept, gain.levels, gain.named, gain.path)
+            sequence.stats.decide(gain.size, gain.expected)
             sequence.stats.ran_on(computed.threads)
             gained.append(kept)
         for chunk, logprobs in zip(plan.chunks, computed.prompt_logprobs, strict=True):
@@ -106,17 +114,16 @@ class Core:
                 its.extend(logprobs if its else [None, *logprobs])  # the first token follows nothing
         return gained
 
-    def _tell(self, plan: Plan, computed: Computed, gained: list[int], clock: Clock) -> None:
+    def _tell(self, plan: Plan, computed: Computed | NativeComputed, gained: list[int], clock: Clock) -> None:
         """Who has ended leaves; then drafters, the policy and the callers hear of the step."""
-        starts = tuple(s.length - n for s, n in zip(plan.decoding, gained, strict=True))
-        rows = tuple(s.row for s in plan.decoding)
+        rows = () if self.on_step is None else tuple(s.row for s in plan.decoding)
         for sequence in [s for s in plan.decoding if s.finish_reason]:
             self._clock(sequence, clock)
             self._leave(sequence)
         clock.start("draft")
-        if events := self._events(plan, computed, starts):
+        if isinstance(computed, Computed) and (events := self._events(plan, computed, gained)):
             self.drafting.observe(events)
-        self.drafting.learn(plan.decoding, computed.proposal, computed.verdicts, clock.so_far())
+        self.drafting.learn(plan.decoding, computed.teach, clock.so_far())
         clock.start("other")
         for sequence in plan.decoding:
             if sequence.row >= 0:
@@ -125,22 +132,23 @@ class Core:
         for chunk in plan.chunks:
             chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
         if self.on_step is not None:
-            self.on_step(self._record(plan, computed, gained, starts, rows, clock))
+            self.on_step(self._record(plan, computed, gained, rows, clock))
 
     def _clock(self, sequence: Sequence, clock: Clock) -> None:
         seconds = sequence.stats.seconds
         for phase, spent in clock.so_far().items():
             seconds[phase] += spent
 
-    def _events(self, plan: Plan, computed: Computed, starts: tuple[int, ...]) -> list[tuple[Sequence, Event]]:
+    def _events(self, plan: Plan, computed: Computed, gained: list[int]) -> list[tuple[Sequence, Event]]:
         """What became final in rows that go on, and whose drafter listens."""
         events, taps = [], computed.taps
         for i, sequence in enumerate(plan.decoding):
             if sequence.row >= 0 and self.drafting.listens_to(sequence):
-                tokens, verdict = sequence.tokens[starts[i] :], computed.verdicts.row(i)
-                events.append(
-                    (sequence, Event(sequence.row, starts[i], tokens, verdict, taps.get(i), computed.choices.get(i)))
+                start, verdict = sequence.length - gained[i], computed.verdicts.row(i)
+                event = Event(
+                    sequence.row, start, sequence.tokens[start:], verdict, taps.get(i), computed.choices.get(i)
                 )
+                events.append((sequence, event))
         for j, chunk in enumerate(plan.chunks, len(plan.decoding)):
             if self.drafting.listens_to(chunk.sequence):
                 after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
@@ -150,9 +158,8 @@ class Core:
     def _record(
         self,
         plan: Plan,
-        computed: Computed,
+        computed: Computed | NativeComputed,
         gained: list[int],
-        starts: tuple[int, ...],
         rows: tuple[int, ...],
         clock: Clock,
     ) -> StepRecord:
@@ -162,7 +169,7 @@ class Core:
             requests=tuple(s.request.id for s in plan.decoding),
             samples=tuple(s.sample for s in plan.decoding),
             rows=rows,
-            starts=starts,
+            starts=tuple(s.length - n for s, n in zip(plan.decoding, gained, strict=True)),
             proposed=proposal.proposed,
             kept=proposal.kept,
             verdicts=computed.verdicts,

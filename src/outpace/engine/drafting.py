@@ -18,7 +18,7 @@ from outpace.control.policy import PLAIN, Decision, Load, Policy, Sizes
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import tree_of
 from outpace.errors import MemoryLimitError, RuleError
-from outpace.exact.drafts import UNNAMED, Draft, Drafts, Verdicts, check_drafts
+from outpace.exact.drafts import UNNAMED, Draft, Drafts, check_drafts
 from outpace.exact.rules import forced, pruned
 from outpace.exact.tree import Tree, merge, pack
 
@@ -30,6 +30,7 @@ NONE = "none"
 PLAINLY = DraftCost()
 NOTHING = DrafterNeeds()
 GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
+Teach = Callable[[Policy, Mapping[str, float]], None]
 
 
 class Proposal(NamedTuple):
@@ -70,6 +71,10 @@ class Drafting:
         self._explains = on
         if isinstance(self._policy, Adaptive):
             self._policy.explain = on
+
+    def drafter_of(self, sequence: Sequence) -> Drafter | None:
+        """The one that serves the row; None: it decodes plainly."""
+        return self._drafters[sequence.drafter] if self.drafts_for(sequence) else None
 
     def needs_of(self, sequence: Sequence) -> DrafterNeeds:
         """What the drafter of a row needs; nothing where it decodes plainly."""
@@ -232,14 +237,12 @@ class Drafting:
         said = [int(event.choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
         return event._replace(choices=np.array(said, np.int32))
 
-    def learn(
-        self, sequences: SequenceOf[Sequence], proposal: Proposal, verdicts: Verdicts, seconds: Mapping[str, float]
-    ) -> None:
-        if proposal.planned:
-            try:
-                self._policy.learn(proposal.views, proposal.kept, verdicts, seconds)
-            except Exception as error:
-                self._policy_failed(error, sequences)
+    def learn(self, sequences: SequenceOf[Sequence], teach: Teach, seconds: Mapping[str, float]) -> None:
+        """``teach``: tells the policy what became of the step, which took so many seconds by phase."""
+        try:
+            teach(self._policy, seconds)
+        except Exception as error:
+            self._policy_failed(error, sequences)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Chunk:
         return params.prompt_logprobs is not None and len(sequence.prompt_logprobs) < sequence.prompt_length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take four times as long to make
 class Plan:
     """A step's rows. ``failed``: sequences that cannot run, with the reason."""
 
@@ -85,7 +85,8 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         """Those that run or wait."""
-        return [*self.running, *(s for _, _, s in self._waiting)]
+        running = list(self.running)
+        return [*running, *(s for _, _, s in self._waiting)] if self._waiting else running
 
     @property
     def waiting(self) -> int:
@@ -172,15 +173,16 @@ class Scheduler:
         return False
 
     def _growth(self, plan: Plan, quick: bool = False) -> int:
-        """Bytes in use once the plan's rows have grown; with ``quick`` an upper bound that costs next to nothing."""
-        total = self._kv.bytes + self._drafting.bytes
+        """Bytes in use once the plan's rows have grown; with ``quick`` an upper bound that costs next to nothing, where
+        no drafter has a cache."""
         if quick:
-            block, blocks = self._block, 0
+            total, block, blocks = self._kv.bytes, self._block, 0
             for sequence in plan.decoding:
                 blocks += (1 + sequence.size) // block + 2
             for chunk in plan.chunks:
                 blocks += chunk.count // block + 2
             return total + blocks * self._block_bytes
+        total = self._kv.bytes + self._drafting.bytes
         for sequence in plan.decoding:
             total += self._kv.growth(sequence.row, _width(sequence))
             if not sequence.paused:
@@ -342,7 +344,7 @@ class Scheduler:
             self._drafting.release(sequence)
         finally:
             self.running.remove(sequence)
-            sequence.row = -1
+            sequence.row, sequence.native = -1, None
             if keep and self._kv.length(row) >= PIECE:
                 self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)])
                 if len(self.prefixes) > self.prefixes.most:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Extension(NamedTuple):
     """What committing some tokens would make of a sequence."""
 
     tokens: list[int]  # those that are kept: up to the first that ends it
-    chooser: Chooser
+    chooser: Chooser | None  # None: without rules, it is known by its index
     text: TextState
     shown: str  # text that may be shown now
     finish_reason: FinishReason | None = None
@@ -46,7 +46,7 @@ class Sequence:
         text_of: Callable[[int], str] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.request, self.sample, self.chooser = request, sample, chooser
+        self.request, self.sample, self._chooser = request, sample, chooser
         self._reader, self._text_of = reader, text_of  # of committed text; of a token by itself
         self.size = request.size  # most nodes a step; falls to 0 when its drafter or the policy failed
         self.attempts = 0  # at giving it a row, that failed
@@ -62,6 +62,7 @@ class Sequence:
         self._text = TextState()
         self._shown: list[str] = []
         self.row = -1  # -1: it waits
+        self.native: Any = None  # itself in its row, as native steps take it; False: it needs Python; None: unknown
         self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None
@@ -77,6 +78,19 @@ class Sequence:
     def tokens(self) -> I32:
         """All committed tokens int32 [length]: a view."""
         return self._tokens[: self.length]
+
+    @property
+    def buffer(self) -> I32:
+        """Where ``tokens`` lie: int32 [>= length]."""
+        return self._tokens
+
+    @property
+    def chooser(self) -> Chooser:
+        """Of the next output token."""
+        behind = self.length - self.prompt_length - self._chooser.index
+        if behind and not self._chooser.states:
+            self._chooser = self._chooser.after(range(behind))
+        return self._chooser
 
     @property
     def output(self) -> I32:
@@ -102,6 +116,10 @@ class Sequence:
 
         Raises RuleError or TextError when a rule or the tokenizer fails.
         """
+        if self.length + len(tokens) < self.limit and self._stop_ids.isdisjoint(tokens) and not self._chooser.states:
+            added = self._reader.add_all(self._text, tokens)
+            if added is not None:  # as nearly always: nothing of what follows
+                return Extension(tokens, None, *added)
         text, shown, kept = self._text, "", 0
         stopped_by: str | int | None = None
         reason: FinishReason | None = None
@@ -129,8 +147,9 @@ class Sequence:
             if text.stopped_by is not None and stopped_by is None:
                 reason, stopped_by = "stop", text.stopped_by
         given = tokens[:kept]
-        # Nothing follows a token that ends it: a grammar need not take it.
-        chooser = self.chooser.after(given[:-1] if reason else given)
+        chooser = None
+        if self._chooser.states:  # nothing follows a token that ends it: a grammar need not take it
+            chooser = self._chooser.after(given[:-1] if reason else given)
         return Extension(given, chooser, text, shown, reason, stopped_by)
 
     def spelled(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
@@ -148,7 +167,7 @@ class Sequence:
             text, shown = self._reader.finish(self._text)
         except TextError:  # what could not be decoded is left out; the request ends for a reason of its own
             text, shown = self._text, self._text.held
-        return Extension([], self.chooser, text, shown, reason, None, error)
+        return Extension([], None, text, shown, reason, None, error)
 
     def commit(self, extension: Extension, sources: SequenceOf[str] = ()) -> None:
         """Take up what ``extended`` computed. ``sources``: who wrote each token."""
@@ -161,7 +180,9 @@ class Sequence:
             self._tokens[self.length : self.length + n] = extension.tokens
             self.pending = extension.tokens[-1]
             self.length += n
-        self.chooser, self._text = extension.chooser, extension.text
+        self._text = extension.text
+        if extension.chooser is not None:
+            self._chooser = extension.chooser
         if extension.shown:
             self._shown.append(extension.shown)
         self.sources.extend(sources[:n])
@@ -172,7 +193,7 @@ class Sequence:
 
     def plainly(self, why: str) -> None:
         """Its drafter or the policy failed: it goes on without them."""
-        self.size = 0
+        self.size, self.native = 0, None
         if why not in self.notes:
             self.notes.append(why)
 

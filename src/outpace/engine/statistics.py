@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.exact.drafts import Draft, levels_of
-
 PHASES = ("draft", "target", "verify", "other")
 
 
@@ -70,19 +68,17 @@ class Stats:
     def end_to_end_tokens_per_second(self) -> float:
         return self.tokens / self.total_seconds if self.total_seconds > 0 else 0.0
 
-    def count(
-        self, kept: int, draft: Draft | None = None, sources: Sequence[str] = (), path: Sequence[int] = ()
-    ) -> None:
-        """Add one step's outcome: ``kept`` tokens were committed (a stop cuts some of the verdict's); of ``draft``,
-        nodes ``path`` were accepted."""
+    def count(self, kept: int, levels: int = 0, sources: Sequence[str] = (), path: Sequence[int] = ()) -> None:
+        """Add one step's outcome: ``kept`` tokens were committed (a stop cuts some of the verdict's); of a draft with
+        so many ``levels`` and nodes of ``sources``, ``path`` was accepted."""
         self.steps += 1
         self.tokens += kept
-        if draft is None:
+        if not levels:
             return
-        self.drafted += len(draft)
+        self.drafted += len(sources)
         used = path[:kept]
         self.accepted += len(used)
-        for d in range(levels_of(draft.parents, len(draft))):
+        for d in range(levels):
             if d == len(self.drafted_at):
                 self.drafted_at.append(0)
                 self.accepted_at.append(0)

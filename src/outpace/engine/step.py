@@ -9,11 +9,13 @@ touches little: no value is made that nobody reads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from outpace.arrays import I32
+from outpace.control.policy import Policy
 from outpace.engine.clock import Clock
 from outpace.engine.drafting import Drafting, Proposal
 from outpace.engine.results import TARGET
@@ -22,7 +24,7 @@ from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.text import TextError
 from outpace.engine.verifier import Verifier
 from outpace.errors import RuleError
-from outpace.exact.drafts import Drafts, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts, levels_of
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import Batch, KVCache, Model, Output, Taps
 
@@ -34,6 +36,11 @@ class Gain(NamedTuple):
     path: list[int]  # nodes of its draft that the verdict accepted
     sources: list[str]  # of the tokens
     logprobs: list[TokenLogprob]
+    named: list[str]  # sources of all nodes
+    levels: int  # of the draft
+    size: int  # nodes that were verified, by the policy's decision
+    expected: float | None  # the speed that it expected of them
+    settled: bool = False  # its KV holds the whole verdict already
 
     @property
     def kept(self) -> int:
@@ -49,13 +56,18 @@ class Computed(NamedTuple):
     """A step before it is applied."""
 
     proposal: Proposal
-    batch: Batch
     verdicts: Verdicts
     gains: list[Gain]
     choices: dict[int, I32]  # by decoding row whose drafter reads the choice after every node: [k + 1]
     taps: dict[int, Taps]  # by row of the batch
     prompt_logprobs: list[list[TokenLogprob]]  # of chunks
     threads: int | None  # that the forward ended with, where the backend says
+
+    def teach(self, policy: Policy, seconds: Mapping[str, float]) -> None:
+        """Tell the policy what became of the step, if it was asked."""
+        proposal = self.proposal
+        if proposal.planned:
+            policy.learn(proposal.views, proposal.kept, self.verdicts, seconds)
 
 
 def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Computed:
@@ -72,7 +84,7 @@ def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Comp
     )
     verdicts = verifier.verdicts()  # the x that it agrees with, and one token of its own
     gains = [
-        gain(s, proposal.kept, i, tokens, path, verifier.failures.get(i), output, batch)
+        gain(s, proposal, i, tokens, path, verifier.failures.get(i), output, batch.starts)
         for i, (s, (tokens, path)) in enumerate(zip(rows, verdicts.lists(), strict=True))
     ]
     choices = {}
@@ -81,7 +93,7 @@ def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Comp
     taps = _taps(batch, output, gains) if batch.taps else {}
     prompts = [_prompt_logprobs(plan, j, batch, output) for j in range(len(plan.chunks))]
     clock.start("other")
-    return Computed(proposal, batch, verdicts, gains, choices, taps, prompts, getattr(output, "threads", None))
+    return Computed(proposal, verdicts, gains, choices, taps, prompts, getattr(output, "threads", None))
 
 
 def pack(plan: Plan, drafts: Drafts, drafting: Drafting) -> Batch:
@@ -101,17 +113,17 @@ def pack(plan: Plan, drafts: Drafts, drafting: Drafting) -> Batch:
 
 def gain(
     sequence: Sequence,
-    drafts: Drafts,
+    proposal: Proposal,
     i: int,
     tokens: list[int],
     path: list[int],
     failure: str | None,
     output: Output,
-    batch: Batch,
+    starts: I32,
 ) -> Gain:
     """What row i's verdict makes of its sequence. A fault of its own rules or tokenizer ends it, here and alone.
 
-    ``failure``: its rules left no token after what was accepted.
+    ``failure``: its rules left no token after what was accepted. ``starts``: where rows are packed.
     """
     if failure is not None:  # what was accepted before the dead end stays
         tokens = tokens[:-1]
@@ -123,17 +135,17 @@ def gain(
         if params.wants_logprobs and extension.tokens:
             kept = extension.tokens
             slots = np.array([0, *(node + 1 for node in path[: len(kept) - 1])], np.int32)
-            found = output.logprobs(
-                int(batch.starts[i]) + slots, np.array(kept, np.int32), [params.top_logprobs] * len(kept)
-            )
+            found = output.logprobs(int(starts[i]) + slots, np.array(kept, np.int32), [params.top_logprobs] * len(kept))
             logprobs = sequence.spelled(found)
     except (RuleError, TextError) as error:
         extension = sequence.ended("error", str(error))
-    sources = [TARGET]
-    if path:
-        named = drafts.sources_of(i)
-        sources = [*(named[node] for node in path), TARGET]
-    return Gain(extension, path, sources[: len(extension.tokens)], logprobs)
+    drafts, decision = proposal.kept, proposal.decisions[i]
+    named, levels = [], 0
+    if drafts.tokens.size:
+        named, k = drafts.sources_of(i), int(drafts.widths[i])
+        levels = levels_of(None if drafts.parents is None else drafts.parents[i, :k], k)
+    sources = [*(named[node] for node in path), TARGET][: len(extension.tokens)]
+    return Gain(extension, path, sources, logprobs, named, levels, decision.size, decision.expected)
 
 
 def settle(kv: KVCache, sequence: Sequence, drafts: Drafts, i: int, gained: Gain) -> int:
@@ -144,6 +156,14 @@ def settle(kv: KVCache, sequence: Sequence, drafts: Drafts, i: int, gained: Gain
     elif kept <= int(drafts.widths[i]):  # some of what was verified goes; otherwise all of it stays
         kv.truncate(sequence.row, before + kept)
     return before + kept
+
+
+def cut(kv: KVCache, sequence: Sequence, gained: Gain) -> int:
+    """``settle`` where the KV holds the whole verdict already: only what the sequence did not take goes."""
+    length = sequence.length - 1 + gained.kept
+    if gained.kept <= len(gained.path):
+        kv.truncate(sequence.row, length)
+    return length
 
 
 def _taps(batch: Batch, output: Output, gains: list[Gain]) -> dict[int, Taps]:

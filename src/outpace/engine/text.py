@@ -81,6 +81,18 @@ class TextReader:
         state = TextState(settled, self._alone(settled), unread[len(settled) :], state.held, state.stopped_by)
         return self._extend(state, text, may_stop)
 
+    def add_all(self, state: TextState, tokens: Sequence[int]) -> tuple[TextState, str] | None:
+        """``add`` over tokens that are known, whole characters and can stop nothing; None: it takes ``add``."""
+        if self._stops or not self._independent or state.unread or state.before.endswith(BROKEN):
+            return None
+        known, shown = self._texts, ""
+        for token in tokens:
+            text = known.get(token)
+            if not text or text.endswith(BROKEN):
+                return None
+            shown += text
+        return TextState((token,), text), shown
+
     def finish(self, state: TextState) -> tuple[TextState, str]:
         """The last state, and all text that was held back until now."""
         if state.stopped_by is not None or self._decoder is None:

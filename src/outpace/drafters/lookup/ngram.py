@@ -35,6 +35,8 @@ class NgramDrafter(TreeDrafter):
         if not 1 <= candidates <= 64:
             raise DrafterError(f"ngram: candidates={candidates} is out of range: give 1 (a chain) to 64")
         self._least, self._most, self._candidates = least, most, candidates
+        if type(self) is NgramDrafter and candidates == 1 and _fast.native is not None:
+            self.lookup, self.names = _fast.native.NgramLookup(least, most, HIT), (self.name,)
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
         return [self._tree(row.tokens, size) for row, size in zip(rows, sizes, strict=True)]

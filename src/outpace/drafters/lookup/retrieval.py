@@ -34,6 +34,8 @@ class RetrievalDrafter(TreeDrafter):
             raise DrafterError(f"retrieval: min={least} is out of range: give 1 to {DEPTH} tokens")
         self._places, self._least = places, least
         self._search = _Search(datastore.arrays, WEIGHTS, DOUBT)
+        if type(self) is RetrievalDrafter and _fast.native is not None:
+            self.lookup, self.names = _fast.native.RetrievalLookup(self._search, places, least), (self.name,)
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
         found = [

@@ -10,14 +10,15 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from outpace import _fast
 from outpace.arrays import I32
 from outpace.drafters.base import RowView, TreeDrafter
 from outpace.drafters.lookup.suffix_index import PLACE_BYTES, SuffixIndex, new_index
+from outpace.drafters.lookup.suffix_rows import new_rows
 from outpace.drafters.lookup.votes import END
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree
@@ -25,14 +26,6 @@ from outpace.files import write_bytes
 
 MAGIC = b"OUTPACE-SUFFIX-1"
 _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32
-
-
-@dataclass(slots=True)
-class _Row:
-    index: SuffixIndex
-    request: int
-    prompt: int  # tokens of the sequence that are the prompt's
-    known: int = 0  # committed tokens that the index has seen
 
 
 class SuffixDrafter(TreeDrafter):
@@ -59,59 +52,45 @@ class SuffixDrafter(TreeDrafter):
             raise DrafterError(f"suffix: memory is {memory} bytes: give at least memory=1 (MiB)")
         if file is not None and not history:
             raise DrafterError(f"suffix: file={file} keeps the history, which is off: add history=1")
-        self._most, self._tree, self._vocab, self._file = most, tree, vocab, file
+        self._vocab, self._file = vocab, file
         self._capacity = memory // PLACE_BYTES
-        self._rows: dict[int, _Row] = {}
         self._history = new_index(self._capacity, most) if history else None
+        self._rows = new_rows(self._capacity, most, tree, self._history)
+        if type(self) is SuffixDrafter and _fast.native is not None:
+            self.lookup, self.names = self._rows, (self.name,)
         if file is not None and Path(file).exists():
             self.load(file)
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
-        others = [self._history] if self._history is not None and len(self._history) else []
         trees = []
         for view, size in zip(rows, sizes, strict=True):
-            row = self._rows.get(view.row)
-            if row is None or row.request != view.request:
-                prompt = len(view.tokens) - view.chooser.index
-                row = self._rows[view.row] = _Row(new_index(self._capacity, self._most), view.request, prompt)
-            if row.known < len(view.tokens):  # while a row is not asked to draft, it costs nothing
-                row.index.append(view.tokens[row.known :])
-                row.known = len(view.tokens)
-            found = row.index.propose(view.tokens[-self._most :], size, others, self._tree)
+            prompt = len(view.tokens) - view.chooser.index
+            found = self._rows.tree(view.row, view.request, prompt, view.tokens, size)
             trees.append(Tree(*found, [0] * len(found[0])))
-        self._bound()
+        self._rows.bound()
         return trees
-
-    def _bound(self) -> None:
-        """Forget until everything fits: the history first, then the older half of the largest row."""
-        while self.places > self._capacity:
-            if self._history is not None and len(self._history):
-                self._history.shrink(len(self._history) // 2)
-            else:
-                row = max(self._rows.values(), key=lambda r: len(r.index))
-                row.index.shrink(len(row.index) // 2)
 
     @property
     def places(self) -> int:
         """Tokens indexed or kept now; each takes at most ``PLACE_BYTES``."""
-        rows = sum(len(row.index) for row in self._rows.values())
-        return rows + (len(self._history) if self._history is not None else 0)
+        return self._rows.places
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         """With a history, the output of a row that ended well and was ever asked to draft goes into it."""
-        gone = self._rows.pop(row, None)
-        if gone is not None and self._history is not None and tokens is not None and len(tokens) > gone.prompt:
-            self._history.append(np.append(tokens[gone.prompt :], np.int32(END)))
-            self._bound()
+        prompt = self._rows.release(row)
+        if prompt >= 0 and self._history is not None and tokens is not None and len(tokens) > prompt:
+            self._history.append(np.append(tokens[prompt:], np.int32(END)))
+            self._rows.bound()
 
     def check(self, rows: Sequence[int]) -> None:
-        assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"
+        held = self._rows.rows()
+        assert set(held) <= set(rows), f"rows {set(held) - set(rows)} were never released"
         assert self.places <= self._capacity, f"{self.places} tokens are kept, the bound is {self._capacity}"
-        for row in self._rows.values():
-            assert len(row.index) <= row.known
+        for places, known in held.values():
+            assert places <= known
 
     def close(self) -> None:
-        for row in list(self._rows):
+        for row in self._rows.rows():
             self.release(row)
         if self._file is not None:
             self.save(self._file)
@@ -148,7 +127,7 @@ class SuffixDrafter(TreeDrafter):
             )
         history.shrink(0)
         history.append(tokens.astype(np.int32))
-        self._bound()
+        self._rows.bound()
 
     def _kept(self) -> SuffixIndex:
         if self._history is None:

@@ -123,6 +123,11 @@ class NativeModel:
         return self._runtime
 
     @property
+    def native(self) -> Any:
+        """The runtime's own model (an ``outpace._native.Model``), for whole steps in C++."""
+        return self._live()
+
+    @property
     def isa(self) -> str:
         """The instruction-set path in use: exactness is promised within one."""
         name: str = self._live().isa

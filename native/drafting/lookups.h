@@ -1,0 +1,98 @@
+// Drafters that look tokens up, for whole steps in C++: what drafters/lookup/* and drafters/composed.py do with the same
+// searches, row for row. Those are the reference.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "drafting/datastore.h"
+#include "drafting/merge.h"
+#include "drafting/suffix.h"
+
+namespace outpace {
+
+struct Asked {  // a row that is to be drafted for
+    int64_t row, request;
+    int64_t prompt;         // tokens of it that are the prompt's
+    const int32_t* tokens;  // all that are committed
+    size_t n;
+    int size;  // most nodes, at least 1
+};
+
+class Lookup {
+public:
+    virtual ~Lookup() = default;
+    // A tree for each row; what `trees` held before is overwritten.
+    virtual void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) = 0;
+};
+
+class NgramLookup : public Lookup {
+public:
+    NgramLookup(int least, int most, std::vector<double> hit) : least_(least), most_(most), hit_(std::move(hit)) {}
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+
+private:
+    int least_, most_;
+    std::vector<double> hit_;
+};
+
+// The indexes of rows that `suffix` drafts for, and its history; drafters/lookup/suffix_rows.py is the reference.
+class SuffixRows : public Lookup {
+public:
+    // `history` may be null, and must outlive this. `most`: longest match. Throws std::invalid_argument.
+    SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide, SuffixIndex* history);
+    SuffixRows(const SuffixRows&) = delete;
+
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    // One row's; `bound` has to follow.
+    TokenTree tree(const Asked& asked);
+    // Forget until everything fits: the history first, then the older half of the largest row.
+    void bound();
+    // The row is gone; tokens of its prompt, or -1 if it was unknown.
+    int64_t release(int64_t row);
+    int64_t places() const;
+
+    struct Row {
+        int64_t row, request, prompt;
+        std::unique_ptr<SuffixIndex> index;
+        size_t known = 0;  // committed tokens that the index has seen
+    };
+    const std::vector<Row>& rows() const { return rows_; }
+
+private:
+    int64_t capacity_;
+    int most_;
+    SuffixRules rules_;
+    bool wide_;
+    SuffixIndex* history_;
+    std::vector<Row> rows_;  // in the order in which they came
+};
+
+class RetrievalLookup : public Lookup {
+public:
+    // The datastore must outlive it.
+    RetrievalLookup(const Datastore& store, int places, int least) : store_(store), places_(places), least_(least) {}
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+
+private:
+    const Datastore& store_;
+    int places_, least_;
+};
+
+class ComposedLookup : public Lookup {
+public:
+    struct Part {
+        Lookup* lookup;  // outlives the composition
+        bool fallback;   // asked only where the parts before it have proposed nothing
+    };
+    explicit ComposedLookup(std::vector<Part> parts) : parts_(std::move(parts)) {}
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+
+private:
+    std::vector<Part> parts_;
+};
+
+}  // namespace outpace

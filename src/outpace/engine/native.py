@@ -1,0 +1,151 @@
+"""Whole steps in C++: of rows on the native model that are drafted for by lookups, or not at all, and need no Python.
+
+What ``step.compute`` does for such rows, up to the verdicts and the KV that they leave, in one call: between two
+forwards all code is cold, so what counts is how much of it runs. ``step.compute`` is the reference: the same drafts,
+decisions, verdicts and records. It serves every other step, and decides what this one could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from outpace import _fast
+from outpace.arrays import I32
+from outpace.control.adaptive import Adaptive
+from outpace.control.policy import PLAIN, Decision, Fixed, Policy
+from outpace.engine.clock import Clock
+from outpace.engine.drafting import NONE, Drafting, Proposal
+from outpace.engine.results import TARGET
+from outpace.engine.scheduler import Plan
+from outpace.engine.sequence import Sequence
+from outpace.engine.step import Computed, Gain, gain
+from outpace.engine.text import TextError
+from outpace.engine.verifier import Verifier
+from outpace.errors import MemoryLimitError, RuleError
+from outpace.exact.drafts import Drafts, Verdicts
+from outpace.models.base import Model
+from outpace.models.native.model import NativeModel
+from outpace.models.native.output import NativeOutput, describe
+
+_Stepper = _fast.pick("Stepper", None)
+
+
+class NativeComputed:
+    """A step before it is applied, as ``Computed``. What only records read is made when one reads it, in this step."""
+
+    prompt_logprobs: tuple[()] = ()
+
+    def __init__(self, stepper: Any, gains: list[Gain], threads: int, adaptive: bool) -> None:
+        self._stepper, self.gains, self.threads, self._adaptive = stepper, gains, threads, adaptive
+
+    def teach(self, policy: Policy, seconds: Mapping[str, float]) -> None:
+        """Tell the policy what became of the step, if it was asked."""
+        if self._adaptive:
+            self._stepper.learn(seconds)
+
+    @cached_property
+    def _record(self) -> tuple[Proposal, Verdicts, I32]:
+        return _recorded(self._stepper)
+
+    @property
+    def proposal(self) -> Proposal:
+        return self._record[0]
+
+    @property
+    def verdicts(self) -> Verdicts:
+        return self._record[1]
+
+
+class NativeSteps:
+    """The steps of one engine that need no Python."""
+
+    def __init__(self, model: NativeModel, drafting: Drafting) -> None:
+        self._drafting = drafting
+        self.served = 0  # steps
+        self._stepper: Any = _Stepper(model.native, model.info.layers, TARGET)  # type: ignore[misc]
+
+    @staticmethod
+    def of(model: Model, drafting: Drafting) -> NativeSteps | None:
+        """None where the model is not the native one, whose calls nobody watches."""
+        if _Stepper is None or type(model) is not NativeModel or "forward" in vars(model):
+            return None
+        return NativeSteps(model, drafting)
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether no row of the step needs Python."""
+        if plan.chunks or type(self._drafting.policy) not in (Fixed, Adaptive):
+            return False
+        for sequence in plan.decoding:
+            if sequence.native is None:
+                sequence.native = self._row(sequence)
+            if sequence.native is False:
+                return False
+        return True
+
+    def compute(self, plan: Plan, clock: Clock) -> Computed | NativeComputed | None:
+        """See ``step.compute``. None: drafting failed and changed nothing; the reference says whose fault it was."""
+        rows, policy = plan.decoding, self._drafting.policy
+        its = policy.native if type(policy) is Adaptive else None
+        asked = [(s.native, s.buffer, s.length, 0 if s.paused else min(s.size, s.limit - s.length - 1)) for s in rows]
+        try:
+            said, threads, draft, target, verify, decided = self._stepper.step(its, asked)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+        except _fast.native.DraftFault as error:
+            self._drafting.faults.append(f"drafting in C++ failed ({error}): the step was drafted in Python")
+            return None
+        self.served += 1
+        clock.spent(draft=draft, target=target, verify=verify)
+        if not decided:
+            return self._decide(rows, threads)
+        gains = []
+        for sequence, (tokens, path, sources, *rest) in zip(rows, said, strict=True):
+            try:
+                extension = sequence.extended(tokens)
+            except (RuleError, TextError) as error:
+                extension = sequence.ended("error", str(error))
+            gains.append(Gain(extension, path, sources[: len(extension.tokens)], [], *rest))
+        return NativeComputed(self._stepper, gains, threads, its is not None)
+
+    def _decide(self, rows: list[Sequence], threads: int) -> Computed:
+        """A row has no token that is allowed, or its choice is too near a filter's edge: Python walks on."""
+        proposal, _, starts = _recorded(self._stepper)
+        output = NativeOutput(self._stepper.result())
+        verifier = Verifier(
+            [s.chooser for s in rows], [s.request.acceptance for s in rows], proposal.kept, starts, output
+        )
+        verdicts = verifier.verdicts()
+        gains = [
+            gain(s, proposal, i, tokens, path, verifier.failures.get(i), output, starts)
+            for i, (s, (tokens, path)) in enumerate(zip(rows, verdicts.lists(), strict=True))
+        ]
+        return Computed(proposal, verdicts, gains, {}, {}, [], threads)
+
+    def _row(self, sequence: Sequence) -> Any:
+        """The sequence in its row as C++ takes it; False where it needs Python."""
+        request, chooser, drafter = sequence.request, sequence.chooser, self._drafting.drafter_of(sequence)
+        if request.acceptance != "coupled" or chooser.rules or request.params.wants_logprobs:
+            return False
+        if drafter is None:
+            name, lookup, names = NONE, None, ()
+        elif drafter.lookup is None or drafter.listens:
+            return False
+        else:
+            name, lookup, names = sequence.drafter, drafter.lookup, drafter.names
+        adaptive = request.adaptive and drafter is not None
+        return _fast.native.StepRow(
+            sequence.row, request.id, sequence.prompt_length, adaptive, name, lookup, names, describe(chooser, [])
+        )
+
+
+def _recorded(stepper: Any) -> tuple[Proposal, Verdicts, I32]:
+    """The last step's drafts and decisions, its verdicts, and where its rows were packed."""
+    proposed, kept, verdicts, decisions, starts = stepper.record()
+    before = Drafts(*proposed)
+    after = before if kept is None else Drafts(*kept)
+    planned = decisions is not None
+    if decisions is None:
+        decisions = [Decision(n, None) if n else PLAIN for n in after.widths.tolist()]
+    return Proposal((), before, after, decisions, planned), Verdicts(*verdicts), starts

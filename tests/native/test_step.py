@@ -1,0 +1,261 @@
+"""Whole steps in C++ against ``engine/step.py``, their reference: decision for decision, record for record."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from native_helpers import Tiny
+
+import outpace.engine.core
+from outpace import Engine, SamplingParams
+from outpace.arrays import I32
+from outpace.control.cost import Cost
+from outpace.drafters.base import Drafter
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.lookup.datastore import Datastore, build
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.lookup.retrieval import RetrievalDrafter
+from outpace.drafters.lookup.suffix import SuffixDrafter
+from outpace.engine.clock import Clock
+from outpace.engine.native import NativeSteps
+from outpace.engine.request import StepRecord
+from outpace.engine.results import Result
+from outpace.errors import ModelError
+from outpace.exact.drafts import Drafts
+from outpace.models.native.model import NativeModel, load_native
+
+VOCAB = 100
+COST = Cost((1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.3, 4.0))
+TIMES = ("seconds", "prefill_seconds", "time_to_first_token", "decode_seconds", "total_seconds")
+
+Asked = tuple[I32, SamplingParams, dict[str, Any]]
+
+
+class Watched(NativeModel):
+    """The same model, but not the very class that native steps are for: its steps are taken in Python."""
+
+
+class Scripted(Clock):
+    """What a step takes is a function of its number, so that two policies learn the same."""
+
+    made: Iterator[int] = count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = np.random.default_rng(next(self.made)).random(4)
+        self._said = dict(
+            zip(("draft", "target", "verify", "other"), (draws * (0.02, 1.0, 0.1, 0.1)).tolist(), strict=True)
+        )
+
+    def so_far(self) -> dict[str, float]:
+        return dict(self._said)
+
+
+def datastore(top: int = VOCAB) -> Datastore:
+    """Random tokens below ``top``; its arrays outlive its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(1).integers(0, top, 4000).tolist()
+        return build(Path(folder) / "store", [tokens], vocabulary="any", model="any")
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "ngram": NgramDrafter,
+    "suffix": lambda: SuffixDrafter(memory=1 << 20),
+    "chain": lambda: SuffixDrafter(tree=False),
+    "history": lambda: SuffixDrafter(history=True, memory=1 << 20),
+    "retrieval": lambda: RetrievalDrafter(datastore(), least=1),
+    "ngram+suffix": lambda: ComposedDrafter([NgramDrafter(), SuffixDrafter(history=True)]),
+    "suffix, else retrieval": lambda: ComposedDrafter(
+        [SuffixDrafter(), RetrievalDrafter(datastore(), least=1)], (False, True)
+    ),
+}
+PARAMS = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.05, "min_p": 0.05},
+    {"temperature": 0.0, "max_tokens": 9},
+    {"temperature": 0.1, "n": 2},
+)
+
+
+def loaded(tiny: Tiny, native: bool, **options: Any) -> NativeModel:
+    model = tiny.load("Q8_0", threads=2, max_length=256, **options)
+    if not native:
+        model.__class__ = Watched
+    return model
+
+
+def nodes(drafts: Drafts) -> list[Any]:
+    """What is in use of ``drafts``: tokens, parents and who drafted them, by row."""
+    rows = range(len(drafts))
+    return [
+        (d.tokens.tolist(), [d.parent(n) for n in range(len(d))], drafts.sources_of(i))
+        for i, d in ((i, drafts.row(i)) for i in rows)
+    ]
+
+
+def plain(record: StepRecord) -> tuple[Any, ...]:
+    verdicts = [(v.tokens.tolist(), v.path.tolist()) for v in record.verdicts]
+    confidence = None if record.proposed.confidence is None else record.proposed.confidence.tolist()
+    return (
+        record.index, record.requests, record.samples, record.rows, record.starts, nodes(record.proposed), confidence,
+        nodes(record.kept), verdicts, record.gained, record.decisions, record.chunks, record.faults,
+    )  # fmt: skip
+
+
+def told(result: Result) -> Result:
+    stats = replace(result.stats, **{name: 0.0 for name in TIMES if name != "seconds"}, seconds={}, steps_by_threads={})
+    return replace(result, stats=stats)
+
+
+def run(
+    model: NativeModel,
+    drafter: Drafter | None,
+    requests: list[Asked],
+    **options: Any,
+) -> tuple[list[Result], list[tuple[Any, ...]], int]:
+    """All requests together, the invariants checked after every step; results, records, native steps."""
+    watched = options.pop("watched", True)
+    records: list[tuple[Any, ...]] = []
+    outpace.engine.core.Clock.made = count()  # type: ignore[attr-defined]
+    with Engine(model, drafter=drafter, cost=COST, max_rows=4, **options) as engine:
+        if watched:
+            engine.on_step = lambda record: records.append(plain(record))
+        for prompt, params, asked in requests:
+            engine.add(prompt.tolist(), params, **asked)
+        results: dict[tuple[int, int], Result] = {}
+        while not engine.idle:
+            for delta in engine.step():
+                if delta.result is not None:
+                    results[delta.request, delta.sample] = told(delta.result)
+            engine.check()
+        steps = engine._core._native
+        served = 0 if steps is None else steps.served
+    return [results[key] for key in sorted(results)], records, served
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outpace.engine.core, "Clock", Scripted)
+
+
+def asked(drafter: Drafter | None, alone: bool) -> list[Asked]:
+    rng = np.random.default_rng(5)
+    requests = []
+    for i, params in enumerate(PARAMS):
+        prompt = np.tile(rng.integers(0, 30, int(rng.integers(3, 9))), 4).astype(np.int32)
+        its: dict[str, Any] = {"size": 3} if i == 1 else {"drafter": False} if i == 2 and drafter is not None else {}
+        requests.append((prompt, SamplingParams(seed=i, ignore_eos=True, **({"max_tokens": 40} | params)), its))
+    return requests[:2] if alone else requests
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("size", [6, "auto"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_equal_to_the_reference(tiny: Tiny, kind: str, size: int | str, watched: bool) -> None:
+    found = []
+    for native in (True, False):
+        drafter = DRAFTERS[kind]()
+        requests = asked(drafter, alone=not watched)
+        found.append(run(loaded(tiny, native), drafter, requests, size=size, watched=watched))
+    (results, records, served), (reference, expected, none) = found
+    assert results == reference
+    assert records == expected
+    assert served > 20
+    assert not none
+
+
+def test_a_row_that_needs_python_takes_the_step_there(tiny: Tiny) -> None:
+    found = []
+    for native in (True, False):
+        requests = asked(NgramDrafter(), alone=False)
+        requests[0] = (requests[0][0], requests[0][1].with_(logit_bias={3: 1.0}, max_tokens=12), {})
+        requests[1] = (requests[1][0], requests[1][1].with_(top_logprobs=2, max_tokens=12), {})
+        requests[3] = (requests[3][0], requests[3][1].with_(max_tokens=12), {"acceptance": "rejection"})
+        found.append(run(loaded(tiny, native), NgramDrafter(), requests, size=4))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] > 0
+
+
+def test_what_is_too_near_to_call_is_called_by_the_reference(tiny: Tiny, tmp_path: Any) -> None:
+    """Without a final norm every token is as likely as any other, and half of them are top-p's very edge."""
+    path = tmp_path / "flat.gguf"
+    path.write_bytes(tiny.path("Q8_0").read_bytes())
+    flat = next(t for t in gguf.GGUFReader(path, "r+").tensors if t.name == "output_norm.weight")
+    flat.data[:] = 0
+    flat.data.flush()  # type: ignore[attr-defined]
+    found = []
+    for native in (True, False):
+        model = load_native(path, threads=1)
+        if not native:
+            model.__class__ = Watched
+        prompt = np.arange(20, dtype=np.int32)
+        params = [SamplingParams(temperature=1.0, top_p=0.5, max_tokens=8, seed=1), SamplingParams(max_tokens=12)]
+        found.append(run(model, SuffixDrafter(), [(prompt, its, {}) for its in params], size=4))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] > 0
+
+
+def test_a_drafter_that_fails_in_cpp_fails_as_it_does_in_python(tiny: Tiny) -> None:
+    found = []
+    for native in (True, False):
+        drafter = RetrievalDrafter(datastore(VOCAB + 50), least=1)
+        found.append(run(loaded(tiny, native), drafter, asked(drafter, alone=False)[:3], size=6))
+    (results, records, _), (reference, expected, _) = found
+    assert results == reference
+    assert any("decoded plainly from there on" in note for result in results for note in result.notes)
+    assert [record[:-1] for record in records] == [record[:-1] for record in expected]
+    faults = [fault for record in records for fault in record[-1]]
+    assert any(fault.startswith("drafting in C++ failed (a lookup proposed a token") for fault in faults)
+
+
+def test_rows_that_give_way_are_computed_again(tiny: Tiny) -> None:
+    """Rows that share blocks grow, are preempted and computed again, natively and not: the same tokens."""
+    model = loaded(tiny, True)
+    block = model.kv.bytes_for(model.kv.block)
+    found = []
+    for native in (True, False):
+        prompt = np.tile(np.arange(31, dtype=np.int32), 2)
+        params = SamplingParams(temperature=0.5, n=3, max_tokens=60, seed=3, ignore_eos=True)
+        found.append(run(loaded(tiny, native, kv_memory=5 * block), SuffixDrafter(), [(prompt, params, {})], size=5))
+    assert [r.token_ids for r in found[0][0]] == [r.token_ids for r in found[1][0]]
+    assert found[0][2] > 0
+
+
+def test_what_a_forward_raises_changes_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of a model that was closed under the engine, or one whose row was cut behind its back."""
+    with Engine(loaded(tiny, True), drafter=SuffixDrafter(), size=4) as engine:
+        prompt, params = np.arange(40, dtype=np.int32).tolist(), SamplingParams(max_tokens=30, ignore_eos=True)
+        expected = engine.generate(prompt, params).token_ids
+        request = engine.add(prompt, params)
+        for _ in range(5):
+            engine.step()
+        row = engine._core.scheduler.running[0]
+        engine.model.kv.truncate(row.row, row.cached - 1)
+        with pytest.raises(ValueError, match="position"):
+            engine.step()
+        engine._core.scheduler.preempt(row)
+        tokens = None
+        while tokens is None:
+            tokens = next((d.result.token_ids for d in engine.step() if d.result is not None), None)
+            engine.check()
+        assert tokens == expected
+        assert request not in engine._core.requests
+        assert isinstance(engine._core._native, NativeSteps)
+
+
+def test_a_closed_model_has_no_native_steps(tiny: Tiny) -> None:
+    model = loaded(tiny, True)
+    model.close()
+    with pytest.raises((ValueError, ModelError), match="closed"):
+        _ = model.native
