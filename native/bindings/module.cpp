@@ -14,19 +14,23 @@ namespace {
 Target target_of(const std::string& name) {
     if (name == "keep") return Target::Keep;
     if (name == "bf16") return Target::B16;
+    if (name == "f16") return Target::F16;
     if (name == "f32") return Target::F32;
     if (name == "int8") return Target::Int8;
     if (name == "int4") return Target::Int4;
-    throw std::invalid_argument("unknown weight format '" + name + "': use keep, bf16, f32, int8 or int4");
+    throw std::invalid_argument("unknown weight format '" + name + "': use keep, bf16, f16, f32, int8 or int4");
 }
 
 const char* name_of(Format format) {
     switch (format) {
         case Format::I4S: return "I4S";
         case Format::I4M: return "I4M";
+        case Format::I4C: return "I4C";
+        case Format::I5S: return "I5S";
+        case Format::I5M: return "I5M";
         case Format::I8S: return "I8S";
-        case Format::I8M: return "I8M";
         case Format::K4: return "K4";
+        case Format::K4C: return "K4C";
         case Format::K5: return "K5";
         case Format::K6: return "K6";
         case Format::B16: return "B16";

@@ -24,7 +24,7 @@ INLINE float float_at(const uint8_t* p) {
 INLINE const uint16_t* halves_at(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
 // What differs between the integer formats: how their numbers unpack; where they stand is layout.h's.
-//   offset: bytes are 128 too high; split: a scale for each 16 inputs; small: no byte exceeds 63; minimum: d q + m
+//   offset: bytes are 128 >> shift too high; split: a scale for each 16 inputs; small: no byte exceeds 63; minimum: d q + m
 template <Format format>
 struct Unpack;
 
@@ -38,6 +38,42 @@ INLINE void unpack_nibbles(const uint8_t* q, W* w) {
 }
 INLINE void unpack_bytes(const uint8_t* q, W* w) {
     for (int i = 0; i < 8; ++i) w[i] = load_w(q + 64 * i);
+}
+// Nibbles and a plane of fifth bits, or two of upper pairs of bits; `plus` is added to each byte.
+template <int plus, int v>
+INLINE W fives_vector(const uint8_t* q, W planes) {
+    const W w = with_planes<(v > 3), 4 - v, 0x10>(load_w(q + 64 * (v % 4)), planes);
+    return plus == 0 ? w : add_w(w, plus);
+}
+template <int plus, int... v>
+INLINE void unpack_fives(Pack<v...>, const uint8_t* q, W* w) {
+    const W planes = load_w(q + kNibbles);
+    ((w[v] = fives_vector<plus, v>(q, planes)), ...);
+}
+template <int plus, int v>
+INLINE W sixes_vector(const uint8_t* q, W planes) {
+    const W w = with_planes<(v > 3), 4 - 2 * (v % 4), 0x30>(load_w(q + 64 * (v % 4)), planes);
+    return plus == 0 ? w : add_w(w, plus);
+}
+template <int plus, int... v>
+INLINE void unpack_sixes(Pack<v...>, const uint8_t* q, W* w) {
+    const W planes[] = {load_w(q + kNibbles), load_w(q + kNibbles + 64)};
+    ((w[v] = sixes_vector<plus, v>(q, planes[v / 4])), ...);
+}
+// The codebook, 128 too high.
+struct Code {
+    uint8_t plus_128[16];
+    constexpr Code() : plus_128() {
+        for (int i = 0; i < 16; ++i) plus_128[i] = static_cast<uint8_t>(kCode[i] + 128);
+    }
+};
+constexpr Code kCodes;
+INLINE void unpack_codes(const uint8_t* q, W* w) {
+    for (int i = 0; i < 4; ++i) {
+        const W v = load_w(q + 64 * i);
+        w[i] = look_up(low_nibbles(v), kCodes.plus_128);
+        w[i + 4] = look_up(high_nibbles(v), kCodes.plus_128);
+    }
 }
 
 struct Scales {
@@ -58,7 +94,9 @@ template <Format format>
 INLINE Scales k_scales(const uint8_t* s, int g) {
     constexpr Layout at = layout_of(format);
     const F d = load_f16(halves_at(s + at.d));
-    if constexpr (at.dmin < 0) {
+    if constexpr (at.second < 0) {
+        return {mul(d, load_i8(s + at.scale_of(g))), zero()};
+    } else if constexpr (at.dmin < 0) {
         return {mul(d, load_i8(s + at.scale_of(g))), mul(d, load_i8(s + at.second_of(g)))};
     } else {
         const F dmin = load_f16(halves_at(s + at.dmin));
@@ -66,56 +104,79 @@ INLINE Scales k_scales(const uint8_t* s, int g) {
     }
 }
 
-template <>
-struct Unpack<Format::I4S> {
+template <Format format>
+INLINE Scales scales_of(const uint8_t* s, int g) {
+    if constexpr (layout_of(format).d < 0)
+        return half_scales<format>(s, g);
+    else
+        return k_scales<format>(s, g);
+}
+
+template <Format format>
+struct Signed {
     static constexpr bool offset = true, split = false, minimum = false, small = false;
+    static constexpr int shift = 0;
+    INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
+};
+template <Format format>
+struct Unsigned {
+    static constexpr bool offset = false, split = false, minimum = true, small = true;
+    static constexpr int shift = 0;
+    INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
+};
+
+template <>
+struct Unpack<Format::I4S> : Signed<Format::I4S> {
     INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<true>(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) {
-        return {mul(half_scales<Format::I4S>(s, g).scale, set1(0.0625f)), zero()};
-    }
+    INLINE Scales scales(const uint8_t* s, int g) { return {mul(scales_of<Format::I4S>(s, g).scale, set1(0.0625f)), zero()}; }
 };
 template <>
-struct Unpack<Format::I4M> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
+struct Unpack<Format::I4M> : Unsigned<Format::I4M> {
     INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I4M>(s, g); }
 };
 template <>
-struct Unpack<Format::I8S> {
-    static constexpr bool offset = true, split = false, minimum = false, small = false;
+struct Unpack<Format::I4C> : Signed<Format::I4C> {
+    INLINE void values(const uint8_t* q, W* w) { unpack_codes(q, w); }
+};
+// Signed numbers of 5 and 6 bits: 128 too high like bytes, or as they are, where small ones are cheaper to multiply.
+template <>
+struct Unpack<Format::I5S> : Signed<Format::I5S> {
+    static constexpr bool small = kSmallIsCheaper;
+    static constexpr int shift = small ? 3 : 0;
+    INLINE void values(const uint8_t* q, W* w) { unpack_fives<small ? 0 : 128 - 16>(Range<8>{}, q, w); }
+};
+template <>
+struct Unpack<Format::I5M> : Unsigned<Format::I5M> {
+    INLINE void values(const uint8_t* q, W* w) { unpack_fives<0>(Range<8>{}, q, w); }
+};
+template <>
+struct Unpack<Format::I8S> : Signed<Format::I8S> {
     INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I8S>(s, g); }
 };
 template <>
-struct Unpack<Format::I8M> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return half_scales<Format::I8M>(s, g); }
-};
-template <>
-struct Unpack<Format::K4> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
+struct Unpack<Format::K4> : Unsigned<Format::K4> {
     INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K4>(s, g); }
 };
 template <>
-struct Unpack<Format::K5> {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K5>(s, g); }
+struct Unpack<Format::K4C> : Signed<Format::K4C> {
+    INLINE void values(const uint8_t* q, W* w) { unpack_codes(q, w); }
 };
 template <>
-struct Unpack<Format::K6> {
-    static constexpr bool offset = true, split = true, minimum = false, small = false;
-    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return k_scales<Format::K6>(s, g); }
+struct Unpack<Format::K5> : Unsigned<Format::K5> {
+    INLINE void values(const uint8_t* q, W* w) { unpack_fives<0>(Range<8>{}, q, w); }
+};
+template <>
+struct Unpack<Format::K6> : Signed<Format::K6> {
+    static constexpr bool split = true, small = kSmallIsCheaper;
+    static constexpr int shift = small ? 2 : 0;
+    INLINE void values(const uint8_t* q, W* w) { unpack_sixes<small ? 0 : 128 - 32>(Range<8>{}, q, w); }
 };
 
 // One token's share of a group: 2 x 16 integer dot products of 16 inputs, then a few float operations.
 template <class L>
 INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
-    I x = L::offset ? set1_pair(r + 44) : zero_i();
-    I z = L::offset ? set1_pair(r + 48) : zero_i();
+    I x = L::offset ? shift_right<L::shift>(set1_pair(r + 44)) : zero_i();
+    I z = L::offset ? shift_right<L::shift>(set1_pair(r + 48)) : zero_i();
     x = dot4<L::small>(x, q[0], r);
     z = dot4<L::small>(z, q[4], r + 16);
     x = dot4<L::small>(x, q[1], r + 4);
@@ -217,9 +278,12 @@ static void matmul(const Matrix& m, const uint8_t* acts, int n, int begin, int e
     switch (m.format) {
         case Format::I4S: return product<Format::I4S>(m, acts, n, begin, end, y, ldy);
         case Format::I4M: return product<Format::I4M>(m, acts, n, begin, end, y, ldy);
+        case Format::I4C: return product<Format::I4C>(m, acts, n, begin, end, y, ldy);
+        case Format::I5S: return product<Format::I5S>(m, acts, n, begin, end, y, ldy);
+        case Format::I5M: return product<Format::I5M>(m, acts, n, begin, end, y, ldy);
         case Format::I8S: return product<Format::I8S>(m, acts, n, begin, end, y, ldy);
-        case Format::I8M: return product<Format::I8M>(m, acts, n, begin, end, y, ldy);
         case Format::K4: return product<Format::K4>(m, acts, n, begin, end, y, ldy);
+        case Format::K4C: return product<Format::K4C>(m, acts, n, begin, end, y, ldy);
         case Format::K5: return product<Format::K5>(m, acts, n, begin, end, y, ldy);
         case Format::K6: return product<Format::K6>(m, acts, n, begin, end, y, ldy);
         case Format::B16: return product<Format::B16>(m, acts, n, begin, end, y, ldy);

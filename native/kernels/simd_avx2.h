@@ -125,14 +125,35 @@ INLINE W low_nibbles(W w) { return and_w(w, 0x0F); }
 INLINE W high_nibbles(W w) { return and_w({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}, 0x0F); }
 INLINE W low_nibbles_16(W w) { return and_w({_mm256_slli_epi16(w.a, 4), _mm256_slli_epi16(w.b, 4)}, 0xF0); }
 INLINE W high_nibbles_16(W w) { return and_w(w, 0xF0); }
+template <bool high, int left, int mask>
+INLINE W with_planes(W w, W planes) {
+    if (left > 0) planes = {_mm256_slli_epi16(planes.a, left > 0 ? left : 0), _mm256_slli_epi16(planes.b, left > 0 ? left : 0)};
+    if (left < 0) planes = {_mm256_srli_epi16(planes.a, left < 0 ? -left : 0), _mm256_srli_epi16(planes.b, left < 0 ? -left : 0)};
+    const W upper = and_w(planes, mask), lower = high ? high_nibbles(w) : low_nibbles(w);
+    return {_mm256_or_si256(lower.a, upper.a), _mm256_or_si256(lower.b, upper.b)};
+}
+INLINE W add_w(W w, int x) {
+    const __m256i by = _mm256_set1_epi8(static_cast<char>(x));
+    return {_mm256_add_epi8(w.a, by), _mm256_add_epi8(w.b, by)};
+}
+INLINE W look_up(W w, const uint8_t* table) {
+    const __m256i of = _mm256_broadcastsi128_si256(half_load(table));
+    return {_mm256_shuffle_epi8(of, w.a), _mm256_shuffle_epi8(of, w.b)};
+}
+template <int n>
+INLINE I shift_right(I a) {
+    return {_mm256_srai_epi32(a.a, n), _mm256_srai_epi32(a.b, n)};
+}
 
 #ifdef __AVXVNNI__
+constexpr bool kSmallIsCheaper = false;
 template <bool small>
 INLINE I dot4(I acc, W w, const uint8_t* a) {
     const I x = set1_pair(a);
     return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x.a), _mm256_dpbusd_avx_epi32(acc.b, w.b, x.b)};
 }
 #else
+constexpr bool kSmallIsCheaper = true;
 // Exact for any byte: even and odd bytes are multiplied as 16-bit numbers. maddubs alone saturates beyond 15 bits.
 INLINE __m256i wide_dot(__m256i acc, __m256i w, __m256i even, __m256i odd) {
     const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0x00FF));

@@ -95,6 +95,25 @@ INLINE W high_nibbles(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _m
 // The same nibbles times 16, so that subtracting 128 means subtracting 8.
 INLINE W low_nibbles_16(W w) { return _mm512_and_si512(_mm512_slli_epi16(w, 4), _mm512_set1_epi8(static_cast<char>(0xF0))); }
 INLINE W high_nibbles_16(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(static_cast<char>(0xF0))); }
+// The low (or high) nibbles of `w` under the bits `mask` of `planes` shifted left by `left` (right where negative).
+template <bool high, int left, int mask>
+INLINE W with_planes(W w, W planes) {
+    if (high) w = _mm512_srli_epi16(w, 4);
+    if (left > 0) planes = _mm512_slli_epi16(planes, left > 0 ? left : 0);
+    if (left < 0) planes = _mm512_srli_epi16(planes, left < 0 ? -left : 0);
+    planes = _mm512_and_si512(planes, _mm512_set1_epi8(mask));
+    return _mm512_ternarylogic_epi32(w, _mm512_set1_epi8(0x0F), planes, 0xEA);  // (w & 15) | planes
+}
+INLINE W add_w(W w, int x) { return _mm512_add_epi8(w, _mm512_set1_epi8(static_cast<char>(x))); }
+// Each byte of `w`, 0 to 15, becomes that one of the 16 bytes at `table`.
+INLINE W look_up(W w, const uint8_t* table) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), w);
+}
+constexpr bool kSmallIsCheaper = false;  // whether dot4 of bytes up to 63 costs less than of any bytes
+template <int n>
+INLINE I shift_right(I a) {
+    return _mm512_srai_epi32(a, n);
+}
 // acc[row] += sum over b of w[4 row + b] * a[b]. `small`: no byte of w exceeds 63.
 template <bool small>
 INLINE I dot4(I acc, W w, const uint8_t* a) {

@@ -106,6 +106,20 @@ INLINE W low_nibbles(W w) { BYTES w.v[i] &= 0x0F; return w; }
 INLINE W high_nibbles(W w) { BYTES w.v[i] >>= 4; return w; }
 INLINE W low_nibbles_16(W w) { BYTES w.v[i] = static_cast<uint8_t>(w.v[i] << 4); return w; }
 INLINE W high_nibbles_16(W w) { BYTES w.v[i] &= 0xF0; return w; }
+template <bool high, int left, int mask>
+INLINE W with_planes(W w, W planes) {
+    w = high ? high_nibbles(w) : low_nibbles(w);
+    BYTES {
+        const int shifted = left > 0 ? planes.v[i] << (left > 0 ? left : 0) : planes.v[i] >> (left < 0 ? -left : 0);
+        w.v[i] = static_cast<uint8_t>(w.v[i] | (shifted & mask));
+    }
+    return w;
+}
+INLINE W add_w(W w, int x) { BYTES w.v[i] = static_cast<uint8_t>(w.v[i] + x); return w; }
+INLINE W look_up(W w, const uint8_t* table) { BYTES w.v[i] = table[w.v[i]]; return w; }
+constexpr bool kSmallIsCheaper = false;
+template <int n>
+INLINE I shift_right(I a) { LANES a.v[i] >>= n; return a; }
 template <bool small>
 INLINE I dot4(I acc, const W& w, const uint8_t* a) {
     const int32_t a0 = static_cast<int8_t>(a[0]), a1 = static_cast<int8_t>(a[1]);

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -35,6 +36,7 @@ Format format_of(const SourceType& source, Target target) {
         throw std::invalid_argument("weights that are quantised already stay as they are");
     switch (target) {
         case Target::B16: return Format::B16;
+        case Target::F16: return Format::H16;
         case Target::F32: return Format::F32;
         case Target::Int8: return Format::I8S;
         case Target::Int4: return Format::I4M;
@@ -68,6 +70,20 @@ struct Slot {
     void paired(int g, const uint8_t* pairs) const {  // [16], inputs i and i + 16 in a byte, as the layout has them
         for (int i = 0; i < 16; i += 4) std::memcpy(superblock + at.values_of(g) + quant_at(i, lane), pairs + i, 4);
     }
+    // q [32], of 5 or 6 bits: nibbles, and the rest where `upper_at` says. The memory was zero.
+    template <UpperBits (*upper_at)(int, int)>
+    void planes(int g, const uint8_t* q) const {
+        uint8_t low[kGroup];
+        for (int i = 0; i < kGroup; ++i) low[i] = q[i] & 15;
+        nibbles(g, low);
+        uint8_t* upper = superblock + at.values_of(g) + kNibbles;
+        for (int i = 0; i < kGroup; ++i) {
+            const UpperBits its = upper_at(i, lane);
+            upper[its.byte] = static_cast<uint8_t>(upper[its.byte] | (q[i] >> 4) << its.bit);
+        }
+    }
+    void fives(int g, const uint8_t* q) const { planes<fifth_at>(g, q); }
+    void sixes(int g, const uint8_t* q) const { planes<sixth_at>(g, q); }
     void bytes(int g, const uint8_t* q) const {
         for (int i = 0; i < 32; i += 4) std::memcpy(superblock + at.values_of(g) + quant_at(i, lane), q + i, 4);
     }
@@ -99,17 +115,17 @@ void pack_simple(const SourceType& source, const uint8_t* row, int groups, uint8
         uint8_t q[32];
         switch (source.id) {
             case Source::Q4_0:
-            case Source::Q4_1: slot.paired(i, values); break;
+            case Source::Q4_1:
+            case Source::IQ4_NL: slot.paired(i, values); break;
             case Source::Q5_0:
             case Source::Q5_1: {
                 const uint8_t* high = values;
                 const uint8_t* nibbles = high + 4;
                 for (int k = 0; k < 32; ++k) {
                     const int low = k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4;
-                    const int value = low | ((high[k / 8] >> (k % 8)) & 1) << 4;
-                    q[k] = static_cast<uint8_t>(minimum ? value : value - 16 + 128);
+                    q[k] = static_cast<uint8_t>(low | ((high[k / 8] >> (k % 8)) & 1) << 4);
                 }
-                slot.bytes(i, q);
+                slot.fives(i, q);
                 break;
             }
             default:  // Q8_0
@@ -131,14 +147,23 @@ void pack_k(const SourceType& source, const uint8_t* row, int superblocks, uint8
                 const uint8_t* high = b + 128 + g / 4 * 32;
                 for (int k = 0; k < 32; ++k) {
                     const int nibble = g % 4 < 2 ? low[k] & 15 : low[k] >> 4;
-                    const int value = nibble | ((high[k] >> (2 * (g % 4))) & 3) << 4;
-                    q[k] = static_cast<uint8_t>(value - 32 + 128);
+                    q[k] = static_cast<uint8_t>(nibble | ((high[k] >> (2 * (g % 4))) & 3) << 4);
                 }
-                slot.bytes(g, q);
+                slot.sixes(g, q);
                 slot.byte(at.scale_of(g), b[192 + 2 * g]);
                 slot.byte(at.second_of(g), b[193 + 2 * g]);
             }
             slot.half(at.d, u16_at(b + 208));
+            continue;
+        }
+        if (source.id == Source::IQ4_XS) {  // d, 16 bits of scales' upper two, 4 bytes of their lower four, nibbles
+            const int upper = u16_at(b + 2);
+            for (int g = 0; g < 8; ++g) {
+                const int low = b[4 + g / 2] >> 4 * (g % 2) & 15;
+                slot.byte(at.scale_of(g), static_cast<uint8_t>((low | (upper >> 2 * g & 3) << 4) - 32));
+                slot.paired(g, b + 8 + 16 * g);
+            }
+            slot.half(at.d, u16_at(b));
             continue;
         }
         const bool five = source.id == Source::Q5_K;
@@ -152,7 +177,7 @@ void pack_k(const SourceType& source, const uint8_t* row, int superblocks, uint8
                 q[k] = static_cast<uint8_t>((g % 2 == 0 ? pair & 15 : pair >> 4) | high << 4);
             }
             if (five)
-                slot.bytes(g, q);
+                slot.fives(g, q);
             else
                 slot.nibbles(g, q);
             slot.byte(at.scale_of(g), scale);
@@ -202,8 +227,10 @@ void quantize_group(const float* w, bool four_bits, const Slot& slot, int i) {
     }
 }
 
-void pack_plain(Source source, const uint8_t* row, int cols, Format format, int groups, uint8_t* block, int lane,
+// Whether every finite number stayed finite: float16 ends at 65504.
+bool pack_plain(Source source, const uint8_t* row, int cols, Format format, int groups, uint8_t* block, int lane,
                 const Layout& at) {
+    bool fits = true;
     for (int g = 0; g < groups; ++g) {
         float w[kGroup] = {};
         for (int k = 0; k < kGroup && g * kGroup + k < cols; ++k) w[k] = plain_value(source, row, g * kGroup + k);
@@ -214,7 +241,11 @@ void pack_plain(Source source, const uint8_t* row, int cols, Format format, int 
                 for (int k = 0; k < kGroup; ++k) put_u16(values + pair_at(k, lane) * 2, float_to_bf16(w[k]));
                 break;
             case Format::H16:
-                for (int k = 0; k < kGroup; ++k) put_u16(values + plain_at(k, lane) * 2, float_to_f16(w[k]));
+                for (int k = 0; k < kGroup; ++k) {
+                    const uint16_t half = float_to_f16(w[k]);
+                    fits = fits && ((half & 0x7FFF) != 0x7C00 || std::isinf(w[k]));
+                    put_u16(values + plain_at(k, lane) * 2, half);
+                }
                 break;
             case Format::F32:
                 for (int k = 0; k < kGroup; ++k) std::memcpy(values + plain_at(k, lane) * 4, &w[k], 4);
@@ -223,6 +254,7 @@ void pack_plain(Source source, const uint8_t* row, int cols, Format format, int 
                 quantize_group(w, format == Format::I4M, Slot{superblock, lane, at}, g % at.groups);
         }
     }
+    return fits;
 }
 
 }  // namespace
@@ -272,6 +304,7 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     m.memory = memory;
 
     const int per_head = heads > 0 ? rows / heads : 0;
+    std::atomic<bool> fits{true};
     const auto pack_blocks = [&](int begin, int end) {
         for (int row = begin * kRows; row < std::min(end * kRows, rows); ++row) {
             int from = row;
@@ -281,9 +314,9 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
             }
             const uint8_t* in = data + static_cast<size_t>(from) * stride;
             uint8_t* block = out + static_cast<size_t>(row / kRows) * m.block_bytes;
-            if (type.values == 1)
-                pack_plain(type.id, in, cols, format, round_up(cols, kGroup) / kGroup, block, row % kRows, at);
-            else if (at.d >= 0)
+            if (type.values == 1) {
+                if (!pack_plain(type.id, in, cols, format, round_up(cols, kGroup) / kGroup, block, row % kRows, at)) fits = false;
+            } else if (at.d >= 0)
                 pack_k(type, in, cols / type.values, block, row % kRows, at);
             else
                 pack_simple(type, in, cols / type.values, block, row % kRows, at);
@@ -297,10 +330,21 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     }
     pack_blocks(0, part_of(m.blocks, 0, threads).end);
     for (std::thread& helper : helpers) helper.join();
+    if (!fits) throw std::invalid_argument("a weight is beyond 65504, the largest number of float16: use bfloat16 or float32");
     return m;
 }
 
 namespace {
+
+// The integer that stands for input `i` of row `lane` in an integer format's group.
+int stored_at(int group_bytes, const uint8_t* values, int i, int lane) {
+    if (group_bytes == kBytes) return values[quant_at(i, lane)];
+    const int pair = values[quant_at(i % 16, lane)], nibble = i < 16 ? pair & 15 : pair >> 4;
+    if (group_bytes == kNibbles) return nibble;
+    const bool five = group_bytes == kFives;
+    const UpperBits its = five ? fifth_at(i, lane) : sixth_at(i, lane);
+    return nibble | (values[kNibbles + its.byte] >> its.bit & (five ? 1 : 3)) << 4;
+}
 
 // One group of one row.
 void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) {
@@ -309,31 +353,31 @@ void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) 
     const auto half = [&](int offset) { return f16_to_float(u16_at(s + offset + 2 * lane)); };
     const auto byte = [&](int offset) { return static_cast<float>(s[offset + lane]); };
     float q[kGroup];
-    if (at.acts == Acts::I8 && at.group_bytes == kNibbles) {
-        for (int i = 0; i < 16; ++i) {
-            const int pair = values[quant_at(i, lane)];
-            q[i] = static_cast<float>(pair & 15);
-            q[i + 16] = static_cast<float>(pair >> 4);
-        }
-    } else if (at.acts == Acts::I8) {
-        for (int i = 0; i < kGroup; ++i) q[i] = static_cast<float>(values[quant_at(i, lane)]);
-    }
+    for (int i = 0; at.acts == Acts::I8 && i < kGroup; ++i) q[i] = static_cast<float>(stored_at(at.group_bytes, values, i, lane));
     const auto scaled = [&](float scale, float zero, float minimum) {
         for (int i = 0; i < kGroup; ++i) out[i] = scale * (q[i] - zero) + minimum;
     };
     switch (format) {
         case Format::I4S: return scaled(half(at.scale_of(g)), 8.0f, 0.0f);
+        case Format::I5S: return scaled(half(at.scale_of(g)), 16.0f, 0.0f);
         case Format::I8S: return scaled(half(at.scale_of(g)), 128.0f, 0.0f);
         case Format::I4M:
-        case Format::I8M: return scaled(half(at.scale_of(g)), 0.0f, half(at.second_of(g)));
+        case Format::I5M: return scaled(half(at.scale_of(g)), 0.0f, half(at.second_of(g)));
         case Format::K4:
         case Format::K5:
             return scaled(half(at.d) * byte(at.scale_of(g)), 0.0f, -(half(at.dmin) * byte(at.second_of(g))));
+        case Format::I4C:
+        case Format::K4C: {
+            const float scale = format == Format::I4C ? half(at.scale_of(g))
+                                                      : half(at.d) * static_cast<float>(static_cast<int8_t>(s[at.scale_of(g) + lane]));
+            for (int i = 0; i < kGroup; ++i) out[i] = scale * static_cast<float>(kCode[static_cast<int>(q[i])]);
+            return;
+        }
         case Format::K6: {
             const float d = half(at.d);
             for (int i = 0; i < kGroup; ++i) {
                 const int8_t scale = static_cast<int8_t>(s[(i < 16 ? at.scale_of(g) : at.second_of(g)) + lane]);
-                out[i] = d * static_cast<float>(scale) * (q[i] - 128.0f);
+                out[i] = d * static_cast<float>(scale) * (q[i] - 32.0f);
             }
             return;
         }

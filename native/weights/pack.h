@@ -13,7 +13,8 @@ namespace outpace {
 
 // Numbers as GGUF files count them.
 enum class Source : int {
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+    IQ4_XS = 23, BF16 = 30
 };
 
 // What a file's matrices can be of. A test holds names and sizes against models/formats/gguf.py.
@@ -29,16 +30,18 @@ constexpr SourceType kSources[] = {
     {Source::BF16, "BF16", 1, 2, Format::B16},
     {Source::Q4_0, "Q4_0", 32, 18, Format::I4S},
     {Source::Q4_1, "Q4_1", 32, 20, Format::I4M},
-    {Source::Q5_0, "Q5_0", 32, 22, Format::I8S},
-    {Source::Q5_1, "Q5_1", 32, 24, Format::I8M},
+    {Source::Q5_0, "Q5_0", 32, 22, Format::I5S},
+    {Source::Q5_1, "Q5_1", 32, 24, Format::I5M},
     {Source::Q8_0, "Q8_0", 32, 34, Format::I8S},
     {Source::Q4_K, "Q4_K", 256, 144, Format::K4},
     {Source::Q5_K, "Q5_K", 256, 176, Format::K5},
     {Source::Q6_K, "Q6_K", 256, 210, Format::K6},
+    {Source::IQ4_NL, "IQ4_NL", 32, 18, Format::I4C},
+    {Source::IQ4_XS, "IQ4_XS", 256, 136, Format::K4C},
 };
 
 // Keep: no value changes. The others apply to F32, F16 and BF16 sources only.
-enum class Target { Keep, B16, F32, Int8, Int4 };
+enum class Target { Keep, B16, F16, F32, Int8, Int4 };
 
 // Bytes of one row of `cols` values. Throws std::invalid_argument for an unknown type or cols that do not fit it.
 size_t row_bytes(int source, int64_t cols);

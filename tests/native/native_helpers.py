@@ -17,6 +17,7 @@ from outpace.models.native.model import NativeModel, load_native
 BLOCKS = {  # type -> (values, bytes) of a block
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
 _HALVES = {
@@ -28,6 +29,8 @@ _HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
 }
 
 
@@ -42,7 +45,16 @@ def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scal
             return (w.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         return w.view(np.uint8)
     raw = rng.integers(0, 256, (rows * (cols // values), size), dtype=np.uint8)
-    spread = {"Q8_0": 74, "Q6_K": 32 * 74, "Q5_K": 31 * 18, "Q4_K": 31 * 9, "Q5_0": 9, "Q5_1": 18}.get(kind, 5)
+    spread = {
+        "Q8_0": 74,
+        "Q6_K": 32 * 74,
+        "Q5_K": 31 * 18,
+        "Q4_K": 31 * 9,
+        "Q5_0": 9,
+        "Q5_1": 18,
+        "IQ4_NL": 70,
+        "IQ4_XS": 16 * 70,
+    }.get(kind, 5)
     for at in _HALVES[kind]:
         half = rng.normal(0, scale / spread, len(raw)).astype(np.float16)
         raw[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from native_helpers import Tiny
+from native_helpers import BLOCKS, Tiny
 
 from outpace.errors import ModelError
 from outpace.models.native.build import estimate
@@ -94,9 +94,11 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
         tiny.load("Q4_1", "llama", {"ffn_bias": 1})
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+)
 def test_estimate(kind: str, tiny: Tiny) -> None:
-    sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if "K" in kind else {}
+    sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"quantize": "int8"}):
         model = tiny.load(kind, sizes=sizes, **options)
         info = model.info

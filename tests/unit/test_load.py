@@ -146,6 +146,50 @@ def first_logits(path: Path, backend: str) -> np.ndarray:
     return model.forward(batch).logits(batch.wanted)
 
 
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("stored", FLOATS)
+def test_a_float_checkpoint_keeps_its_type_or_takes_the_one_asked_for(saved: Path, tmp_path: Path, stored: str) -> None:
+    from safetensors.torch import load_file
+
+    def matrices(*dtypes: str) -> dict[str, torch.Tensor]:
+        tensors = load_file(saved / "model.safetensors")
+        for dtype in dtypes:
+            tensors = {name: t.to(FLOATS[dtype]) if t.dim() == 2 else t for name, t in tensors.items()}
+        return tensors
+
+    def run(path: Path, **options: Any) -> tuple[str, np.ndarray]:
+        model, tokenizer = load(str(path), LoadOptions(backend="native", threads=1, **options))
+        assert estimate(str(path), LoadOptions(backend="native", **options)).weights == model.info.weight_bytes
+        batch = Batch.pack([model.kv.alloc()], [tokenizer.encode("hello hello")], [0], [True])
+        return model.info.dtype, model.forward(batch).logits(batch.wanted)
+
+    path = resave(saved, tmp_path / "stored", {"model.safetensors": matrices(stored)}, None)
+    for asked in FLOATS:
+        own = resave(saved, tmp_path / asked, {"model.safetensors": matrices(stored, asked)}, None)
+        dtype, expected = run(own)
+        assert dtype == asked
+        dtype, got = run(path, dtype=asked)
+        assert dtype == asked
+        assert np.array_equal(got, expected)
+    with pytest.raises(ParameterError, match=r"dtype='float32' keeps weights, and quantize='int8' rounds them"):
+        load(str(path), LoadOptions(dtype="float32", quantize="int8"))
+
+
+def test_what_float16_cannot_hold_is_refused(saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(saved / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = -65520.0  # rounds to infinity; 65519 would not
+    path = resave(saved, tmp_path / "large", {"model.safetensors": tensors}, None)
+    with pytest.raises(ModelError, match=r"beyond 65504, .*use bfloat16 or float32"):
+        load(str(path), LoadOptions(backend="native", dtype="float16"))
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = -65519.0
+    path = resave(saved, tmp_path / "just", {"model.safetensors": tensors}, None)
+    assert load(str(path), LoadOptions(backend="native", dtype="float16"))[0].info.dtype == "float16"
+
+
 def test_shards_go_by_their_index(saved: Path, tmp_path: Path) -> None:
     """A stale shard beside them does not win, whatever its name."""
     from safetensors.torch import load_file
@@ -343,7 +387,7 @@ def test_native_backend_is_the_default_where_it_was_built(saved: Path) -> None:
         assert load(str(saved))[0].info.backend == "transformers"
         return
     model, _ = load(str(saved), LoadOptions(backend="native", max_length=40, kv_memory=1 << 16, threads=1))
-    assert (model.info.backend, model.info.dtype, model.info.max_length) == ("native", "bfloat16", 40)
+    assert (model.info.backend, model.info.dtype, model.info.max_length) == ("native", "float32", 40)
     assert (model.info.eos_ids, model.kv.limit) == ((261,), 1 << 16)
     if not torch.cuda.is_available():
         assert load(str(saved))[0].info.backend == "native"
@@ -379,7 +423,5 @@ def test_without_torch_the_native_backend_serves_and_the_other_says_how(
     assert model.info.backend == "native"
     with pytest.raises(ModelError, match=r"not installed: pip install 'outpace\[torch\]'"):
         load(str(saved), LoadOptions(backend="transformers"))
-    with pytest.raises(
-        ModelError, match=r"does not compute in dtype='float16', and the Transformers backend.*\[torch\]"
-    ):
-        load(str(saved), LoadOptions(dtype="float16"))
+    with pytest.raises(ModelError, match=r"does not run on device='cuda', and the Transformers backend.*\[torch\]"):
+        load(str(saved), LoadOptions(device="cuda"))

@@ -186,8 +186,6 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             raise ModelError("the native backend was not built (no C++ compiler at installation)")
         if options.device not in ("auto", "cpu"):
             raise ModelError("the native backend does not run on ", Argument("device", options.device))
-        if options.dtype == "float16" or (gguf is not None and options.dtype != "auto"):
-            raise ModelError("the native backend does not compute in ", Argument("dtype", options.dtype))
         if gguf is None and not list(source.path.glob("*.safetensors")):
             raise ModelError(f"{source.name} has no safetensors weights")
         build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype)  # whatever it refuses

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
-from outpace.errors import ModelError
+from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.native import decoder as decoders
 from outpace.models.native.decoder import Decoder
@@ -19,6 +19,7 @@ _native = _fast.native
 
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
 _PLAIN = ("F32", "F16", "BF16")
+_TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (
     "attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm", "q_norm", "k_norm",
     "q_bias", "k_bias", "v_bias", "o_bias",
@@ -58,16 +59,28 @@ def kv_bytes(model: Decoder, kv_dtype: str) -> int:
 def open_weights(
     path: str | os.PathLike[str] | GGUFFile, quantize: str | None, dtype: str
 ) -> tuple[Decoder, Weights, str]:
-    """The model, its weights, and what plain ones become. Raises ModelError where a tensor would be left out."""
+    """The model, its weights, and what plain ones become: ``quantize``, ``dtype``, or "keep", which changes no value.
+
+    Raises ModelError where a tensor would be left out or ``dtype`` does not fit, ParameterError for both options.
+    """
+    if quantize is not None and dtype != "auto":
+        rounded = Argument("quantize", quantize)
+        raise ParameterError(
+            Argument("dtype", dtype), " keeps weights, and ", rounded, " rounds them: give one of the two"
+        )
     model: Decoder
     weights: Weights
     if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
         gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
-        model, weights, target = decoders.from_gguf(gguf), GGUFWeights(gguf), quantize or "keep"
+        model, weights = decoders.from_gguf(gguf), GGUFWeights(gguf)
+        quantised = sorted({tensor.type for tensor in gguf.tensors.values()} - {*_PLAIN})
+        if quantised and dtype != "auto":
+            kept = f": its {quantised[0]} weights stay as they are"
+            raise ModelError(f"the native backend does not load {weights.name} as ", Argument("dtype", dtype), kept)
     else:
         model = decoders.from_folder(Path(path))
         weights = FolderWeights(Path(path), model.architecture)
-        target = quantize or ("f32" if dtype == "float32" else "bf16")
+    target = quantize or _TARGETS[dtype]
     if unused := weights.unused(model.layers):
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ModelError(

@@ -20,6 +20,7 @@ from outpace.models.processors import usable_cores
 
 _native = _fast.native  # None where there is no compiler; available() says so
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("bfloat16", "float32")
 QUANTIZE = ("int8", "int4")
 
@@ -47,17 +48,18 @@ def load_native(
 
     ``threads``: None takes the physical cores this process may use, within its CPU quota. ``kv_memory``: hard bound in
     bytes. ``kv_dtype``: bfloat16 or float32. ``quantize``: int8 or int4 in groups of 32, for weights that are not
-    quantised yet; a different model, and ``info.dtype`` says so. ``dtype``: auto keeps what GGUF has and makes bfloat16
-    of safetensors; float32 keeps safetensors exact. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best
-    one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads and
-    working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
+    quantised yet; a different model, and ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it;
+    float32, bfloat16 and float16 convert weights that are not quantised. ``isa``: an instruction-set path (None:
+    OUTPACE_ISA, else the best one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in
+    turn: one set of threads and working memory serves both; they may be closed in any order. ``threads`` then is None
+    or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
     if _native is None:
         other = Argument("backend", "transformers")
         raise ModelError("the native backend was not built (no C++ compiler at installation): use ", other)
     _option("kv_dtype", kv_dtype, KV_DTYPES)
-    _option("dtype", dtype, ("auto", "bfloat16", "float32"))
+    _option("dtype", dtype, DTYPES)
     if quantize is not None:
         _option("quantize", quantize, QUANTIZE)
     if runtime is not None and threads not in (None, runtime.threads):
@@ -94,7 +96,7 @@ def load_native(
         layers=model.layers,
         max_length=longest,
         eos_ids=tuple(eos_ids),
-        dtype={"bf16": "bfloat16", "f32": "float32"}.get(stored, stored),
+        dtype={"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(stored, stored),
         device="cpu",
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
