@@ -95,7 +95,7 @@ struct Array {
         nb::object sizes = nb::steal(shape.size() == 1 ? PyLong_FromSsize_t(*shape.begin()) : PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
         Py_ssize_t at = 0;
         if (shape.size() > 1)
-            for (const Py_ssize_t n : shape) PyTuple_SET_ITEM(sizes.ptr(), at++, PyLong_FromSsize_t(n));
+            for (const Py_ssize_t n : shape) PyTuple_SetItem(sizes.ptr(), at++, PyLong_FromSsize_t(n));
         PyObject* arguments[] = {sizes.ptr(), type};
         object = owned(PyObject_Vectorcall(Names::get().empty, arguments, 2, nullptr));
         Py_buffer view;

@@ -1,5 +1,30 @@
+// avx512, but for what multiplies pairs of bfloat16: only that is compiled again.
 #define OUTPACE_AVX512
 #define OUTPACE_NS isa_avx512bf16
-#include "kernels/instantiate.h"
+#include "kernels/attention.h"
+#include "kernels/matmul.h"
 
-OUTPACE_TABLE(kernels_avx512bf16, "avx512-bf16")
+namespace outpace {
+namespace OUTPACE_NS {
+
+static void product_of(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
+    if (m.format == Format::B16)
+        product<Format::B16>(m, acts, n, begin, end, y, ldy);
+    else
+        kernels_avx512().matmul(m, acts, n, begin, end, y, ldy);
+}
+
+}  // namespace OUTPACE_NS
+
+const Kernels& kernels_avx512bf16() {
+    static const Kernels table = [] {
+        Kernels t = kernels_avx512();
+        t.name = "avx512-bf16";
+        t.matmul = OUTPACE_NS::product_of;
+        t.attention = OUTPACE_NS::attention;
+        return t;
+    }();
+    return table;
+}
+
+}  // namespace outpace

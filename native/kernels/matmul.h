@@ -3,6 +3,8 @@
 // the width, the tile nor the thread can show in a result.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/range.h"
 #include "kernels/simd.h"
 #include "kernels/table.h"
@@ -274,22 +276,28 @@ static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int 
     }
 }
 
-static void matmul(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
-    switch (m.format) {
-        case Format::I4S: return product<Format::I4S>(m, acts, n, begin, end, y, ldy);
-        case Format::I4M: return product<Format::I4M>(m, acts, n, begin, end, y, ldy);
-        case Format::I4C: return product<Format::I4C>(m, acts, n, begin, end, y, ldy);
-        case Format::I5S: return product<Format::I5S>(m, acts, n, begin, end, y, ldy);
-        case Format::I5M: return product<Format::I5M>(m, acts, n, begin, end, y, ldy);
-        case Format::I8S: return product<Format::I8S>(m, acts, n, begin, end, y, ldy);
-        case Format::K4: return product<Format::K4>(m, acts, n, begin, end, y, ldy);
-        case Format::K4C: return product<Format::K4C>(m, acts, n, begin, end, y, ldy);
-        case Format::K5: return product<Format::K5>(m, acts, n, begin, end, y, ldy);
-        case Format::K6: return product<Format::K6>(m, acts, n, begin, end, y, ldy);
-        case Format::B16: return product<Format::B16>(m, acts, n, begin, end, y, ldy);
-        case Format::H16: return product<Format::H16>(m, acts, n, begin, end, y, ldy);
-        case Format::F32: return product<Format::F32>(m, acts, n, begin, end, y, ldy);
+// Calls body(constant) with the format as a constant.
+template <class Body>
+INLINE void with_format(Format format, const Body& body) {
+    switch (format) {
+        case Format::I4S: return body(std::integral_constant<Format, Format::I4S>{});
+        case Format::I4M: return body(std::integral_constant<Format, Format::I4M>{});
+        case Format::I4C: return body(std::integral_constant<Format, Format::I4C>{});
+        case Format::I5S: return body(std::integral_constant<Format, Format::I5S>{});
+        case Format::I5M: return body(std::integral_constant<Format, Format::I5M>{});
+        case Format::I8S: return body(std::integral_constant<Format, Format::I8S>{});
+        case Format::K4: return body(std::integral_constant<Format, Format::K4>{});
+        case Format::K4C: return body(std::integral_constant<Format, Format::K4C>{});
+        case Format::K5: return body(std::integral_constant<Format, Format::K5>{});
+        case Format::K6: return body(std::integral_constant<Format, Format::K6>{});
+        case Format::B16: return body(std::integral_constant<Format, Format::B16>{});
+        case Format::H16: return body(std::integral_constant<Format, Format::H16>{});
+        case Format::F32: return body(std::integral_constant<Format, Format::F32>{});
     }
+}
+
+static void matmul(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
+    with_format(m.format, [&](auto format) { product<format.value>(m, acts, n, begin, end, y, ldy); });
 }
 
 }  // namespace OUTPACE_NS

@@ -79,11 +79,10 @@ struct Kernels {
 };
 
 const Kernels& kernels_portable();
-#if defined(__x86_64__)
+// Those that paths.cmake could build, by OUTPACE_HAS_...
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx2vnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();
-#endif
 
 }  // namespace outpace

@@ -1,8 +1,10 @@
 #include "runtime/cpu.h"
 
+#include <initializer_list>
 #include <stdexcept>
 
 #include "kernels/table.h"
+#include "platform.h"
 
 namespace outpace {
 namespace {
@@ -14,25 +16,59 @@ struct Candidate {
     bool usable;
 };
 
-std::vector<Candidate> candidates() {
-    std::vector<Candidate> all;
+// Read from the processor itself: what a compiler's own query knows depends on the compiler.
+struct Abilities {
+    bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false;
+
+    Abilities() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vnni");
-    all.push_back({"avx512-bf16", "avx512", kernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16")});
-    all.push_back({"avx512", "avx512", kernels_avx512, avx512});
-    all.push_back({"avx2-vnni", "avx2", kernels_avx2vnni, avx2 && __builtin_cpu_supports("avxvnni")});
-    all.push_back({"avx2", "avx2", kernels_avx2, avx2});
+        const auto has = [](uint32_t word, std::initializer_list<int> bits) {
+            for (const int bit : bits)
+                if (!(word >> bit & 1)) return false;
+            return true;
+        };
+        constexpr uint64_t avx_state = 0x6, avx512_state = 0xE6;
+        const uint64_t saved = saved_states();
+        const Registers first = cpuid(1, 0), seventh = cpuid(7, 0);
+        const Registers more = seventh.a >= 1 ? cpuid(7, 1) : Registers{0, 0, 0, 0};
+        avx2 = (saved & avx_state) == avx_state && has(first.c, {12, 28, 29}) && has(seventh.b, {5});  // FMA, AVX, F16C; AVX2
+        avx2vnni = avx2 && has(more.a, {4});
+        avx512 = avx2 && (saved & avx512_state) == avx512_state && has(seventh.b, {16, 17, 30, 31}) &&  // F, DQ, BW, VL
+                 has(seventh.c, {11});                                                                  // VNNI
+        avx512bf16 = avx512 && has(more.a, {5});
+#endif
+    }
+};
+
+// The paths that were built, best first, and whether this machine can run them.
+std::vector<Candidate> candidates() {
+    static const Abilities machine;
+    std::vector<Candidate> all;
+#if defined(OUTPACE_HAS_AVX512BF16)
+    all.push_back({"avx512-bf16", "avx512", kernels_avx512bf16, machine.avx512bf16});
+#endif
+#if defined(OUTPACE_HAS_AVX512)
+    all.push_back({"avx512", "avx512", kernels_avx512, machine.avx512});
+#endif
+#if defined(OUTPACE_HAS_AVX2VNNI)
+    all.push_back({"avx2-vnni", "avx2", kernels_avx2vnni, machine.avx2vnni});
+#endif
+#if defined(OUTPACE_HAS_AVX2)
+    all.push_back({"avx2", "avx2", kernels_avx2, machine.avx2});
 #endif
     all.push_back({"portable", "portable", kernels_portable, true});
     return all;
 }
 
 }  // namespace
+
+std::vector<std::string> built_isas() {
+    std::vector<std::string> names;
+    for (const Candidate& c : candidates()) names.emplace_back(c.name);
+    return names;
+}
+
+std::string left_out_isas() { return OUTPACE_LEFT_OUT; }
 
 std::vector<std::string> usable_isas() {
     std::vector<std::string> names;
@@ -50,8 +86,13 @@ const Kernels& kernels_for(const std::string& name) {
     }
     std::string have;
     for (const std::string& usable : usable_isas()) have += (have.empty() ? "" : ", ") + usable;
+    const std::string left_out = OUTPACE_LEFT_OUT;
+    const bool lost = !known && left_out.find(name + " (") != std::string::npos;
     throw std::invalid_argument("instruction set '" + name + "' " +
-                                (known ? "is not available on this machine" : "is unknown") + ": use one of " + have);
+                                (known  ? "is not available on this machine"
+                                 : lost ? "was left out by the compiler: " + left_out + "; build with a newer one,"
+                                        : "is unknown") +
+                                (lost ? " or use one of " : ": use one of ") + have);
 }
 
 }  // namespace outpace

@@ -8,6 +8,10 @@ namespace outpace {
 
 struct Kernels;
 
+// Kernel tables this build has, best first; and those that its compiler could not build, as "name (what it lacks), ...".
+std::vector<std::string> built_isas();
+std::string left_out_isas();
+
 // Kernel tables this machine can run, best first: "avx512-bf16", "avx512", "avx2-vnni", "avx2", "portable".
 std::vector<std::string> usable_isas();
 

@@ -1,13 +1,12 @@
 #include "runtime/kv.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <unordered_map>
+
+#include "platform.h"
 
 namespace outpace {
 namespace {
@@ -18,11 +17,8 @@ uint8_t* allocate(size_t bytes) {
     const bool large = bytes >= (size_t{1} << 20);
     const size_t align = large ? size_t{2} << 20 : 4096;
     const size_t size = (bytes + 4095) / 4096 * 4096;
-    void* raw = nullptr;
-    if (posix_memalign(&raw, align, size) != 0) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    if (large) madvise(raw, size, MADV_HUGEPAGE);
-#endif
+    void* raw = take_aligned(size, align);
+    if (large) advise_huge(raw, size);
     return static_cast<uint8_t*>(raw);
 }
 
@@ -31,7 +27,7 @@ uint8_t* allocate(size_t bytes) {
 KV::KV(KVShape shape, int64_t limit) : shape_(shape), limit_(limit) {}
 
 KV::~KV() {
-    for (const std::unique_ptr<Block>& block : blocks_) std::free(block->data);
+    for (const std::unique_ptr<Block>& block : blocks_) give_aligned(block->data);
 }
 
 const KV::Row& KV::at(int row) const {

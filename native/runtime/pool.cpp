@@ -1,12 +1,8 @@
 #include "runtime/pool.h"
 
-#if defined(__linux__)
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
+
+#include "platform.h"
 
 namespace outpace {
 namespace {
@@ -29,24 +25,10 @@ constexpr double kLost = 0.4;
 constexpr int kMostPatience = 16;
 constexpr unsigned kPausesAClock = 32;  // looking at the clock costs as much as a few pauses
 
-int processors() {
-#if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
-#endif
-    return static_cast<int>(std::thread::hardware_concurrency());
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
 }  // namespace
 
 Pool::Pool(int threads)
-    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(processors()), limit_(threads_), spin_(kLeastSpin),
+    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(allowed_processors()), limit_(threads_), spin_(kLeastSpin),
       idle_spin_(kCrowdedSpin.count()) {
     try {
         for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
@@ -142,20 +124,14 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
 // Where the threads need every processor, a worker that wakes on the caller's would wait for the scheduler to part them: up
 // to 4 ms, which the caller spends spinning. So workers are kept off the processor that the caller runs on.
 void Pool::keep_apart() {
-#if defined(__linux__)
     if (threads_ != processors_) return;
-    const int here = sched_getcpu();
+    const int here = current_processor();
     if (here == callers_ || here < 0) return;
-    cpu_set_t others;
-    if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) != processors_) return;
-    CPU_CLR(static_cast<size_t>(here), &others);
-    callers_ = here;
-    for (size_t i = 1; i < places_.size(); ++i) {
-        const int worker = places_[i].thread.load();
-        if (worker == 0) callers_ = -1;  // it has not begun yet: the next run sees to it
-        if (worker > 0) sched_setaffinity(worker, sizeof others, &others);  // where it may not: nothing is lost
-    }
-#endif
+    std::vector<int> workers;
+    for (size_t i = 1; i < places_.size(); ++i)
+        if (const int worker = places_[i].thread.load()) workers.push_back(worker);
+    if (!keep_off(here, processors_, workers.data(), workers.size())) return;
+    callers_ = workers.size() + 1 == places_.size() ? here : -1;  // some have not begun yet: the next run sees to them
 }
 
 bool Pool::take_part(int thread) {
@@ -261,9 +237,7 @@ void Pool::learn(int started, unsigned kind, double work) {
 
 void Pool::work(int thread) {
     Place& place = places_[static_cast<size_t>(thread)];
-#if defined(__linux__)
-    place.thread.store(static_cast<int>(syscall(SYS_gettid)));
-#endif
+    place.thread.store(current_thread());
     unsigned seen = 0;
     for (;;) {
         const auto start = Clock::now();

@@ -1,9 +1,9 @@
 #include "runtime/runtime.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <vector>
+
+#include "platform.h"
 
 namespace outpace {
 
@@ -14,7 +14,7 @@ struct Forks {
 
     static Forks& all() {
         static Forks* const forks = [] {
-            pthread_atfork(&before, &in_parent, &in_child);
+            at_fork(&before, &in_parent, &in_child);
             return new Forks;
         }();
         return *forks;

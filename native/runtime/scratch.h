@@ -3,14 +3,13 @@
 
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <vector>
 
 #include "kernels/table.h"
+#include "platform.h"
 #include "weights/matrix.h"
 
 namespace outpace {
@@ -26,7 +25,7 @@ public:
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
         void* raw = nullptr;
         if (bytes > 0) {
-            if (posix_memalign(&raw, 64, bytes) != 0) throw std::bad_alloc();
+            raw = take_aligned(bytes, 64);
             std::memset(raw, 0, bytes);
         }
         data_.reset(static_cast<T*>(raw));
@@ -39,7 +38,7 @@ public:
 
 private:
     struct Free {
-        void operator()(T* p) const { std::free(p); }
+        void operator()(T* p) const { give_aligned(p); }
     };
     std::unique_ptr<T, Free> data_;
     size_t count_ = 0;

@@ -1,7 +1,5 @@
 #include "weights/pack.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -10,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "platform.h"
 #include "weights/halves.h"
 #include "runtime/pool.h"
 
@@ -276,12 +275,7 @@ std::shared_ptr<uint8_t> Arena::take(size_t bytes) {
     if (!mapping_ || size_ - used_ < bytes) {
         constexpr size_t huge = size_t{2} << 20;
         const size_t size = (std::max(bytes, size_t{32} << 20) + 2 * huge - 1) / huge * huge;
-        void* raw = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (raw == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-        madvise(raw, size, MADV_HUGEPAGE);  // advice only: without huge pages it is merely slower
-#endif
-        mapping_ = std::shared_ptr<uint8_t>(static_cast<uint8_t*>(raw), [size](uint8_t* p) { munmap(p, size); });
+        mapping_ = std::shared_ptr<uint8_t>(static_cast<uint8_t*>(take_pages(size)), [size](uint8_t* p) { give_pages(p, size); });
         size_ = size;
         used_ = 0;
     }

@@ -1,0 +1,121 @@
+#include "platform.h"
+
+#include <cstdlib>
+#include <new>
+#include <thread>
+
+#if defined(_WIN32)
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#define WIN32_LEAN_AND_MEAN
+#include <malloc.h>
+#include <windows.h>
+#else
+#include <pthread.h>
+#include <sys/mman.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace outpace {
+
+#if defined(_WIN32)
+
+void* take_aligned(size_t bytes, size_t align) {
+    void* memory = _aligned_malloc(bytes, align);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+void give_aligned(void* memory) noexcept { _aligned_free(memory); }
+
+void* take_pages(size_t bytes) {
+    void* pages = VirtualAlloc(nullptr, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+    if (!pages) throw std::bad_alloc();
+    return pages;
+}
+void give_pages(void* pages, size_t) noexcept { VirtualFree(pages, 0, MEM_RELEASE); }
+
+void at_fork(void (*)(), void (*)(), void (*)()) {}
+
+#else
+
+void* take_aligned(size_t bytes, size_t align) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, align, bytes) != 0) throw std::bad_alloc();
+    return memory;
+}
+void give_aligned(void* memory) noexcept { std::free(memory); }
+
+void* take_pages(size_t bytes) {
+    void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) throw std::bad_alloc();
+    advise_huge(pages, bytes);
+    return pages;
+}
+void give_pages(void* pages, size_t bytes) noexcept { munmap(pages, bytes); }
+
+void at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) { pthread_atfork(before, in_parent, in_child); }
+
+#endif
+
+void advise_huge(void* memory, size_t bytes) noexcept {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    madvise(memory, bytes, MADV_HUGEPAGE);
+#else
+    static_cast<void>(memory), static_cast<void>(bytes);
+#endif
+}
+
+#if defined(__linux__)
+
+int allowed_processors() {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+    return static_cast<int>(std::thread::hardware_concurrency());
+}
+int current_processor() { return sched_getcpu(); }
+int current_thread() { return static_cast<int>(syscall(SYS_gettid)); }
+
+bool keep_off(int processor, int processors, const int* threads, size_t count) {
+    cpu_set_t others;
+    if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) != processors) return false;
+    CPU_CLR(static_cast<size_t>(processor), &others);
+    for (size_t i = 0; i < count; ++i)
+        sched_setaffinity(threads[i], sizeof others, &others);  // where it may not: nothing is lost
+    return true;
+}
+
+#else
+
+int allowed_processors() { return static_cast<int>(std::thread::hardware_concurrency()); }
+int current_processor() { return -1; }
+int current_thread() { return 0; }
+bool keep_off(int, int, const int*, size_t) { return false; }
+
+#endif
+
+#if defined(__x86_64__)
+
+Registers cpuid(uint32_t leaf, uint32_t subleaf) {
+    Registers r{0, 0, 0, 0};
+    __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+    return r;
+}
+
+uint64_t saved_states() {
+    if (!(cpuid(1, 0).c >> 27 & 1)) return 0;  // OSXSAVE
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+#endif
+
+}  // namespace outpace
