@@ -166,7 +166,8 @@ public:
                 if (node < 0 || static_cast<size_t>(node) >= policy_.kept(i).size())
                     throw std::invalid_argument("the path leaves the draft");
             }
-        policy_.learn(accepted.data(), path.data(), depth, seconds_of(seconds));
+        const auto of = [&seconds](const char* phase) { return nb::cast<double>(seconds[phase]); };
+        policy_.learn(accepted.data(), path.data(), depth, {of("draft"), of("target") + of("verify") + of("other")});
     }
 
     // For a step in C++ (step.cpp): the policy itself, and what its numbers stand for.
@@ -194,10 +195,6 @@ public:
             worth = nb::tuple(nb::cast(policy_.gains(i)));
         }
         return named(decision_, said.size, expected, text, worth);
-    }
-    static Policy::Seconds seconds_of(const nb::object& seconds) {
-        const auto of = [&seconds](const char* phase) { return nb::cast<double>(seconds[phase]); };
-        return {of("draft"), of("target") + of("verify") + of("other")};
     }
 
     void release(int64_t row) { policy_.release(row); }

@@ -75,8 +75,15 @@ void make_runtime(Runtime* self, int threads) {
 }
 
 void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<Runtime> runtime, const std::string& isa,
-                bool kv_f32, int64_t kv_limit) {
-    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), kv_f32, kv_limit);
+                const std::string& kv_dtype, int64_t kv_limit) {
+    KVType type = KVType::BF16;
+    if (kv_dtype == "float32")
+        type = KVType::F32;
+    else if (kv_dtype == "int8")
+        type = KVType::I8;
+    else if (kv_dtype != "bfloat16")
+        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float32 or int8");
+    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit);
 }
 
 template <class F>
@@ -104,7 +111,7 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
         .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
     m.attr("KV_BLOCK") = kBlock;
-    model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_f32"_a, "kv_limit"_a)
+    model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a)
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
         .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })

@@ -7,57 +7,17 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "bindings/arrays.h"
 #include "bindings/bindings.h"
-#include "bindings/chooser.h"
 #include "bindings/policy.h"
-#include "drafting/lookups.h"
+#include "bindings/step_rows.h"
 #include "model/walk.h"
 
 namespace outpace {
 namespace {
-
-// Drafting failed, before anything was changed.
-struct DraftFault : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// What stays as it is of a sequence while it has its row.
-struct StepRow {
-    int32_t row;
-    int64_t request, prompt;
-    bool adaptive;
-    nb::object drafter, held;  // its name; keeps `lookup` alive
-    Lookup* lookup;            // null: it decodes plainly
-    nb::tuple names;           // of the lookup's sources
-    Sampling sampling;         // `index` aside
-};
-
-// Nodes of B rows, at most `width` each: Drafts of exact/drafts.py.
-struct Nodes {
-    int width = 0;
-    bool chains = true;
-    std::vector<int32_t> widths, tokens, parents;
-    std::vector<float> gains;
-    std::vector<uint8_t> sources;
-
-    void clear(size_t rows, int most) {
-        width = most;
-        chains = true;
-        widths.assign(rows, 0);
-        const size_t size = rows * static_cast<size_t>(most);
-        tokens.assign(size, 0);
-        parents.assign(size, -1);
-        gains.assign(size, 0.0f);
-        sources.assign(size, 0);
-    }
-    size_t at(size_t i) const { return i * static_cast<size_t>(width); }
-};
 
 template <class Item, class Made>
 nb::object filled(Made&& array, const std::vector<Item>& values) {
@@ -68,18 +28,19 @@ nb::object filled(Made&& array, const std::vector<Item>& values) {
 class Stepper {
 public:
     // `target`: the source of tokens that no draft had.
-    Stepper(Model& model, int layers, nb::str target) : model_(model), layers_(layers), target_(std::move(target)) {}
+    Stepper(int layers, nb::str target) : layers_(layers), target_(std::move(target)) {}
     Stepper(const Stepper&) = delete;
 
     // rows: (StepRow, tokens, how many are committed, most nodes). policy: None, where every row gets as many as it may.
     // A tuple for each row, threads, seconds of drafting, forward and verdicts, and whether all rows were decided.
-    nb::tuple step(const nb::object& policy, const nb::list& rows) {
+    nb::tuple step(Model& model, const nb::object& policy, const nb::list& rows) {
         const auto begun = Clock::now();
+        model_ = &model;
         result_.reset();
         struct Given {  // the rows' tokens, whatever happens
-            std::deque<Now>& rows;
+            std::deque<RowNow>& rows;
             ~Given() {
-                for (Now& now : rows) now.tokens.reset();
+                for (RowNow& now : rows) now.tokens.reset();
             }
         } const given{rows_};
         take(rows);
@@ -105,9 +66,9 @@ public:
         return said;
     }
 
-    // What the policy makes of the step that was; `seconds` by phase.
-    void learn(const nb::object& seconds) {
-        if (policy_) policy_->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), BoundPolicy::seconds_of(seconds));
+    // What the policy makes of the step that was: seconds that drafting took, and all else.
+    void learn(double draft, double body) {
+        if (policy_) policy_->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), {draft, body});
     }
 
     // The last step's drafts before and after the policy, its verdicts and decisions, as the arrays of Drafts and Verdicts.
@@ -130,15 +91,6 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    struct Now {  // a row in this step
-        const StepRow* its;
-        int most, asked;
-        size_t length;
-        std::optional<IntView> tokens;
-        int32_t pending;
-        bool settled;
-    };
-
     const Nodes& kept() const { return all_kept_ ? proposed_ : kept_; }
 
     void take(const nb::list& rows) {
@@ -148,7 +100,7 @@ private:
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
             if (!nb::isinstance<StepRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most)");
-            Now& now = rows_.emplace_back();
+            RowNow& now = rows_.emplace_back();
             now.its = nb::inst_ptr<StepRow>(given[0]);
             now.tokens.emplace(nb::handle(given[1]).ptr());
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
@@ -169,7 +121,7 @@ private:
         if (!planned_) return proposed_.clear(rows_.size(), 0);
         if (policy_) {
             views_.clear();
-            for (const Now& now : rows_) {
+            for (const RowNow& now : rows_) {
                 const StepRow& its = *now.its;
                 policy_->admit(its.row, its.request, its.sampling.temperature, its.drafter);
                 views_.push_back({its.row, its.adaptive, now.most, static_cast<double>(now.length - 1)});
@@ -192,7 +144,7 @@ private:
             asked_.clear();
             at_.clear();
             for (size_t i = first; i < rows_.size(); ++i) {
-                const Now& now = rows_[i];
+                const RowNow& now = rows_[i];
                 if (!now.asked || now.its->lookup != rows_[first].its->lookup) continue;
                 asked_.push_back({now.its->row, now.its->request, now.its->prompt, now.tokens->data(), now.length, now.asked});
                 at_.push_back(i);
@@ -222,8 +174,8 @@ private:
             if (k > static_cast<size_t>(rows_[i].asked)) throw std::runtime_error("a lookup proposed more nodes than were asked for");
             proposed_.widths[i] = static_cast<int32_t>(k);
             for (size_t n = 0; n < k; ++n) {
-                if (tree.tokens[n] < 0 || tree.tokens[n] >= model_.vocab())
-                    throw std::runtime_error("a lookup proposed a token that is not in the vocabulary of " + std::to_string(model_.vocab()));
+                if (tree.tokens[n] < 0 || tree.tokens[n] >= model_->vocab())
+                    throw std::runtime_error("a lookup proposed a token that is not in the vocabulary of " + std::to_string(model_->vocab()));
                 proposed_.tokens[to + n] = tree.tokens[n];
                 proposed_.parents[to + n] = tree.parents[n];
                 proposed_.chains = proposed_.chains && tree.parents[n] == static_cast<int32_t>(n) - 1;
@@ -284,8 +236,8 @@ private:
         }
         const BatchView batch{static_cast<int>(n), static_cast<int>(rows_.size()), static_cast<int>(n), token_.data(), row_.data(), position_.data(),
                               parent_.data(), starts_.data(), wanted_.data(), {}, layers_, nullptr, nullptr};
-        std::lock_guard<std::mutex> lock(model_.lock());
-        result_ = model_.forward(batch);
+        std::lock_guard<std::mutex> lock(model_->lock());
+        result_ = model_->forward(batch);
         threads_ = result_->threads;
     }
 
@@ -311,7 +263,7 @@ private:
         });
         decided_ = std::all_of(accepted_.begin(), accepted_.end(), [](int32_t accepted) { return accepted >= 0; });
         if (!decided_) return;
-        std::lock_guard<std::mutex> lock(model_.lock());
+        std::lock_guard<std::mutex> lock(model_->lock());
         for (size_t i = 0; i < b; ++i) rows_[i].settled = settle(i);
     }
 
@@ -322,9 +274,9 @@ private:
             if (!nodes.chains) {
                 slots_.assign(1, 0);
                 for (int n = 0; n < accepted_[i]; ++n) slots_.push_back(path_[nodes.at(i) + static_cast<size_t>(n)] + 1);
-                model_.kv().compact(row, before, slots_.data(), gained);
+                model_->kv().compact(row, before, slots_.data(), gained);
             } else if (gained <= nodes.widths[i]) {
-                model_.kv().truncate(row, before + gained);
+                model_->kv().truncate(row, before + gained);
             }
             return true;
         } catch (const std::exception&) {
@@ -379,13 +331,13 @@ private:
         return nb::make_tuple(filled(IntArray({b, w}), nodes.tokens), filled(IntArray({b}), nodes.widths), parents, nb::none(), gains, source, names_);
     }
 
-    Model& model_;
+    Model* model_ = nullptr;  // in a step
     const int layers_;
     const nb::str target_;
     // The step that is under way, or was the last one.
     nb::object held_;  // keeps the policy alive
     BoundPolicy* policy_ = nullptr;
-    std::deque<Now> rows_;
+    std::deque<RowNow> rows_;
     bool planned_ = false, all_kept_ = true, decided_ = true;
     int threads_ = 0;
     nb::tuple names_;  // of sources
@@ -414,9 +366,9 @@ void bind_step(nb::module_& m) {
              },
              "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "chooser"_a);
     nb::class_<Stepper>(m, "Stepper")
-        .def(nb::init<Model&, int, nb::str>(), "model"_a, "layers"_a, "target"_a, nb::keep_alive<1, 2>())
-        .def("step", &Stepper::step, "policy"_a.none(), "rows"_a)
-        .def("learn", &Stepper::learn, "seconds"_a)
+        .def(nb::init<int, nb::str>(), "layers"_a, "target"_a)
+        .def("step", &Stepper::step, "model"_a, "policy"_a.none(), "rows"_a)
+        .def("learn", &Stepper::learn, "draft"_a, "body"_a)
         .def("record", &Stepper::record)
         .def("result", &Stepper::result);
 }

@@ -5,210 +5,100 @@
 // depend on that block only; blocks are then merged in order. So a result depends on the query, its position and what
 // stands at the positions it sees: not on the other queries of the job, nor on who computed which block. Positions that
 // a query does not see are skipped: their values are never read.
-//
-// Keys of a block: bf16 [4 x 16 slots][dim / 2][16][2], or f32 [4 x 16 slots][dim][16]. Values: [64 slots][dim].
 #pragma once
 
 #include <cmath>
 
-#include "weights/halves.h"
-#include "kernels/math.h"
-#include "kernels/range.h"
-#include "kernels/table.h"
+#include "kernels/kv_block.h"
 
 namespace outpace {
 namespace OUTPACE_NS {
 
-constexpr int kSub = 16;  // slots of a key tile
-
-template <bool f32>
-INLINE int key_tile_bytes(int dim) {
-    return dim * kSub * (f32 ? 4 : 2);
-}
-
-// Whether scores are sums of bfloat16 products: where there is an instruction for it, queries are rounded as keys are.
-template <bool f32>
-constexpr bool kPairs = !f32 && kDotPairs;
-
-template <bool pairs>
-struct QueryOf {
-    using type = float;
-};
-template <>
-struct QueryOf<true> {
-    using type = uint16_t;
-};
-template <bool f32>
-using Query = typename QueryOf<kPairs<f32>>::type;
-
-// Two dimensions of 16 keys; `k` at an even dimension.
-template <bool f32>
-struct KeyPair {
-    F first, second;
-    I both;
-    INLINE KeyPair at(const uint8_t* k) {
-        if constexpr (f32) {
-            const float* p = reinterpret_cast<const float*>(k);
-            return {load(p), load(p + kSub), zero_i()};
-        } else if constexpr (kDotPairs) {
-            return {zero(), zero(), load_pairs(k)};
-        } else {
-            const I pairs = load_pairs(k);
-            return {pair_low(pairs), pair_high(pairs), pairs};
-        }
+// A block's scores [queries][64] of positions [begin, end) -> their peak; the unseen become -inf. Queries that see nothing
+// are left out here and below. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
+INLINE void find_peaks(float (*scores)[kBlock], int queries, const int* begin, const int* end, float* peaks) {
+    for (int i = 0; i < queries; ++i) {
+        float* s = scores[i];
+        if (begin[i] >= end[i]) continue;
+        for (int p = 0; p < begin[i]; ++p) s[p] = -INFINITY;
+        for (int p = end[i]; p < kBlock; ++p) s[p] = -INFINITY;
+        peaks[i] = peak(max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48))));
     }
-};
-
-template <bool f32>
-INLINE F score_step(F acc, const KeyPair<f32>& k, const Query<f32>* q) {
-    if constexpr (kPairs<f32>)
-        return dot_pairs(k.both, set1_pair(q), acc);
-    else
-        return fma(k.second, set1(q[1]), fma(k.first, set1(q[0]), acc));
 }
 
-// scores[q][16 tile + lane] of a whole block for the queries of the pack; meanwhile the block's values, and the keys
-// that are needed after it, are fetched: a row's cache is read once a layer and has left every near cache since.
-template <bool f32, int... i>
-static void score_block(Pack<i...>, const Query<f32>* const* q, const uint8_t* keys, const uint8_t* values,
-                        const uint8_t* upcoming, int dim, float (*scores)[kBlock]) {
-    F a[] = {(static_cast<void>(i), zero())...}, b[] = {(static_cast<void>(i), zero())...};
-    F c[] = {(static_cast<void>(i), zero())...}, d[] = {(static_cast<void>(i), zero())...};
-    const int tile = key_tile_bytes<f32>(dim), step = 2 * kSub * (f32 ? 4 : 2);
-    for (int at = 0; at < dim; at += 2, keys += step, values += 4 * step, upcoming += 4 * step) {
-        for (int line = 0; line < 4 * step; line += 64) {
-            __builtin_prefetch(values + line, 0, 3);
-            __builtin_prefetch(upcoming + line, 0, 2);
-        }
-        const KeyPair<f32> ka = KeyPair<f32>::at(keys), kb = KeyPair<f32>::at(keys + tile);
-        const KeyPair<f32> kc = KeyPair<f32>::at(keys + 2 * tile), kd = KeyPair<f32>::at(keys + 3 * tile);
-        ((a[i] = score_step<f32>(a[i], ka, q[i] + at)), ...);
-        ((b[i] = score_step<f32>(b[i], kb, q[i] + at)), ...);
-        ((c[i] = score_step<f32>(c[i], kc, q[i] + at)), ...);
-        ((d[i] = score_step<f32>(d[i], kd, q[i] + at)), ...);
+// Scores -> weights relative to the peak, and their sum; then times the values' scales, where those have any.
+INLINE void weigh_scores(float (*scores)[kBlock], int queries, const int* begin, const int* end, const float* peaks,
+                         const float* scales, float* totals) {
+    for (int i = 0; i < queries; ++i) {
+        if (begin[i] >= end[i]) continue;
+        const F shift = set1(peaks[i]);
+        for (int p = 0; p < kBlock; p += 16) store(scores[i] + p, exp_down(sub(load(scores[i] + p), shift)));
     }
-    (store(scores[i], a[i]), ...);
-    (store(scores[i] + 16, b[i]), ...);
-    (store(scores[i] + 32, c[i]), ...);
-    (store(scores[i] + 48, d[i]), ...);
-}
-
-// One query against one slot, by the same operations as its lane above.
-template <bool f32>
-static float score_slot(const Query<f32>* q, const uint8_t* keys, int slot, int dim) {
-    const uint8_t* k = keys + slot / kSub * key_tile_bytes<f32>(dim);
-    F acc = zero();
-    for (int at = 0; at < dim; at += 2, k += 2 * kSub * (f32 ? 4 : 2)) acc = score_step<f32>(acc, KeyPair<f32>::at(k), q + at);
-    float lanes[kSub];
-    store(lanes, acc);
-    return lanes[slot % kSub];
-}
-
-template <bool f32>
-INLINE F load_value(const uint8_t* v, int d) {
-    if constexpr (f32)
-        return load(reinterpret_cast<const float*>(v) + d);
-    else
-        return load_bf16(reinterpret_cast<const uint16_t*>(v) + d);
-}
-
-// out[q][d ..] += weights[q][p] * value[p] for p in [from, to), position after position; C vectors of 16 dimensions.
-template <bool f32, int... i, int... c>
-INLINE void add_values(Pack<i...>, Pack<c...>, const float (*weights)[kBlock], const uint8_t* values, int row, int from, int to,
-                       int d, float* const* out) {
-    struct Sums {
-        F of[sizeof...(c)];
-    };
-    const auto get = [&](const float* o) { return Sums{{load(o + d + 16 * c)...}}; };
-    Sums acc[] = {get(out[i])...};
-    for (int p = from; p < to; ++p) {
-        const uint8_t* at = values + p * row;
-        const F v[] = {load_value<f32>(at, d + 16 * c)...};
-        const auto add = [&](Sums& s, const float* w) {
-            const F weight = set1(w[p]);
-            ((s.of[c] = fma(weight, v[c], s.of[c])), ...);
-        };
-        (add(acc[i], weights[i]), ...);
+    for (int i = 0; i < queries; ++i) {
+        float* s = scores[i];
+        if (begin[i] >= end[i]) continue;
+        const F a = load(s), b = load(s + 16), c = load(s + 32), d = load(s + 48);
+        totals[i] = sum(add(add(a, b), add(c, d)));
+        if (!scales) continue;
+        store(s, mul(a, load(scales)));
+        store(s + 16, mul(b, load(scales + 16)));
+        store(s + 32, mul(c, load(scales + 32)));
+        store(s + 48, mul(d, load(scales + 48)));
     }
-    const auto put = [&](const Sums& s, float* o) { (store(o + d + 16 * c, s.of[c]), ...); };
-    (put(acc[i], out[i]), ...);
 }
 
-template <bool f32, class P>
-static void add_range(P pack, const float (*weights)[kBlock], const uint8_t* values, int dim, int from, int to,
-                      float* const* out) {
-    const int row = dim * (f32 ? 4 : 2);
-    int d = 0;
-    for (; d + 64 <= dim; d += 64) add_values<f32>(pack, Range<4>{}, weights, values, row, from, to, d, out);
-    for (; d < dim; d += 16) add_values<f32>(pack, Range<1>{}, weights, values, row, from, to, d, out);
-}
-
-// The scores of positions [begin, end) of a block -> weights relative to the block's peak, their sum, and the peak.
-INLINE void soften(float* scores, int begin, int end, float* block_peak, float* total) {
-    for (int p = 0; p < begin; ++p) scores[p] = -INFINITY;
-    for (int p = end; p < kBlock; ++p) scores[p] = -INFINITY;
-    const F a = load(scores), b = load(scores + 16), c = load(scores + 32), d = load(scores + 48);
-    *block_peak = peak(max(max(a, b), max(c, d)));
-    const F shift = set1(*block_peak);
-    const F ea = exp(sub(a, shift)), eb = exp(sub(b, shift)), ec = exp(sub(c, shift)), ed = exp(sub(d, shift));
-    store(scores, ea);
-    store(scores + 16, eb);
-    store(scores + 32, ec);
-    store(scores + 48, ed);
-    *total = sum(add(add(ea, eb), add(ec, ed)));
-}
-
-// What has been merged so far, and one block more: out = out * old + block * fresh, with weights relative to the new peak.
+// What has been merged so far, and one block more: out = out * keep + block * take, with weights relative to the new peak.
+// A query a lane; a block that a query does not see has the peak -inf and the total 0, and changes nothing.
 struct Merged {
-    float peak = -INFINITY, total = 0.0f;
+    alignas(64) float peak[kMaxQueries], total[kMaxQueries], keep[kMaxQueries], take[kMaxQueries];
+    const int queries;
 
-    INLINE float weight(float difference) {
-        float lanes[16];
-        store(lanes, exp(set1(difference)));
-        return lanes[0];
+    explicit Merged(int n) : queries(n) {
+        for (int i = 0; i < queries; i += 16) {
+            store(peak + i, set1(-INFINITY));
+            store(total + i, zero());
+        }
     }
-    void add(float block_peak, float block_total, const float* block, float* out, int dim) {
-        const float top = block_peak > peak ? block_peak : peak;
-        const float old = peak == top ? 1.0f : weight(peak - top);
-        const float fresh = block_peak == top ? 1.0f : weight(block_peak - top);
-        peak = top;
-        total = total * old + block_total * fresh;
-        const F keep = set1(old), take = set1(fresh);
-        for (int d = 0; d < dim; d += 16) store(out + d, fma(load(block + d), take, mul(load(out + d), keep)));
+    void add(const float* block_peak, const float* block_total) {
+        for (int i = 0; i < queries; i += 16) {
+            const F before = load(peak + i), fresh = load(block_peak + i), top = max(fresh, before);
+            const F k = select(less(before, top), exp_down(sub(before, top)), set1(1.0f));
+            const F t = select(less(fresh, top), exp_down(sub(fresh, top)), set1(1.0f));
+            store(peak + i, top);
+            store(total + i, outpace::OUTPACE_NS::add(mul(load(total + i), k), mul(load(block_total + i), t)));
+            store(keep + i, k);
+            store(take + i, t);
+        }
     }
-    void finish(float* out, int dim) const {
-        const F inverse = set1(1.0f / total);
+    void apply(int i, const float* block, float* out, int dim) const {
+        const F k = set1(keep[i]), t = set1(take[i]);
+        for (int d = 0; d < dim; d += 16) store(out + d, fma(load(block + d), t, mul(load(out + d), k)));
+    }
+    void finish(int i, float* out, int dim) const {
+        const F inverse = set1(1.0f / total[i]);
         for (int d = 0; d < dim; d += 16) store(out + d, mul(load(out + d), inverse));
     }
 };
 
-// Calls body(pack, first query) for runs of up to kQueries queries.
-template <class Body>
-INLINE void in_tiles(int queries, const Body& body) {
-    int i = 0;
-    if constexpr (kQueries >= 4)
-        for (; queries - i >= 4; i += 4) body(Range<4>{}, i);
-    if constexpr (kQueries >= 3)
-        for (; queries - i >= 3; i += 3) body(Range<3>{}, i);
-    if constexpr (kQueries >= 2)
-        for (; queries - i >= 2; i += 2) body(Range<2>{}, i);
-    for (; i < queries; ++i) body(Range<1>{}, i);
-}
-
-template <bool f32>
+template <KVType type>
 struct Attention {
     const AttentionJob& job;
-    const int dim = job.dim_padded, row = job.dim_padded * (f32 ? 4 : 2);
+    const int dim = job.dim_padded, row = job.dim_padded * element_bytes(type);
+    const bool wide = type != KVType::F32 && job.queries > kDirect;  // whether numbers become floats once for all queries
     int begin[kMaxQueries], end[kMaxQueries];  // what each query sees of the current block
-    float peaks[kMaxQueries], totals[kMaxQueries];
+    alignas(64) float peaks[kMaxQueries], totals[kMaxQueries];
     alignas(64) float scores[kMaxQueries][kBlock];
     float* sums[kMaxQueries];  // a block's weighted values
-    const Query<f32>* query[kMaxQueries];
-    alignas(64) uint16_t rounded[kPairs<f32> ? kMaxQueries : 1][kMaxHead];
+    const Query<type>* query[kMaxQueries];
+    alignas(64) uint16_t rounded[kPairs<type> ? kMaxQueries : 1][kMaxHead];
+    alignas(64) float widened[type == KVType::F32 ? 16 : kBlock * kMaxHead];
+
+    explicit Attention(const AttentionJob& j) : job(j) {}  // no braces around it: nothing is to be zeroed
 
     void take_queries() {
+        for (int i = job.queries; i < round_up(job.queries, 16); ++i) peaks[i] = totals[i] = 0.0f;  // lanes without a query
         for (int i = 0; i < job.queries; ++i) {
-            if constexpr (kPairs<f32>) {
+            if constexpr (kPairs<type>) {
                 for (int d = 0; d < dim; ++d) rounded[i][d] = float_to_bf16(job.q[i][d]);
                 query[i] = rounded[i];
             } else {
@@ -217,46 +107,83 @@ struct Attention {
         }
     }
 
-    // A block that no query sees through a tree's path.
-    void chain_block(const uint8_t* keys, const uint8_t* values, const uint8_t* upcoming) {
-        in_tiles(job.queries,
-                 [&](auto pack, int i) { score_block<f32>(pack, query + i, keys, values, upcoming, dim, scores + i); });
-        for (int i = 0; i < job.queries; ++i)
-            if (begin[i] < end[i]) soften(scores[i], begin[i], end[i], &peaks[i], &totals[i]);
-        in_tiles(job.queries, [&](auto pack, int i) { tile_values(pack, i, values); });
+    // A block that no query sees through a tree's path; `next`: what will be needed after it.
+    void chain_block(const uint8_t* keys, const uint8_t* values, const uint8_t* next_keys) {
+        Fetch fetch{values, values + part_bytes(type, dim)};
+        const float* scales = scales_of<type>(keys, dim);
+        if (wide && !kPairs<type>) {
+            widen_keys<type>(keys, dim, widened);
+            score_all<kPairs<type> ? type : KVType::F32, true>(reinterpret_cast<const uint8_t*>(widened), scales, fetch);
+        } else {
+            score_all<type, false>(keys, scales, fetch);
+        }
+        find_peaks(scores, job.queries, begin, end, peaks);
+        weigh_scores(scores, job.queries, begin, end, peaks, scales_of<type>(values, dim), totals);
+        int from = kBlock, to = 0;
+        for (int i = 0; i < job.queries; ++i) {
+            if (begin[i] >= end[i]) continue;
+            from = begin[i] < from ? begin[i] : from;
+            to = end[i] > to ? end[i] : to;
+        }
+        fetch = {next_keys, next_keys + part_bytes(type, dim)};
+        if (wide) {
+            widen_values<type>(values, dim, from, to, widened);
+            add_all<KVType::F32, true>(reinterpret_cast<const uint8_t*>(widened), fetch);
+        } else {
+            add_all<type, false>(values, fetch);
+        }
+    }
+
+    template <KVType as, bool widely>
+    void score_all(const uint8_t* keys, const float* scales, Fetch& fetch) {
+        in_tiles(job.queries, [&](auto pack, int i) {
+            score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i);
+        });
+    }
+
+    template <KVType as, bool widely>
+    void add_all(const uint8_t* values, Fetch& fetch) {
+        in_tiles(job.queries, [&](auto pack, int i) { tile_values<as, widely>(pack, i, values, fetch); });
     }
 
     // What all queries of the tile see is added for all at once, the rest query by query; for each in order.
-    template <int... t>
-    void tile_values(Pack<t...> pack, int first, const uint8_t* values) {
+    template <KVType as, bool widely, int... t>
+    void tile_values(Pack<t...> pack, int first, const uint8_t* values, Fetch& fetch) {
         int from = 0, to = kBlock;
         ((from = begin[first + t] > from ? begin[first + t] : from), ...);
         ((to = end[first + t] < to ? end[first + t] : to), ...);
         const bool shared = from < to;
         const auto alone = [&](int i, int a, int b) {
-            if (a < b) add_range<f32>(Range<1>{}, scores + i, values, dim, a, b, sums + i);
+            if (a < b) add_range<as, widely>(Range<1>{}, scores + i, values, dim, a, b, fetch, sums + i);
         };
         (alone(first + t, begin[first + t], shared ? from : end[first + t]), ...);
         if (!shared) return;
-        add_range<f32>(pack, scores + first, values, dim, from, to, sums + first);
+        add_range<as, widely>(pack, scores + first, values, dim, from, to, fetch, sums + first);
         (alone(first + t, to, end[first + t]), ...);
     }
 
     // Cached positions stand in their slots; later ones are looked up along the query's path.
     void tree_block(int i, int base, const uint8_t* keys, const uint8_t* values) {
+        Fetch none;
         int cached = job.path[i] ? job.cached - base : end[i];
         cached = cached < begin[i] ? begin[i] : cached > end[i] ? end[i] : cached;
-        if (cached > begin[i]) score_block<f32>(Range<1>{}, query + i, keys, values, values, dim, scores + i);
+        if (cached > begin[i]) score_block<type, false>(Range<1>{}, query + i, keys, scales_of<type>(keys, dim), dim, none, scores + i);
+        alignas(64) float own[kBlock];  // the values' scales in the order of positions
+        const float* scales = scales_of<type>(values, dim);
+        for (int p = 0; scales && p < kBlock; ++p) own[p] = p >= begin[i] && p < cached ? scales[p] : 0.0f;
         for (int p = cached; p < end[i]; ++p) {
             const int slot = job.path[i][base + p - job.cached];
-            scores[i][p] = score_slot<f32>(query[i], job.blocks[slot / kBlock] + job.keys, slot % kBlock, dim);
+            const uint8_t* block = job.blocks[slot / kBlock];
+            scores[i][p] = score_slot<type>(query[i], block + job.keys, slot % kBlock, dim);
+            if (scales) own[p] = scales_of<type>(block + job.values, dim)[slot % kBlock];
         }
-        soften(scores[i], begin[i], end[i], &peaks[i], &totals[i]);
-        if (cached > begin[i]) add_range<f32>(Range<1>{}, scores + i, values, dim, begin[i], cached, sums + i);
+        find_peaks(scores + i, 1, begin + i, end + i, peaks + i);
+        weigh_scores(scores + i, 1, begin + i, end + i, peaks + i, scales ? own : nullptr, totals + i);
+        if (cached > begin[i]) add_range<type, false>(Range<1>{}, scores + i, values, dim, begin[i], cached, none, sums + i);
         for (int p = cached; p < end[i]; ++p) {
             const int slot = job.path[i][base + p - job.cached];
             const uint8_t* value = job.blocks[slot / kBlock] + job.values + slot % kBlock * row;
-            add_range<f32>(Range<1>{}, scores + i, value - p * row, dim, p, p + 1, sums + i);
+            add_range<type, false>(Range<1>{}, scores + i, value - p * row, dim, p, p + 1, none, sums + i);
         }
     }
 
@@ -268,6 +195,8 @@ struct Attention {
             end[i] = job.position[i] + 1 - base;
             end[i] = end[i] > kBlock ? kBlock : end[i];
             chains = chains && (!job.path[i] || base + end[i] <= job.cached);
+            peaks[i] = -INFINITY;
+            totals[i] = 0.0f;
         }
         const uint8_t* keys = job.blocks[index] + job.keys;
         const uint8_t* values = job.blocks[index] + job.values;
@@ -286,48 +215,63 @@ struct Attention {
         last = last / kBlock + 1 < job.block_end ? last / kBlock + 1 : job.block_end;
         if (first >= last) return;
         take_queries();
-        Merged merged[kMaxQueries];
-        alignas(64) float local[kMaxQueries][kMaxHead];
-        for (int i = 0; i < job.queries && !job.parts[i]; ++i)
+        Merged merged(job.queries);
+        alignas(64) float local[kMaxQueries * kMaxHead];
+        const bool whole = job.parts[0] == nullptr;
+        for (int i = 0; i < job.queries && whole; ++i)
             for (int d = 0; d < dim; d += 16) store(job.out[i] + d, zero());
         for (int index = first; index < last; ++index) {
             for (int i = 0; i < job.queries; ++i) {
-                sums[i] = job.parts[i] ? job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16 : local[i];
+                sums[i] = whole ? local + i * dim : job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16;
                 for (int d = 0; d < dim; d += 16) store(sums[i] + d, zero());
             }
             block(index, index + 1 == last);
+            if (whole) merged.add(peaks, totals);
             for (int i = 0; i < job.queries; ++i) {
                 if (begin[i] >= end[i]) continue;
-                if (!job.parts[i]) {
-                    merged[i].add(peaks[i], totals[i], local[i], job.out[i], dim);
+                if (whole) {
+                    merged.apply(i, sums[i], job.out[i], dim);
                 } else {
                     sums[i][-16] = peaks[i];
                     sums[i][-15] = totals[i];
                 }
             }
         }
-        for (int i = 0; i < job.queries && !job.parts[i]; ++i) merged[i].finish(job.out[i], dim);
+        for (int i = 0; i < job.queries && whole; ++i) merged.finish(i, job.out[i], dim);
     }
 };
 
 static void attention(const AttentionJob& job) {
-    if (job.kv_f32)
-        Attention<true>{job}.run();
+    if (job.type == KVType::F32)
+        Attention<KVType::F32>(job).run();
+    else if (job.type == KVType::I8)
+        Attention<KVType::I8>(job).run();
     else
-        Attention<false>{job}.run();
+        Attention<KVType::BF16>(job).run();
 }
 
 // The blocks that several jobs left in `parts`, merged as one job would have.
 static void merge_parts(const AttentionJob& job) {
+    Merged merged(job.queries);
+    int first = job.position[0], last = 0;
     for (int i = 0; i < job.queries; ++i) {
-        Merged merged;
+        last = job.position[i] > last ? job.position[i] : last;
+        first = job.first[i] < first ? job.first[i] : first;
         for (int d = 0; d < job.dim_padded; d += 16) store(job.out[i] + d, zero());
-        for (int index = job.first[i] / kBlock; index <= job.position[i] / kBlock; ++index) {
-            const float* part = job.parts[i] + static_cast<int64_t>(index) * job.part_stride;
-            merged.add(part[0], part[1], part + 16, job.out[i], job.dim_padded);
-        }
-        merged.finish(job.out[i], job.dim_padded);
     }
+    for (int index = first / kBlock; index <= last / kBlock; ++index) {
+        alignas(64) float peaks[kMaxQueries]{}, totals[kMaxQueries]{};
+        const auto part = [&](int i) { return job.parts[i] + static_cast<int64_t>(index) * job.part_stride; };
+        const auto sees = [&](int i) { return index >= job.first[i] / kBlock && index <= job.position[i] / kBlock; };
+        for (int i = 0; i < job.queries; ++i) {
+            peaks[i] = sees(i) ? part(i)[0] : -INFINITY;
+            totals[i] = sees(i) ? part(i)[1] : 0.0f;
+        }
+        merged.add(peaks, totals);
+        for (int i = 0; i < job.queries; ++i)
+            if (sees(i)) merged.apply(i, part(i) + 16, job.out[i], job.dim_padded);
+    }
+    for (int i = 0; i < job.queries; ++i) merged.finish(i, job.out[i], job.dim_padded);
 }
 
 }  // namespace OUTPACE_NS

@@ -13,14 +13,8 @@ INLINE F load_some(const float* p, int count, float rest) {
     return load(lanes);
 }
 
-// e^x. Cody and Waite's reduction x = n log 2 + r, |r| <= log(2) / 2, then a polynomial in r (Taylor's first terms with
-// minimax-adjusted tail, as in Cephes' expf); relative error under 2e-7. Below -87.3 the result is 0 exactly, so a
-// masked score of -inf weighs nothing; above 88.3 it saturates. NaN stays NaN.
-INLINE F exp(F x) {
-    const M gone = less(x, set1(-87.3f));
-    const M nan = is_nan(x);
-    const F y = min(max(x, set1(-87.3f)), set1(88.3f));
-    const I n = to_int(mul(y, set1(1.44269504088896341f)));
+// e^(y - n log 2), n the nearest whole number.
+INLINE F exp_rest(F y, I n) {
     const F k = to_float(n);
     F r = fma(k, set1(-0.693359375f), y);
     r = fma(k, set1(2.12194440e-4f), r);
@@ -30,9 +24,27 @@ INLINE F exp(F x) {
     p = fma(p, r, set1(4.1665795894e-2f));
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
-    p = add(fma(p, mul(r, r), r), set1(1.0f));
-    const F result = mul(p, pow2(n));
+    return add(fma(p, mul(r, r), r), set1(1.0f));
+}
+
+// e^x. Cody and Waite's reduction x = n log 2 + r, |r| <= log(2) / 2, then a polynomial in r (Taylor's first terms with
+// minimax-adjusted tail, as in Cephes' expf); relative error under 2e-7. Below -87.3 the result is 0 exactly, so a
+// masked score of -inf weighs nothing; above 88.3 it saturates. NaN stays NaN.
+INLINE F exp(F x) {
+    const M gone = less(x, set1(-87.3f));
+    const M nan = is_nan(x);
+    const F y = min(max(x, set1(-87.3f)), set1(88.3f));
+    const I n = to_int(mul(y, set1(1.44269504088896341f)));
+    const F result = mul(exp_rest(y, n), pow2(n));
     return select(nan, x, select(gone, zero(), result));
+}
+
+// The same for x that is not above 0, in fewer steps. `max` gives its second argument where one is NaN.
+INLINE F exp_down(F x) {
+    const M gone = less(x, set1(-87.3f));
+    const F y = max(set1(-87.3f), x);
+    const I n = to_int(mul(y, set1(1.44269504088896341f)));
+    return select(gone, zero(), mul(exp_rest(y, n), pow2(n)));
 }
 
 // x / (1 + e^-x)

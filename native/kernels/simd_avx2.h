@@ -24,6 +24,7 @@ struct M {
 
 constexpr int kTile = 4;
 constexpr int kQueries = 1;
+constexpr int kDirect = 1;
 
 INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

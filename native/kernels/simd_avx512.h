@@ -19,6 +19,7 @@ using M = __mmask16;  // one truth value a lane
 
 constexpr int kTile = 16;    // most tokens of a register tile
 constexpr int kQueries = 4;  // query vectors of an attention tile
+constexpr int kDirect = 4;   // most queries for which keys and values are converted as they are used
 
 INLINE F zero() { return _mm512_setzero_ps(); }
 INLINE F set1(float x) { return _mm512_set1_ps(x); }

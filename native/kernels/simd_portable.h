@@ -28,6 +28,7 @@ struct M {
 
 constexpr int kTile = 2;
 constexpr int kQueries = 1;
+constexpr int kDirect = 1;
 
 #define LANES for (int i = 0; i < 16; ++i)
 

@@ -1,5 +1,8 @@
-// One token's key and value into the cache's layout; see attention.h.
+// One token's key and value into the cache's layout; see kv_block.h.
 #pragma once
+
+#include <algorithm>
+#include <cstring>
 
 #include "weights/halves.h"
 #include "kernels/simd.h"
@@ -8,10 +11,33 @@
 namespace outpace {
 namespace OUTPACE_NS {
 
-static void put_key(const float* k, int dim, int dim_padded, bool f32, uint8_t* keys, int slot) {
-    uint32_t* tile = reinterpret_cast<uint32_t*>(keys) + static_cast<int64_t>(slot / 16) * 16 * (f32 ? dim_padded : dim_padded / 2);
-    uint32_t* at = tile + slot % 16;
-    if (f32) {
+// x [dim] as int8 [dim_padded], to the nearest, ties to even; returns what multiplies them: the largest magnitude is 127.
+static float to_int8(const float* x, int dim, int dim_padded, uint8_t* out) {
+    alignas(64) float line[kMaxHead];
+    std::copy(x, x + dim, line);
+    std::fill(line + dim, line + dim_padded, 0.0f);
+    F most = zero();
+    for (int d = 0; d < dim_padded; d += 16) most = max(abs(load(line + d)), most);
+    const float largest = peak(most);
+    const F inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    for (int d = 0; d < dim_padded; d += 16) store_i8(out + d, to_int(min(max(mul(load(line + d), inverse), set1(-127.0f)), set1(127.0f))));
+    return largest / 127.0f;
+}
+
+static void put_scale(uint8_t* part, int dim_padded, int slot, float scale) {
+    std::memcpy(part + kBlock * dim_padded + 4 * slot, &scale, 4);
+}
+
+static void put_key(const float* k, int dim, int dim_padded, KVType type, uint8_t* keys, int slot) {
+    uint8_t* tile = keys + static_cast<int64_t>(slot / 16) * 16 * dim_padded * element_bytes(type);
+    if (type == KVType::I8) {
+        uint8_t bytes[kMaxHead];
+        put_scale(keys, dim_padded, slot, to_int8(k, dim, dim_padded, bytes));
+        for (int d = 0; d < dim_padded; ++d) tile[16 * d + slot % 16] = bytes[d];
+        return;
+    }
+    uint32_t* at = reinterpret_cast<uint32_t*>(tile) + slot % 16;
+    if (type == KVType::F32) {
         for (int d = 0; d < dim_padded; ++d) at[16 * d] = d < dim ? float_to_bits(k[d]) : 0;
         return;
     }
@@ -22,8 +48,12 @@ static void put_key(const float* k, int dim, int dim_padded, bool f32, uint8_t* 
     for (int i = 0; i < dim_padded / 2; ++i) at[16 * i] = pairs[i];
 }
 
-static void put_value(const float* v, int dim, int dim_padded, bool f32, uint8_t* values, int slot) {
-    if (f32) {
+static void put_value(const float* v, int dim, int dim_padded, KVType type, uint8_t* values, int slot) {
+    if (type == KVType::I8) {
+        put_scale(values, dim_padded, slot, to_int8(v, dim, dim_padded, values + static_cast<int64_t>(slot) * dim_padded));
+        return;
+    }
+    if (type == KVType::F32) {
         float* at = reinterpret_cast<float*>(values) + static_cast<int64_t>(slot) * dim_padded;
         for (int d = 0; d < dim_padded; ++d) at[d] = d < dim ? v[d] : 0.0f;
         return;

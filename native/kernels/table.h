@@ -1,6 +1,7 @@
 // The kernels of one instruction-set path. Everything that computes a number of the model goes through this table.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "weights/matrix.h"
@@ -9,9 +10,17 @@ namespace outpace {
 
 enum class Activation { Silu, GeluTanh };
 
+enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
+
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
 constexpr int kMaxHead = 256;    // largest head, padded to 16
+
+constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
+// Bytes of one layer's and head's keys (or values) in a block.
+constexpr size_t part_bytes(KVType type, int dim_padded) {
+    return static_cast<size_t>(kBlock) * (static_cast<size_t>(dim_padded) * element_bytes(type) + (type == KVType::I8 ? 4 : 0));
+}
 
 // Query vectors that share one KV head of one row.
 struct AttentionJob {
@@ -26,12 +35,12 @@ struct AttentionJob {
     const uint8_t* const* blocks;     // KV blocks of the row
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block
     int dim, dim_padded;              // padded to 16
-    bool kv_f32;
+    KVType type;
     int block_begin, block_end;       // the job's share of the blocks
     const uint8_t* upcoming;          // keys that this thread will need next: worth fetching, never read here
     // Null: the job has all blocks and writes `out`. Else the block's peak, total and, from [16], its weighted values go
     // to parts[query] + block * part_stride, for `merge_parts`.
-    float* parts[kMaxQueries];
+    float* parts[kMaxQueries];  // null for all queries or for none
     int part_stride;
 };
 
@@ -66,8 +75,8 @@ struct Kernels {
     void (*merge_parts)(const AttentionJob& job);
 
     // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
-    void (*put_key)(const float* k, int dim, int dim_padded, bool f32, uint8_t* keys, int slot);
-    void (*put_value)(const float* v, int dim, int dim_padded, bool f32, uint8_t* values, int slot);
+    void (*put_key)(const float* k, int dim, int dim_padded, KVType type, uint8_t* keys, int slot);
+    void (*put_value)(const float* v, int dim, int dim_padded, KVType type, uint8_t* values, int slot);
 
     Best (*argmax)(const float* x, int n);
 

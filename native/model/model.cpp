@@ -45,7 +45,7 @@ std::unique_ptr<Result> Result::of(const float* logits, int vocab, std::vector<i
     return result;
 }
 
-Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, bool kv_f32,
+Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
              int64_t kv_limit)
     : weights_(std::move(weights)),
       runtime_(std::move(runtime)),
@@ -56,7 +56,7 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       final_norm_(weights_->final_norm),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
-      kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_f32}, kv_limit),
+      kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_type}, kv_limit),
       ropes_(weights_->ropes.begin(), weights_->ropes.end()),
       next_job_(layers_.size()) {
     std::lock_guard<std::mutex> lock(runtime_->lock());

@@ -70,7 +70,7 @@ extern const char* const kPhaseNames[kPhases];
 // Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants.
 class Model {
 public:
-    Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, bool kv_f32,
+    Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
           int64_t kv_limit);
 
     // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range,
@@ -109,7 +109,7 @@ private:
     struct Job {
         int tile, kv_head, range;
     };
-    class Run;  // one chunk of tokens through all layers; forward.cpp
+    class Run;  // one chunk of tokens through all layers; run.h
 
     void prepare(const BatchView& batch);
     void plan_jobs(int first, int count, int threads);

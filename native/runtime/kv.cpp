@@ -3,32 +3,16 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <unordered_map>
-
-#include "platform.h"
 
 namespace outpace {
 namespace {
 
 size_t blocks_for(int64_t positions) { return static_cast<size_t>((positions + kBlock - 1) / kBlock); }
 
-uint8_t* allocate(size_t bytes) {
-    const bool large = bytes >= (size_t{1} << 20);
-    const size_t align = large ? size_t{2} << 20 : 4096;
-    const size_t size = (bytes + 4095) / 4096 * 4096;
-    void* raw = take_aligned(size, align);
-    if (large) advise_huge(raw, size);
-    return static_cast<uint8_t*>(raw);
-}
-
 }  // namespace
 
-KV::KV(KVShape shape, int64_t limit) : shape_(shape), limit_(limit) {}
-
-KV::~KV() {
-    for (const std::unique_ptr<Block>& block : blocks_) give_aligned(block->data);
-}
+KV::KV(KVShape shape, int64_t limit) : shape_(shape), limit_(limit), arena_(shape.block()) {}
 
 const KV::Row& KV::at(int row) const {
     if (row < 0 || row >= static_cast<int>(rows_.size()) || !rows_[static_cast<size_t>(row)].used)
@@ -107,13 +91,14 @@ std::vector<KV::Block*> KV::take(size_t count, const char* what) {
         throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count)) + " bytes of KV memory, but only " +
                           std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
                           " are free: shorten the requests, run fewer at once or raise kv_memory");
+    const size_t room = limit_ < 0 ? std::numeric_limits<size_t>::max() : static_cast<size_t>(limit_) / shape_.block();
     std::vector<Block*> taken;
     taken.reserve(count);
     while (spare_.size() < count) {
         blocks_.reserve(blocks_.size() < blocks_.capacity() ? 0 : std::max<size_t>(64, 2 * blocks_.size()));
         spare_.reserve(blocks_.capacity());  // `give` must not fail
         auto block = std::make_unique<Block>(Block{nullptr, 0});
-        block->data = allocate(shape_.block());
+        block->data = arena_.take(room - blocks_.size());
         spare_.push_back(block.get());
         blocks_.push_back(std::move(block));
     }
@@ -158,22 +143,30 @@ void KV::grow(const std::vector<Need>& needs) {
     }
 }
 
+// Calls f(part's offset, piece's offset in it, bytes) for whatever a slot has in a block, layer by layer and head by head.
+// A key is spread over its tile of 16 slots: pairs of bf16, floats or bytes, one place of each 16.
+template <class F>
+void KV::each_piece(int slot, const F& f) const {
+    const size_t dim = static_cast<size_t>(shape_.dim_padded()), row = dim * element_bytes(shape_.type);
+    const size_t piece = shape_.type == KVType::I8 ? 1 : 4, count = row / piece, at = static_cast<size_t>(slot);
+    for (int layer = 0; layer < shape_.layers; ++layer) {
+        for (int head = 0; head < shape_.heads; ++head) {
+            const size_t keys = shape_.keys(layer, head), values = shape_.values(layer, head);
+            for (size_t i = 0; i < count; ++i) f(keys, at / 16 * 16 * row + (16 * i + at % 16) * piece, piece);
+            f(values, at * row, row);
+            if (shape_.type != KVType::I8) continue;
+            for (const size_t part : {keys, values}) f(part, kBlock * dim + 4 * at, size_t{4});
+        }
+    }
+}
+
 void KV::move_slot(Row& row, int from, int to) {
     const uint8_t* src = row.blocks[static_cast<size_t>(from / kBlock)]->data;
     uint8_t* dst = row.blocks[static_cast<size_t>(to / kBlock)]->data;
-    const int dim = shape_.dim_padded(), a = from % kBlock, b = to % kBlock;
-    // A key is spread over its tile of 16 slots: pairs of bf16, or floats, 64 bytes apart.
-    const int pieces = shape_.f32 ? dim : dim / 2;
-    const size_t tile = static_cast<size_t>(pieces) * 64, row_bytes = static_cast<size_t>(dim) * (shape_.f32 ? 4 : 2);
-    for (int layer = 0; layer < shape_.layers; ++layer) {
-        for (int head = 0; head < shape_.heads; ++head) {
-            const uint8_t* ks = src + shape_.keys(layer, head) + static_cast<size_t>(a / 16) * tile + a % 16 * 4;
-            uint8_t* kd = dst + shape_.keys(layer, head) + static_cast<size_t>(b / 16) * tile + b % 16 * 4;
-            for (int i = 0; i < pieces; ++i) std::memcpy(kd + 64 * i, ks + 64 * i, 4);
-            std::memcpy(dst + shape_.values(layer, head) + b * row_bytes, src + shape_.values(layer, head) + a * row_bytes,
-                        row_bytes);
-        }
-    }
+    std::vector<size_t> places;
+    each_piece(from % kBlock, [&](size_t part, size_t at, size_t) { places.push_back(part + at); });
+    auto place = places.begin();
+    each_piece(to % kBlock, [&](size_t part, size_t at, size_t bytes) { std::memcpy(dst + part + at, src + *place++, bytes); });
 }
 
 void KV::compact(int row, int start, const int32_t* keep, int n) {
@@ -254,19 +247,8 @@ void KV::poison() {
             slots = std::max(slots, std::min(kBlock, row.length - static_cast<int>(i) * kBlock));
         }
     for (const std::unique_ptr<Block>& block : blocks_)
-        for (int slot = used.count(block.get()) ? used[block.get()] : 0; slot < kBlock; ++slot) poison_slot(*block, slot);
-}
-
-void KV::poison_slot(Block& block, int slot) {
-    const int dim = shape_.dim_padded(), pieces = shape_.f32 ? dim : dim / 2;
-    const size_t row_bytes = static_cast<size_t>(dim) * (shape_.f32 ? 4 : 2);
-    for (int layer = 0; layer < shape_.layers; ++layer) {
-        for (int head = 0; head < shape_.heads; ++head) {
-            uint8_t* k = block.data + shape_.keys(layer, head) + static_cast<size_t>(slot / 16 * pieces) * 64 + slot % 16 * 4;
-            for (int i = 0; i < pieces; ++i) std::memset(k + 64 * i, 0xFF, 4);
-            std::memset(block.data + shape_.values(layer, head) + slot * row_bytes, 0xFF, row_bytes);
-        }
-    }
+        for (int slot = used.count(block.get()) ? used[block.get()] : 0; slot < kBlock; ++slot)
+            each_piece(slot, [&](size_t part, size_t at, size_t bytes) { std::memset(block->data + part + at, 0xFF, bytes); });
 }
 
 }  // namespace outpace

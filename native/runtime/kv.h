@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "runtime/kv_arena.h"
 #include "weights/matrix.h"
 
 namespace outpace {
@@ -19,10 +20,10 @@ struct MemoryLimit : std::runtime_error {
 
 struct KVShape {
     int layers, heads, dim;
-    bool f32;
+    KVType type;
     int dim_padded() const { return round_up(dim, 16); }
     // Bytes of one layer's and head's keys (or values) in a block.
-    size_t part() const { return static_cast<size_t>(kBlock) * dim_padded() * (f32 ? 4 : 2); }
+    size_t part() const { return part_bytes(type, dim_padded()); }
     size_t keys(int layer, int head) const { return (static_cast<size_t>(layer) * heads + head) * 2 * part(); }
     size_t values(int layer, int head) const { return keys(layer, head) + part(); }
     size_t block() const { return static_cast<size_t>(layers) * heads * 2 * part(); }
@@ -34,9 +35,6 @@ struct KVShape {
 class KV {
 public:
     KV(KVShape shape, int64_t limit);  // limit in bytes, < 0: none
-    ~KV();
-    KV(const KV&) = delete;
-    KV& operator=(const KV&) = delete;
 
     int alloc();
     void free(int row);
@@ -88,10 +86,12 @@ private:
     void shrink(Row& row, int n);
     void own(Row& row, size_t i, Block* copy);
     void move_slot(Row& row, int from, int to);
-    void poison_slot(Block& block, int slot);
+    template <class F>
+    void each_piece(int slot, const F& f) const;
 
     const KVShape shape_;
     const int64_t limit_;
+    KVArena arena_;
     size_t used_ = 0;  // blocks that rows have
     std::vector<Row> rows_;
     std::vector<std::unique_ptr<Block>> blocks_;  // all that exist

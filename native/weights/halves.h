@@ -7,6 +7,12 @@
 
 namespace outpace {
 
+static inline uint16_t u16_at(const uint8_t* p) {
+    uint16_t x;
+    std::memcpy(&x, p, 2);
+    return x;
+}
+
 static inline float bits_to_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);

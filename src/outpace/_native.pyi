@@ -97,7 +97,7 @@ class Runtime:
     def hand_over_seconds(self) -> float: ...
 
 class Model:
-    def __init__(self, weights: Weights, runtime: Runtime, isa: str, kv_f32: bool, kv_limit: int) -> None: ...
+    def __init__(self, weights: Weights, runtime: Runtime, isa: str, kv_dtype: str, kv_limit: int) -> None: ...
     def forward(
         self,
         token: _I32,
@@ -221,9 +221,9 @@ _Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[st
 class Stepper:
     """Whole steps of rows that need no Python; see engine/native.py. ``target``: the source of undrafted tokens."""
 
-    def __init__(self, model: Model, layers: int, target: str) -> None: ...
+    def __init__(self, layers: int, target: str) -> None: ...
     def step(
-        self, policy: Policy | None, rows: list[tuple[StepRow, _I32, int, int]]
+        self, model: Model, policy: Policy | None, rows: list[tuple[StepRow, memoryview, int, int]]
     ) -> tuple[list[_Said], int, float, float, float, bool]:
         """Draft for, run and verify ``rows``: (row, its tokens, how many are committed, most nodes); settle their KV.
 
@@ -233,8 +233,8 @@ class Stepper:
         Raises DraftFault, where nothing was changed, and what ``Model.forward`` raises.
         """
 
-    def learn(self, seconds: Any) -> None:
-        """Tell the last step's policy what became of it; ``seconds`` by phase."""
+    def learn(self, draft: float, body: float) -> None:
+        """Tell the last step's policy what became of it: seconds that drafting took, and all else."""
 
     def record(
         self,

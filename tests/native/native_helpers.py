@@ -79,7 +79,10 @@ class Tiny:
         self._folder.cleanup()
 
     def path(self, kind: str = "Q4_1", architecture: str = "llama", **sizes: int) -> Path:
-        """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window, ffn_bias."""
+        """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window.
+
+        ``ffn_bias``, ``tokenizer``: with one.
+        """
         name = "-".join([architecture, kind, *(f"{k}{v}" for k, v in sorted(sizes.items()))])
         path = Path(self._folder.name) / f"{name}.gguf"
         if not path.exists():
@@ -117,6 +120,15 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_rope_freq_base(10000.0)
     if architecture == "gemma3":
         out.add_sliding_window(s.get("window", 512))
+
+    if s.get("tokenizer"):
+        alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256)))]
+        out.add_tokenizer_model("gpt2")
+        out.add_tokenizer_pre("default")
+        out.add_token_list(["</s>", "ab", *alphabet][: s["vocab"]])
+        out.add_token_types([3] + [1] * (s["vocab"] - 1))
+        out.add_token_merges(["a b"])
+        out.add_eos_token_id(0)
 
     def matrix(name: str, rows: int, cols: int) -> None:
         raw = random_bytes(rng, kind, rows, cols, 1 / np.sqrt(cols))

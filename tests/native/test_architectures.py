@@ -11,6 +11,7 @@ import torch
 import transformers
 from native_helpers import Tiny, feed
 
+from outpace import Engine, SamplingParams
 from outpace.errors import ModelError, ParameterError
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.model import load_native
@@ -105,6 +106,7 @@ def test_quantised_on_loading(quantize: str, tmp_path: Path, rng: np.random.Gene
 GGUF_CASES = [
     ("llama", "F32"), ("llama", "Q4_1"), ("llama", "F16"), ("llama", "Q5_0"), ("qwen2", "Q8_0"), ("qwen3", "Q4_0"),
     ("gemma3", "F32"), ("gemma3", "Q8_0"), ("llama", "BF16"), ("qwen3", "Q5_1"),
+    ("llama", "IQ4_NL"),
 ]  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def test_gguf_against_transformers_on_the_same_values(
 def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
     from outpace.models.torch import gguf as gguf_transformers
 
-    for kind in ("Q4_K", "Q5_K", "Q6_K"):
+    for kind in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):
         path = tiny.path(kind, "llama", hidden=256, inner=512, head_dim=64)
         theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
         ours = load_native(path)
@@ -139,6 +141,18 @@ def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
         row = ours.kv.alloc()
         expected = reference(theirs, tokens)
         assert np.corrcoef(feed(ours, row, tokens).ravel(), expected.ravel())[0, 1] > 0.995
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS"])
+def test_iq4_files_generate(kind: str, tiny: Tiny) -> None:
+    path = tiny.path(kind, "qwen3", hidden=256, inner=256, head_dim=64, tokenizer=1)
+    params, texts = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=4), []
+    for drafter in ("none", "ngram:size=5"):
+        with Engine.load(str(path), drafter=drafter, device="cpu") as engine:
+            assert (engine.model.info.backend, engine.model.info.dtype) == ("native", kind.lower())
+            texts.append(list(engine.generate("abababab", params).token_ids))
+    assert len(texts[0]) == 40
+    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
@@ -160,6 +174,6 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) ->
         with pytest.raises(ModelError, match=message):
             load_native(tmp_path)
     path = tiny.path()
-    for options in ({"kv_dtype": "int8"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
+    for options in ({"kv_dtype": "int4"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
         with pytest.raises(ParameterError):
             load_native(path, **options)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from outpace.models.base import Batch
 KINDS = ["Q4_1", "Q8_0", "BF16"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load(kind, isa=isa, threads=2, kv_dtype=kv_dtype)
@@ -87,7 +87,7 @@ def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tin
 
 @pytest.mark.parametrize("keep", [[], [0], [0, 1, 3], [0, 2, 5], [1], [0, 9, 10, 11]])
 def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
-    for kv_dtype in ("bfloat16", "float32"):
+    for kv_dtype in ("bfloat16", "float32", "int8"):
         model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
         parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14] if keep != [1] else [-1, -1]
         nodes, context = rng.integers(0, 100, len(parents)), rng.integers(0, 100, 59)
@@ -101,7 +101,7 @@ def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rn
         assert np.array_equal(feed(model, tree, following), feed(model, chain, following))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
     tokens = rng.integers(0, 100, 100)

@@ -199,7 +199,7 @@ def machine(model: Any, reference: Any) -> type[RuleBasedStateMachine]:
 SIZES = (1, 2, 5, 30, 63, 64, 65)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 def test_random_use(kv_dtype: str, tiny: Tiny) -> None:
     model, reference = (tiny.load("Q4_1", threads=1, kv_dtype=kv_dtype) for _ in range(2))
     chosen = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -99,7 +99,7 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 )
 def test_estimate(kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if BLOCKS[kind][0] == 256 else {}
-    for options in ({"kv_dtype": "float32"}, {"quantize": "int8"}):
+    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
         model = tiny.load(kind, sizes=sizes, **options)
         info = model.info
         assert estimate(tiny.path(kind, **sizes), **options) == (info.weight_bytes, info.kv_bytes_per_position)

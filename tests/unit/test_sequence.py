@@ -145,6 +145,29 @@ def test_characters_split_over_real_tokens_arrive_whole(demo: Tokenizer, text: s
         assert not any("\ufffd" in d.text for d in deltas)
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    before=st.lists(st.integers(0, 49151), max_size=4), tokens=st.lists(st.integers(0, 49151), min_size=1, max_size=6)
+)
+def test_tokens_added_at_once_are_tokens_added_one_by_one(
+    demo: Tokenizer, before: list[int], tokens: list[int]
+) -> None:
+    reader, state = TextReader(demo), TextState()
+    for token in before:
+        state, _ = reader.add(state, token)
+    for token in tokens:
+        reader.add(TextState(), token)  # its text is known from now on
+    after, shown = state, ""
+    for token in tokens:
+        after, more = reader.add(after, token)
+        shown += more
+    at_once = reader.add_all(state, tokens)
+    assert at_once in (None, (after, shown))
+    if all(text and "\ufffd" not in text for text in map(demo.decode, ([t] for t in [*before, *tokens]))):
+        assert at_once is not None
+    assert TextReader(demo, ["stop"]).add_all(state, tokens) is None
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), steps=partitions)
 def test_any_real_tokens_give_one_text(demo: Tokenizer, data: st.DataObject, steps: list[int]) -> None:

@@ -58,9 +58,7 @@ class Load:
     kv_memory: Annotated[
         str | None, _option("--kv-memory", metavar="SIZE", help="Bound of the KV cache, such as 2GiB.")
     ] = None
-    kv_dtype: Annotated[str, _option("--kv-dtype", help="Of keys and values, native: auto, bfloat16 or float32.")] = (
-        "auto"
-    )
+    kv_dtype: Annotated[str, _option("--kv-dtype", help="Of keys and values: bfloat16 (auto), float32, int8.")] = "auto"
     quantize: Annotated[
         str | None, _option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
     ] = None

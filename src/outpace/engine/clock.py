@@ -18,12 +18,13 @@ class Clock:
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
-    def spent(self, **seconds: float) -> None:
+    def spent(self, draft: float, target: float, verify: float) -> None:
         """Of the time since the last call, so much belongs to these phases; the rest to the one that runs."""
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since - sum(seconds.values())
-        for phase, spent in seconds.items():
-            self._seconds[phase] += spent
+        now, seconds = time.perf_counter(), self._seconds
+        seconds[self._phase] += now - self._since - draft - target - verify
+        seconds["draft"] += draft
+        seconds["target"] += target
+        seconds["verify"] += verify
         self._since = now
 
     def so_far(self) -> dict[str, float]:

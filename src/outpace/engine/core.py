@@ -15,7 +15,7 @@ from outpace.engine.request import ChunkRecord, Request, StepRecord
 from outpace.engine.results import Delta, Result
 from outpace.engine.scheduler import Plan, Scheduler
 from outpace.engine.sequence import Sequence
-from outpace.engine.statistics import Stats, pooled
+from outpace.engine.statistics import Counted, Stats, pooled
 from outpace.engine.step import Computed, compute, cut, settle
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
@@ -78,10 +78,8 @@ class Core:
                 raise
 
     def _compute(self, plan: Plan, clock: Clock) -> Computed | NativeComputed:
-        if self._native is not None and self._native.serves(plan):
-            computed = self._native.compute(plan, clock)
-            if computed is not None:
-                return computed
+        if self._native is not None and (computed := self._native.compute(plan, clock)) is not None:
+            return computed
         return compute(plan, self.model, self.drafting, clock)
 
     def _apply(self, plan: Plan, computed: Computed | NativeComputed) -> list[int]:
@@ -103,9 +101,9 @@ class Core:
             if gain.logprobs:
                 sequence.logprobs.extend(gain.logprobs)
             kept = len(gain.extension.tokens)
-            sequence.stats.count(kept, gain.levels, gain.named, gain.path)
-            sequence.stats.decide(gain.size, gain.expected)
-            sequence.stats.ran_on(computed.threads)
+            sequence.count(
+                Counted(kept, gain.levels, gain.named, gain.path, gain.size, gain.expected, computed.threads)
+            )
             gained.append(kept)
         for chunk, logprobs in zip(plan.chunks, computed.prompt_logprobs, strict=True):
             chunk.sequence.cached = chunk.start + chunk.count
@@ -214,6 +212,7 @@ class Core:
 
     def _leave(self, sequence: Sequence) -> None:
         """A sequence has ended: its row is given up, its last delta goes out."""
+        sequence.count_up()
         sequence.stats.kv_bytes = self.model.kv.bytes_for(max(sequence.cached, 1))
         try:
             self.scheduler.release(sequence)

@@ -43,7 +43,7 @@ class NativeComputed:
     def teach(self, policy: Policy, seconds: Mapping[str, float]) -> None:
         """Tell the policy what became of the step, if it was asked."""
         if self._adaptive:
-            self._stepper.learn(seconds)
+            self._stepper.learn(seconds["draft"], seconds["target"] + seconds["verify"] + seconds["other"])
 
     @cached_property
     def _record(self) -> tuple[Proposal, Verdicts, I32]:
@@ -62,9 +62,9 @@ class NativeSteps:
     """The steps of one engine that need no Python."""
 
     def __init__(self, model: NativeModel, drafting: Drafting) -> None:
-        self._drafting = drafting
+        self._model, self._drafting = model, drafting
         self.served = 0  # steps
-        self._stepper: Any = _Stepper(model.native, model.info.layers, TARGET)  # type: ignore[misc]
+        self._stepper: Any = _Stepper(model.info.layers, TARGET)  # type: ignore[misc]
 
     @staticmethod
     def of(model: Model, drafting: Drafting) -> NativeSteps | None:
@@ -73,31 +73,29 @@ class NativeSteps:
             return None
         return NativeSteps(model, drafting)
 
-    def serves(self, plan: Plan) -> bool:
-        """Whether no row of the step needs Python."""
-        if plan.chunks or type(self._drafting.policy) not in (Fixed, Adaptive):
-            return False
-        for sequence in plan.decoding:
-            if sequence.native is None:
-                sequence.native = self._row(sequence)
-            if sequence.native is False:
-                return False
-        return True
-
     def compute(self, plan: Plan, clock: Clock) -> Computed | NativeComputed | None:
-        """See ``step.compute``. None: drafting failed and changed nothing; the reference says whose fault it was."""
-        rows, policy = plan.decoding, self._drafting.policy
+        """See ``step.compute``. None: some row needs Python, or drafting failed; nothing was changed."""
+        policy, asked = self._drafting.policy, []
         its = policy.native if type(policy) is Adaptive else None
-        asked = [(s.native, s.buffer, s.length, 0 if s.paused else min(s.size, s.limit - s.length - 1)) for s in rows]
+        if plan.chunks or (its is None and type(policy) is not Fixed):
+            return None
+        rows = plan.decoding
+        for s in rows:
+            if s.native is None:
+                s.native = self._row(s)
+            if s.native is False:
+                return None
+            length = s.length
+            asked.append((s.native, s.buffer, length, 0 if s.paused else min(s.size, s.request.limit - length - 1)))
         try:
-            said, threads, draft, target, verify, decided = self._stepper.step(its, asked)
+            said, threads, draft, target, verify, decided = self._stepper.step(self._model.native, its, asked)
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
         except _fast.native.DraftFault as error:
             self._drafting.faults.append(f"drafting in C++ failed ({error}): the step was drafted in Python")
             return None
         self.served += 1
-        clock.spent(draft=draft, target=target, verify=verify)
+        clock.spent(draft, target, verify)
         if not decided:
             return self._decide(rows, threads)
         gains = []
@@ -128,16 +126,13 @@ class NativeSteps:
         request, chooser, drafter = sequence.request, sequence.chooser, self._drafting.drafter_of(sequence)
         if request.acceptance != "coupled" or chooser.rules or request.params.wants_logprobs:
             return False
+        its = (sequence.row, request.id, sequence.prompt_length)
         if drafter is None:
-            name, lookup, names = NONE, None, ()
-        elif drafter.lookup is None or drafter.listens:
+            return _fast.native.StepRow(*its, False, NONE, None, (), describe(chooser, []))
+        if drafter.lookup is None or drafter.listens:
             return False
-        else:
-            name, lookup, names = sequence.drafter, drafter.lookup, drafter.names
-        adaptive = request.adaptive and drafter is not None
-        return _fast.native.StepRow(
-            sequence.row, request.id, sequence.prompt_length, adaptive, name, lookup, names, describe(chooser, [])
-        )
+        looked_up = (sequence.drafter, drafter.lookup, drafter.names)
+        return _fast.native.StepRow(*its, request.adaptive, *looked_up, describe(chooser, []))
 
 
 def _recorded(stepper: Any) -> tuple[Proposal, Verdicts, I32]:

@@ -15,9 +15,11 @@ import numpy as np
 from outpace.arrays import I32
 from outpace.engine.request import Request
 from outpace.engine.results import Delta, FinishReason, Result
-from outpace.engine.statistics import Stats
+from outpace.engine.statistics import Counted, Stats
 from outpace.engine.text import TextError, TextReader, TextState
 from outpace.exact.sampling import Chooser, TokenLogprob
+
+BUNCH = 64  # steps that are counted together
 
 
 class Extension(NamedTuple):
@@ -57,6 +59,7 @@ class Sequence:
         self.prompt_length = self.length = len(request.prompt)
         self._tokens = np.empty(min(request.limit, self.length + 64), np.int32)
         self._tokens[: self.length] = request.prompt
+        self.buffer = self._tokens.data  # the same memory; numpy's own code is large, and cold in every step
         self.pending = int(request.prompt[-1])  # the last committed token, whose KV is not written yet
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._text = TextState()
@@ -72,17 +75,13 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._reported = self._reported_text = 0
+        self._uncounted: list[Counted] = []
         self._first: float | None = None
 
     @property
     def tokens(self) -> I32:
         """All committed tokens int32 [length]: a view."""
         return self._tokens[: self.length]
-
-    @property
-    def buffer(self) -> I32:
-        """Where ``tokens`` lie: int32 [>= length]."""
-        return self._tokens
 
     @property
     def chooser(self) -> Chooser:
@@ -175,11 +174,13 @@ class Sequence:
         if self.length + n > len(self._tokens):
             grown = np.empty(min(self.limit, 2 * (self.length + n)), np.int32)
             grown[: self.length] = self.tokens
-            self._tokens = grown
+            self._tokens, self.buffer = grown, grown.data
         if n:
-            self._tokens[self.length : self.length + n] = extension.tokens
-            self.pending = extension.tokens[-1]
-            self.length += n
+            buffer, at = self.buffer, self.length
+            for token in extension.tokens:
+                buffer[at] = token
+                at += 1
+            self.pending, self.length = token, at
         self._text = extension.text
         if extension.chooser is not None:
             self._chooser = extension.chooser
@@ -190,6 +191,17 @@ class Sequence:
             self.finish_reason, self.stopped_by = extension.finish_reason, extension.stopped_by
             self.error = extension.error
             self._text = self._text._replace(held="")
+
+    def count(self, step: Counted) -> None:
+        """Take down what a step did, for ``stats``: counted in bunches, since that code is cold in every step."""
+        self._uncounted.append(step)
+        if len(self._uncounted) == BUNCH:
+            self.count_up()
+
+    def count_up(self) -> None:
+        """Bring ``stats`` up to date."""
+        while self._uncounted:
+            self.stats.add(self._uncounted.pop(0))
 
     def plainly(self, why: str) -> None:
         """Its drafter or the policy failed: it goes on without them."""
@@ -219,7 +231,7 @@ class Sequence:
             request=self.request.id,
             sample=self.sample,
             text=text,
-            token_ids=tuple(self.output[start:].tolist()),
+            token_ids=tuple(self.buffer[self.length - gained : self.length].tolist()),
             sources=tuple(self.sources[start:]),
             logprobs=tuple(self.logprobs[start:]),
             finish_reason=self.finish_reason,

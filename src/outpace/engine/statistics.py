@@ -16,9 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 PHASES = ("draft", "target", "verify", "other")
+
+
+class Counted(NamedTuple):
+    """One step of a row, for ``Stats.add``; see ``count``, ``decide`` and ``ran_on``."""
+
+    kept: int
+    levels: int
+    sources: Sequence[str]
+    path: Sequence[int]
+    size: int
+    expected: float | None
+    threads: int | None
 
 
 @dataclass(slots=True)
@@ -67,6 +79,13 @@ class Stats:
     @property
     def end_to_end_tokens_per_second(self) -> float:
         return self.tokens / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    def add(self, step: Counted) -> None:
+        """Add one step."""
+        kept, levels, sources, path, size, expected, threads = step
+        self.count(kept, levels, sources, path)
+        self.decide(size, expected)
+        self.ran_on(threads)
 
     def count(self, kept: int, levels: int = 0, sources: Sequence[str] = (), path: Sequence[int] = ()) -> None:
         """Add one step's outcome: ``kept`` tokens were committed (a stop cuts some of the verdict's); of a draft with

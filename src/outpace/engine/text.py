@@ -85,13 +85,13 @@ class TextReader:
         """``add`` over tokens that are known, whole characters and can stop nothing; None: it takes ``add``."""
         if self._stops or not self._independent or state.unread or state.before.endswith(BROKEN):
             return None
-        known, shown = self._texts, ""
+        known, text, shown = self._texts, "", ""
         for token in tokens:
-            text = known.get(token)
+            text = known.get(token, "")
             if not text or text.endswith(BROKEN):
                 return None
             shown += text
-        return TextState((token,), text), shown
+        return TextState((tokens[-1],), text), shown
 
     def finish(self, state: TextState) -> tuple[TextState, str]:
         """The last state, and all text that was held back until now."""

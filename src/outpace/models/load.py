@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "bfloat16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
 QUANTIZE = ("int8", "int4")
 
 
@@ -44,9 +44,9 @@ class LoadOptions:
     ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
     float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
     the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
-    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16 or float32
-    keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are not
-    safetensors, which can run code.
+    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
+    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are
+    not safetensors, which can run code.
     """
 
     backend: str = "auto"
@@ -159,13 +159,10 @@ def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
             *build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
         )
     if gguf is not None:
-        from outpace.models.torch.gguf import shape_of
-
-        shape = shape_of(gguf)
+        per_position = _gguf_reader(gguf).kv_numbers(gguf)
         size = _dtype_bytes(options, 2)
         elements = sum(t.elements for t in gguf.tensors.values())
-        per_position = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
-        return MemoryEstimate(elements * size, per_position, _device_name(options))
+        return MemoryEstimate(elements * size, per_position * size, _device_name(options))
     with _readable(source):
         return _estimate_folder(source, options)
 
@@ -250,10 +247,17 @@ def _load_native(
     return model, tokenizer
 
 
-def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:
-    from outpace.models.torch import gguf as gguf_transformers
+def _gguf_reader(gguf: GGUFFile) -> Any:
+    """The module that turns the file into a transformers model: ours where it knows the family."""
+    from outpace.models.torch import gguf as own
+    from outpace.models.torch import gguf_others
 
-    gguf_transformers.shape_of(gguf)  # what cannot be served is refused before torch is loaded
+    return own if gguf.architecture in own.ARCHITECTURES else gguf_others
+
+
+def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:
+    reader = _gguf_reader(gguf)
+    reader.kv_numbers(gguf)  # refuses what cannot be served before anything is read
     tokenizer = Tokenizer.from_gguf(gguf)
     torch = _torch(options)
     device = _device(torch, options)
@@ -261,7 +265,7 @@ def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Mo
     if options.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     with _readable(source):
-        return _serve(gguf_transformers.build(gguf, dtype, device), source, tokenizer, options), tokenizer
+        return _serve(reader.build(gguf, dtype, device), source, tokenizer, options), tokenizer
 
 
 def _folder_module(source: Source, options: LoadOptions) -> Any:

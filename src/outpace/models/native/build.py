@@ -53,7 +53,9 @@ def estimate(
 
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
-    return 2 * model.layers * model.kv_heads * model.head_dim * (4 if kv_dtype == "float32" else 2)
+    """Of one position: int8 has a float32 scale for each head's key, and value."""
+    head = {"float32": 4 * model.head_dim, "bfloat16": 2 * model.head_dim, "int8": model.head_dim + 4}[kv_dtype]
+    return 2 * model.layers * model.kv_heads * head
 
 
 def open_weights(

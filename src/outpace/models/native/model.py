@@ -21,7 +21,7 @@ from outpace.models.processors import usable_cores
 _native = _fast.native  # None where there is no compiler; available() says so
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("bfloat16", "float32")
+KV_DTYPES = ("bfloat16", "float32", "int8")
 QUANTIZE = ("int8", "int4")
 
 
@@ -47,12 +47,12 @@ def load_native(
     """A model from a GGUF file (or an open one) or a folder with config.json and safetensors files.
 
     ``threads``: None takes the physical cores this process may use, within its CPU quota. ``kv_memory``: hard bound in
-    bytes. ``kv_dtype``: bfloat16 or float32. ``quantize``: int8 or int4 in groups of 32, for weights that are not
-    quantised yet; a different model, and ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it;
-    float32, bfloat16 and float16 convert weights that are not quantised. ``isa``: an instruction-set path (None:
-    OUTPACE_ISA, else the best one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in
-    turn: one set of threads and working memory serves both; they may be closed in any order. ``threads`` then is None
-    or that runtime's.
+    bytes. ``kv_dtype``: bfloat16, float32 or int8 (a float32 scale for each position and head; half the memory of
+    bfloat16, less exact). ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a
+    different model, and ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16
+    and float16 convert weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the
+    best one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads
+    and working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
     if _native is None:
@@ -82,7 +82,7 @@ def load_native(
         raise ModelError(f"{threads} threads could not be started ({error}): give fewer threads") from error
     try:
         built = build_weights(model, weights, target, longest, runtime.threads)
-        handle = _native.Model(built, runtime, chosen, kv_dtype == "float32", -1 if kv_memory is None else kv_memory)
+        handle = _native.Model(built, runtime, chosen, kv_dtype, -1 if kv_memory is None else kv_memory)
     except (ValueError, MemoryError) as error:
         raise ModelError(
             f"{weights.name} cannot be served by the native backend: {error or 'out of memory'}"

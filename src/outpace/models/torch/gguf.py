@@ -1,7 +1,7 @@
 """A GGUF file as a transformers model: its configuration and weights, rebuilt from metadata and tensors.
 
-transformers can read GGUF too, in many times the time and with more dependencies. Conventions of the format that are
-undone here: llama's q and k rows are stored in interleaved rotary order; Gemma's norm weights have 1 added.
+The native backend's families are here; ``gguf_others`` has those that transformers can describe. Conventions of the
+format that are undone: llama's q and k rows are stored in interleaved rotary order; Gemma's norm weights have 1 added.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Shape:
     tied: bool
 
 
-class _Meta:
+class Meta:
     """Metadata of the file's architecture, checked."""
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -94,13 +94,10 @@ def _short(value: Any) -> str:
 
 
 def shape_of(gguf: GGUFFile) -> Shape:
-    """The model's dimensions. Raises ModelError for other architectures, and for metadata that makes no sense."""
-    meta = _Meta(gguf)
+    """The model's dimensions. Raises ModelError for other families, and for metadata that makes no sense."""
+    meta = Meta(gguf)
     if gguf.architecture not in ARCHITECTURES:
-        raise meta.fail(
-            f"the architecture {gguf.architecture!r} is not supported from GGUF ({', '.join(ARCHITECTURES)} are): "
-            f"use the original Hugging Face model"
-        )
+        raise meta.fail(f"the architecture {gguf.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
     if meta.get("expert_count", 0):
         raise meta.fail("mixtures of experts are not supported from GGUF: use the original Hugging Face model")
     hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
@@ -129,6 +126,12 @@ def shape_of(gguf: GGUFFile) -> Shape:
         rope_base=meta.number("rope.freq_base", 1e6 if gguf.architecture == "gemma3" else 1e4),
         tied="output.weight" not in gguf.tensors,
     )
+
+
+def kv_numbers(gguf: GGUFFile) -> int:
+    """Numbers that one position of keys and values takes. Raises ModelError for what ``build`` would not serve."""
+    shape = shape_of(gguf)
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim
 
 
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
@@ -177,7 +180,7 @@ def _slow_down(gguf: GGUFFile, rotary: Any) -> None:
 
 
 def _config(gguf: GGUFFile, shape: Shape) -> tuple[Any, Any]:
-    meta = _Meta(gguf)
+    meta = Meta(gguf)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_base}
     scaling = meta.get("rope.scaling.type", "none")
     if scaling == "linear":

@@ -1,0 +1,121 @@
+// Attention within a forward: rotation, the cache's new keys and values, and the jobs that threads take in turn.
+#include <algorithm>
+#include <cstring>
+
+#include "model/run.h"
+
+namespace outpace {
+
+// Biases, head norms, rotation; queries to `rotated`, keys and values to the cache.
+void Model::Run::rope(const Seat& me, const Layer& l, int index) {
+    const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded();
+    const int heads = c_.heads + 2 * c_.kv_heads;
+    const Rope& rope = m_.ropes_[static_cast<size_t>(l.rope)];
+    const KVShape& shape = m_.kv_.shape();
+    const Part part = me.of(n_ * heads);
+    for (int unit = part.begin; unit < part.end; ++unit) {
+        const int t = unit / heads, head = unit % heads;
+        const Token& tok = token(t);
+        uint8_t* block = const_cast<uint8_t*>(tok.blocks[tok.slot / kBlock]);
+        const auto ready = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm, int h, float scale) {
+            if (!bias.empty()) k_.add(v, bias.data() + h * d, d);
+            if (!norm.empty()) k_.rmsnorm(v, norm.data(), c_.eps, d, v);
+            k_.rotate(v, rope.cosines(tok.position), rope.sines(tok.position), d / 2, scale);
+        };
+        if (head < c_.heads) {
+            float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;
+            std::memcpy(q, s_.q.get() + static_cast<size_t>(t) * l.q.out_padded() + head * d, static_cast<size_t>(d) * 4);
+            std::fill(q + d, q + padded, 0.0f);
+            ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
+        } else if (head < c_.heads + c_.kv_heads) {
+            const int h = head - c_.heads;
+            float* k = s_.k.get() + static_cast<size_t>(t) * l.k.out_padded() + h * d;
+            ready(k, l.k_bias, l.k_norm, h, 1.0f);
+            k_.put_key(k, d, padded, shape.type, block + shape.keys(index, h), tok.slot % kBlock);
+        } else {
+            const int h = head - c_.heads - c_.kv_heads;
+            float* v = s_.v.get() + static_cast<size_t>(t) * l.v.out_padded() + h * d;
+            if (!l.v_bias.empty()) k_.add(v, l.v_bias.data() + h * d, d);
+            k_.put_value(v, d, padded, shape.type, block + shape.values(index, h), tok.slot % kBlock);
+        }
+    }
+}
+
+const uint8_t* Model::Run::first_keys(int job, int layer) const {
+    const Job& planned = m_.jobs_[static_cast<size_t>(job)];
+    const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+    const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
+    return any.blocks[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
+}
+
+bool Model::Run::attention(Seat& me, const Layer& l, int index) {
+    const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded(), group = c_.heads / c_.kv_heads;
+    const bool whole_groups = d % kGroup == 0;
+    uint8_t* acts = s_.heads.get(l.o.acts());
+    const int used = c_.heads * d / kGroup;  // meaningful with whole groups only
+    std::atomic<int>& next = m_.next_job_[static_cast<size_t>(index)];
+    AttentionJob job;
+    job.dim = d;
+    job.dim_padded = padded;
+    job.type = m_.kv_.shape().type;
+    job.part_stride = padded + 16;
+    const int jobs = static_cast<int>(m_.jobs_.size());
+    for (int j = next.fetch_add(1, std::memory_order_relaxed), after; j < jobs; j = after) {
+        after = next.fetch_add(1, std::memory_order_relaxed);
+        job.upcoming = first_keys(after < jobs ? after : j, index);
+        const Job& planned = m_.jobs_[static_cast<size_t>(j)];
+        const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+        const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
+        job.queries = tile.tokens * group;
+        job.cached = any.cached;
+        job.blocks = any.blocks;
+        job.keys = m_.kv_.shape().keys(index, planned.kv_head);
+        job.values = m_.kv_.shape().values(index, planned.kv_head);
+        job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
+        job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
+        for (int i = 0; i < job.queries; ++i) {
+            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            const size_t at = static_cast<size_t>(t) * c_.heads + head;
+            const Token& tok = token(t);
+            job.q[i] = s_.rotated.get() + at * padded;
+            job.out[i] = s_.attended.get() + at * padded;
+            job.position[i] = tok.position;
+            job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
+            job.path[i] = tok.path;
+            const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
+            job.parts[i] = tile.ranges > 1 ? s_.parts.get() + tile.parts + own : nullptr;
+        }
+        k_.attention(job);
+        if (tile.ranges > 1) {
+            // Whoever finishes a head's last range merges them. The counter is left at 0 for the next layer.
+            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * c_.kv_heads + planned.kv_head)];
+            if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
+            finished.store(0, std::memory_order_relaxed);
+            k_.merge_parts(job);
+        }
+        if (!whole_groups) continue;
+        for (int i = 0; i < job.queries; ++i) {
+            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            k_.encode(l.o.acts(), job.out[i], head * d / kGroup, (head + 1) * d / kGroup, acts, n_, t);
+            if (head == c_.heads - 1 && used < l.o.groups) {
+                float* line = s_.line[static_cast<size_t>(me.id)].get();
+                std::fill(line, line + (l.o.groups - used) * kGroup, 0.0f);
+                k_.encode(l.o.acts(), line, used, l.o.groups, acts, n_, t);
+            }
+        }
+    }
+    if (whole_groups) return true;
+    if (!meet(me)) return false;
+    const Part part = me.of(n_);
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    for (int t = part.begin; t < part.end; ++t) {
+        for (int head = 0; head < c_.heads; ++head)
+            std::memcpy(line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * padded,
+                        static_cast<size_t>(d) * 4);
+        std::fill(line + c_.heads * d, line + l.o.in_padded(), 0.0f);
+        k_.encode(l.o.acts(), line, 0, l.o.groups, acts, n_, t);
+    }
+    return true;
+}
+
+}  // namespace outpace

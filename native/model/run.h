@@ -1,0 +1,143 @@
+// One chunk of tokens through all layers: what the threads of a forward share. Its phases stand in forward.cpp and attend.cpp.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <initializer_list>
+#include <vector>
+
+#include "model/model.h"
+#include "weights/pack.h"
+
+namespace outpace {
+
+class Model::Run {
+public:
+    Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
+        : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
+          first_(first), n_(count), solo_(count <= 2 && pool.team() > 1) {
+        for (int i = first; i < first + count; ++i)
+            if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
+    }
+
+    void thread(Seat& me) {
+        clock(me, kPhases);
+        for (int l = 0; l < batch_.layers; ++l)
+            if (!layer(me, l)) return;
+        head(me);
+    }
+
+    void settle(int threads);  // on the caller's thread, after the region; how many ended it
+
+private:
+    // Narrow forwards: every thread computes norms and encodings for all tokens in its own buffers, which is cheaper than
+    // a barrier. The numbers are the same.
+    int mine(const Seat& me) const { return solo_ ? me.id : 0; }
+    Part tokens(const Seat& me) const { return solo_ ? Part{0, n_} : me.of(n_); }
+    bool meet(Seat& me) { return pool_.meet(me); }
+    float* x(const Seat& me, int t) const { return s_.x[static_cast<size_t>(mine(me))].get() + static_cast<size_t>(t) * m_.hidden_stride_; }
+    const Token& token(int t) const { return m_.tokens_[static_cast<size_t>(first_ + t)]; }
+
+    void clock(const Seat& me, int phase) {
+        if (me.id != 0 || !m_.timing_) return;
+        const auto now = std::chrono::steady_clock::now();
+        if (phase < kPhases) m_.seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - since_).count();
+        since_ = now;
+    }
+
+    // x [hidden] -> normed and encoded for matrices `ms`.
+    void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
+        k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
+        std::fill(line + c_.hidden, line + m_.hidden_stride_, 0.0f);
+        unsigned done = 0;
+        for (const Matrix* m : ms) {
+            const unsigned bit = 1u << static_cast<unsigned>(m->acts());
+            if (done & bit) continue;
+            done |= bit;
+            k_.encode(m->acts(), line, 0, m->groups, s_.in[static_cast<size_t>(mine(me))].get(m->acts()), n, at);
+        }
+    }
+
+    // x += y, y normed first where the model has such a norm.
+    void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, int stride) {
+        const float* y = s_.y.get() + static_cast<size_t>(t) * stride;
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
+        if (!bias.empty()) {
+            std::memcpy(line, y, static_cast<size_t>(c_.hidden) * 4);
+            k_.add(line, bias.data(), c_.hidden);
+            y = line;
+        }
+        if (!norm.empty()) {
+            k_.rmsnorm(y, norm.data(), c_.eps, c_.hidden, line);
+            y = line;
+        }
+        k_.add(x(me, t), y, c_.hidden);
+    }
+
+    void tap(const Seat& me, int t, int layer) {
+        if (batch_.taps.empty() || (solo_ && me.rank != 0)) return;
+        const int32_t place = result_.tap_place[static_cast<size_t>(first_ + t)];
+        for (size_t i = 0; i < batch_.taps.size() && place >= 0; ++i)
+            if (batch_.taps[i] == layer)
+                std::memcpy(result_.taps.get() + (static_cast<size_t>(place) * batch_.taps.size() + i) * c_.hidden,
+                            x(me, t), static_cast<size_t>(c_.hidden) * 4);
+    }
+
+    // The hidden state that enters layer `l`: an embedding (and the batch's features), or what layer l - 1 made.
+    void enter(const Seat& me, int t, int l) {
+        if (l == 0) {
+            float* at = x(me, t);
+            unpack_row(m_.embedding_, token(t).id, at);
+            if (c_.embedding_scale != 1.0f)
+                for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
+            if (batch_.features)
+                k_.add(at, batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden), c_.hidden);
+            return;
+        }
+        const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
+        add_back(me, t, before.post_ffn_norm, {}, before.down.out_padded());
+        tap(me, t, l - 1);
+    }
+
+    // This thread's share of several products over the same inputs.
+    struct Product {
+        const Matrix* m;
+        float* y;
+    };
+    void products(const Seat& me, std::initializer_list<Product> list) {
+        int total = 0;
+        for (const Product& p : list) total += p.m->blocks;
+        Part part = me.of(total);
+        for (const Product& p : list) {
+            const int begin = std::max(part.begin, 0), end = std::min(part.end, p.m->blocks);
+            if (begin < end)
+                k_.matmul(*p.m, s_.in[static_cast<size_t>(mine(me))].get(p.m->acts()), n_, begin, end, p.y, p.m->out_padded());
+            part.begin -= p.m->blocks;
+            part.end -= p.m->blocks;
+        }
+    }
+
+    bool layer(Seat& me, int index);
+    const uint8_t* first_keys(int job, int layer) const;
+    void rope(const Seat& me, const Layer& l, int index);
+    bool attention(Seat& me, const Layer& l, int index);
+    void gate_up(const Seat& me, const Layer& l);
+    void head(Seat& me);
+
+    Model& m_;
+    const Config& c_;
+    const Kernels& k_;
+    Scratch& s_;
+    Pool& pool_;
+    Result& result_;
+    const BatchView& batch_;
+    const int first_, n_;
+    const bool solo_;
+    std::vector<int> wanted_;
+    std::chrono::steady_clock::time_point since_;
+};
+
+}  // namespace outpace

@@ -1,0 +1,182 @@
+"""GGUF files of families without a reader of ours, as transformers models.
+
+transformers knows what a family's metadata and tensors are called (``modeling_gguf_pytorch_utils``). It passes over
+tensors without a place, draws missing ones at random and leaves out metadata that changes the arithmetic, so all of
+that is checked here, and what would compute another model is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from outpace.errors import ModelError
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.torch.gguf import ARCHITECTURES, Meta
+
+# What transformers' own names hide: a file's architecture -> their model type.
+_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+_NO_DECODERS = ("general", "tokenizer", "t5", "umt5")
+_LARGEST_GEMMA2 = 46  # layers; the one whose attention is scaled by hidden / heads (llama.cpp, LLM_TYPE_27B)
+# Metadata that changes the arithmetic, and where a configuration says the same.
+_SAME: dict[str, tuple[str, ...]] = {
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+_NEUTRAL = {  # and what no configuration that is known here says at all: the value that changes nothing
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "embedding_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+}
+
+
+def kv_numbers(gguf: GGUFFile) -> int:
+    """Numbers that one position of keys and values takes. Raises ModelError for a family that nobody here reads."""
+    meta = _known(gguf)
+    if not meta.get("attention.head_count", 0):
+        return 0  # recurrent: the backend says why it does not serve that
+    layers, heads = meta.integer("block_count"), meta.integer("attention.head_count")
+    key = meta.integer("attention.key_length", max(1, meta.integer("embedding_length") // heads))
+    kv_heads = meta.get("attention.head_count_kv", heads)
+    in_all = (
+        int(kv_heads.sum())
+        if isinstance(kv_heads, np.ndarray)
+        else meta.integer("attention.head_count_kv", heads) * layers
+    )
+    return in_all * (key + meta.integer("attention.value_length", key))
+
+
+def _known(gguf: GGUFFile) -> Meta:
+    meta = Meta(gguf)
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    kind = _TYPES.get(gguf.architecture, gguf.architecture)
+    if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in _NO_DECODERS:
+        known = sorted({*ARCHITECTURES, *GGUF_SUPPORTED_ARCHITECTURES} - {*_NO_DECODERS})
+        raise meta.fail(
+            f"the architecture {gguf.architecture!r} is not supported from GGUF (with transformers "
+            f"{transformers.__version__}, {', '.join(known)} are): use the original Hugging Face model"
+        )
+    return meta
+
+
+def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
+    """The PreTrainedModel in evaluation mode. Raises ModelError when the file is incomplete or not supported."""
+    meta = _known(gguf)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
+    _honour(meta, config)
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    _fill(gguf, config, module)
+    return module.to(device).eval()
+
+
+def _honour(meta: Meta, config: Any) -> None:
+    """Put into ``config`` what transformers leaves out. Raises ModelError for what it cannot express."""
+    if meta.get("context_length") is not None and hasattr(config, "max_position_embeddings"):
+        config.max_position_embeddings = meta.integer("context_length")
+    config.vocab_size = meta.gguf.info("token_embd.weight").shape[0]
+    _honour_rope(meta, config)
+    window = meta.get("attention.sliding_window") or None
+    if window != getattr(config, "sliding_window", None):
+        if not hasattr(config, "sliding_window") or getattr(config, "layer_types", None) is not None:
+            raise _other(meta, "attention.sliding_window", getattr(config, "sliding_window", None))
+        config.sliding_window = None if window is None else meta.integer("attention.sliding_window")
+    if meta.gguf.architecture == "gemma2" and config.num_hidden_layers == _LARGEST_GEMMA2:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    for key, names in _SAME.items():
+        told = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        if meta.get(key) is not None and not _equal(meta.get(key), told):
+            raise _other(meta, key, told)
+    for key, neutral in _NEUTRAL.items():
+        if not _equal(meta.get(key, neutral), neutral):
+            raise _other(meta, key, neutral)
+
+
+def _honour_rope(meta: Meta, config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if meta.get("rope.freq_base") is not None:
+        base = meta.number("rope.freq_base")
+        if "rope_theta" in rope:
+            rope["rope_theta"] = base
+        else:
+            raise _other(meta, "rope.freq_base", None)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head * rope.get("partial_rotary_factor", 1.0))
+    if meta.get("rope.dimension_count") is not None and meta.integer("rope.dimension_count") != rotated:
+        share = meta.integer("rope.dimension_count") / head
+        if "partial_rotary_factor" not in rope or int(head * share) != meta.integer("rope.dimension_count"):
+            raise _other(meta, "rope.dimension_count", rotated)
+        rope["partial_rotary_factor"] = share
+    if meta.get("rope.scaling.type", "none") not in ("none", ""):
+        raise _other(meta, "rope.scaling.type", "none")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    numbers = all(isinstance(value, (bool, int, float)) for value in (a, b))
+    return numbers and math.isclose(a, b, rel_tol=1e-6)
+
+
+def _other(meta: Meta, key: str, told: Any) -> ModelError:
+    value = meta.get(key)
+    return meta.fail(
+        f"its {meta.prefix}.{key} is {value!r}, where transformers' GGUF support has {told!r}: "
+        "use the original Hugging Face model"
+    )
+
+
+def _fill(gguf: GGUFFile, config: Any, module: Any) -> None:
+    """Load every tensor of the file into ``module``. Raises ModelError unless tensors and parameters match."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    processor = reader.TENSOR_PROCESSORS.get(gguf.architecture, reader.TensorProcessor)(config=config.to_dict())
+    places = reader.get_gguf_hf_weights_map(module, processor)
+    own = module.state_dict(keep_vars=True)
+    filled: dict[int, str] = {}  # by identity: tied parameters are one
+
+    def put(name: str, values: Any, tensor: str) -> None:
+        target = own.get(name)
+        if target is None:
+            raise ModelError(f"{gguf.path.name} has a tensor {tensor!r} that a {gguf.architecture} model does not use")
+        if target.shape != values.shape:
+            sizes = f"{list(values.shape)}, but must be {list(target.shape)}"
+            raise ModelError(f"{gguf.path.name}: {tensor} is {sizes}")
+        values = values.to(target.dtype)
+        if id(target) in filled and not torch.equal(target, values):
+            raise ModelError(f"{gguf.path.name}: {tensor} and {filled[id(target)]} differ, but are one in this family")
+        target.copy_(values)
+        filled[id(target)] = tensor
+
+    beside: dict[
+        str, Any
+    ] = {}  # experts, which a processor puts together from several tensors, by the parameter's name
+    with torch.no_grad():
+        for tensor in gguf.tensors:
+            done = processor.process(
+                weights=gguf.dequantize(tensor),
+                name=tensor,
+                tensor_key_mapping=places,
+                parsed_parameters={"tensors": beside},
+            )
+            if done.name is not None:
+                put(places.get(done.name, ""), torch.from_numpy(np.ascontiguousarray(done.weights)), tensor)
+        for name, values in beside.items():
+            put(name, values, f"what makes up {name}")
+    missing = [name for name, target in own.items() if id(target) not in filled]
+    if missing:
+        raise ModelError(f"{gguf.path.name} is incomplete: it has no tensor for {missing[0]}")
