@@ -43,7 +43,11 @@ check_cxx_source_compiles("
 int main() { return 0; }" OUTPACE_X86)
 if(OUTPACE_X86)
   set(AVX2_FLAGS -mavx2 -mfma -mf16c)
-  set(AVX512_FLAGS ${AVX2_FLAGS} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512)
+  set(AVX512_FLAGS ${AVX2_FLAGS} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni)
+  check_cxx_compiler_flag(-mprefer-vector-width=512 OUTPACE_HAS_WIDTH)  # a hint for what is not written in intrinsics
+  if(OUTPACE_HAS_WIDTH)
+    list(APPEND AVX512_FLAGS -mprefer-vector-width=512)
+  endif()
   set(BF16_FLAGS -mavx512bf16)
   set(VNNI_FLAGS -mavxvnni)
   string(REPLACE ";" " " CMAKE_REQUIRED_FLAGS "${AVX512_FLAGS};${BF16_FLAGS};${VNNI_FLAGS}")

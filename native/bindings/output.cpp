@@ -90,7 +90,7 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
     bool plain = true;  // every choice is known already
     for (int i = 0; i < b; ++i) {
         if (width.data()[i] < 0 || width.data()[i] > w) throw std::invalid_argument("a draft's width is out of range");
-        const nb::handle row = PyList_GET_ITEM(rows.ptr(), i);
+        const nb::handle row = PyList_GetItem(rows.ptr(), i);
         if (row.is_none()) continue;
         asked[static_cast<size_t>(i)] = 1;
         const nb::tuple described = nb::cast<nb::tuple>(row);

@@ -56,12 +56,12 @@ nb::tuple packed(const std::vector<NewTokens>& rows) {
 }
 
 bool truth(const nb::list& list, size_t i) {
-    const int said = PyObject_IsTrue(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)));
+    const int said = PyObject_IsTrue(PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i)));
     if (said < 0) throw nb::python_error();
     return said != 0;
 }
 
-int32_t number(const nb::list& list, size_t i) { return static_cast<int32_t>(whole(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)))); }
+int32_t number(const nb::list& list, size_t i) { return static_cast<int32_t>(whole(PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i)))); }
 
 // models.base.pack_reference
 nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::list& starts_at, const nb::list& wanted,
@@ -72,8 +72,8 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
     std::vector<std::optional<IntView>> token(b), tree(b);
     std::vector<NewTokens> each;
     for (size_t i = 0; i < b; ++i) {
-        token[i].emplace(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i)));
-        PyObject* shape = PyList_GET_ITEM(trees.ptr(), static_cast<Py_ssize_t>(i));
+        token[i].emplace(PyList_GetItem(tokens.ptr(), static_cast<Py_ssize_t>(i)));
+        PyObject* shape = PyList_GetItem(trees.ptr(), static_cast<Py_ssize_t>(i));
         if (shape != Py_None) {
             tree[i].emplace(shape);
             if (tree[i]->size() != token[i]->size()) throw nb::value_error("a row's tokens and parents differ in length");
@@ -104,7 +104,7 @@ nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::l
                         parent ? parent->data() + i * w : nullptr, k, true, false});
     }
     for (size_t j = 0; j < c; ++j) {
-        chunk[j].emplace(PyList_GET_ITEM(chunks.ptr(), static_cast<Py_ssize_t>(j)));
+        chunk[j].emplace(PyList_GetItem(chunks.ptr(), static_cast<Py_ssize_t>(j)));
         each.push_back({number(rows, b + j), number(starts_at, b + j), std::nullopt, chunk[j]->data(), nullptr, chunk[j]->size(),
                         truth(wanted, j), false});
     }
@@ -145,7 +145,7 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
     std::vector<nb::object>&tokens = lists[0], &parents = lists[1], &gains = lists[2];
     Py_ssize_t w = 0;
     for (Py_ssize_t i = 0; i < b; ++i) {
-        PyObject* tree = PyList_GET_ITEM(trees.ptr(), i);
+        PyObject* tree = PyList_GetItem(trees.ptr(), i);
         tokens.push_back(list_of(tree, Names::get().tokens));
         parents.push_back(list_of(tree, Names::get().parents));
         gains.push_back(list_of(tree, Names::get().gains));
@@ -164,21 +164,21 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
         const Py_ssize_t k = PyList_GET_SIZE(its);
         nb::object sources;
         if (sourced) {
-            sources = list_of(PyList_GET_ITEM(trees.ptr(), i), Names::get().sources);
+            sources = list_of(PyList_GetItem(trees.ptr(), i), Names::get().sources);
             if (PyList_GET_SIZE(sources.ptr()) != k) throw nb::value_error("a tree's lists differ in length");
         }
         width.data[i] = static_cast<int32_t>(k);
         for (Py_ssize_t n = 0; n < w; ++n) {
             const Py_ssize_t at = i * w + n;
             const bool real = n < k;
-            token.data[at] = real ? static_cast<int32_t>(whole(PyList_GET_ITEM(its, n))) : 0;
-            parent.data[at] = real ? static_cast<int32_t>(whole(PyList_GET_ITEM(above, n))) : -1;
+            token.data[at] = real ? static_cast<int32_t>(whole(PyList_GetItem(its, n))) : 0;
+            parent.data[at] = real ? static_cast<int32_t>(whole(PyList_GetItem(above, n))) : -1;
             chains = chains && (!real || parent.data[at] == n - 1);
-            const double value = real ? PyFloat_AsDouble(PyList_GET_ITEM(gain, n)) : 0.0;
+            const double value = real ? PyFloat_AsDouble(PyList_GetItem(gain, n)) : 0.0;
             if (value == -1.0 && PyErr_Occurred()) throw nb::python_error();
             confidence.data[at] = static_cast<float>(value);
             if (!sourced) continue;
-            const long number = real ? whole(PyList_GET_ITEM(sources.ptr(), n)) : 0;
+            const long number = real ? whole(PyList_GetItem(sources.ptr(), n)) : 0;
             if (number < 0 || number > 255) throw nb::value_error("a source's number does not fit uint8");
             source->data[at] = static_cast<uint8_t>(number);
         }

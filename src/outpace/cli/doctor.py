@@ -38,6 +38,7 @@ def run(
         "cpu": machine.cpu(),
         "memory": machine.memory(),
         "backends": _backends(),
+        "instruction_sets": _instruction_sets(),
         "model": _model(load, measure, _silent if common.json else _say),
         "computed_in": _fast.chosen(),  # by what the model's run has needed
     }
@@ -72,6 +73,14 @@ def _backends() -> dict[str, str]:
     installed = _version("torch") and _version("transformers")
     out["transformers"] = "available" if installed else "not installed: pip install 'outpace[torch]'"
     return out
+
+
+def _instruction_sets() -> dict[str, Any] | None:
+    """Paths that the extension has and that this machine can run, best first; what its compiler could not build."""
+    if _fast.native is None:
+        return None
+    left_out = _fast.native.left_out_isas()
+    return {"built": _fast.native.built_isas(), "usable": _fast.native.usable_isas(), "left_out": left_out or None}
 
 
 def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
@@ -163,6 +172,11 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"memory        {format_bytes(memory['total'])}, {free} available")
     for name, state in found["backends"].items():
         console.print(f"{name:<13} {state}", soft_wrap=True)
+    if (paths := found["instruction_sets"]) is not None:
+        lost = f"; its compiler left out {paths['left_out']}" if paths["left_out"] else ""
+        beyond = [path for path in paths["built"] if path not in paths["usable"]]
+        idle = f"; built, not for this machine: {', '.join(beyond)}" if beyond else ""
+        console.print(f"paths         {', '.join(paths['usable'])}{idle}{lost}", soft_wrap=True)
     _print_computed(found["computed_in"])
     name = model["name"]
     if model["ok"]:

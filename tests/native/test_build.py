@@ -1,0 +1,92 @@
+"""What the build does with compilers that know less, fail, or are not there. Configuring only: nothing is compiled."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace import _native
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or shutil.which("cmake") is None or shutil.which("ninja") is None,
+    reason="needs cmake and a compiler",
+)
+
+
+def configure(tmp_path: Path, *more: str, **environment: str) -> tuple[int, str, str]:
+    """Exit code, what was said, and the generated build."""
+    command = [shutil.which("cmake"), "-S", ROOT / "native", "-B", tmp_path / "build", "-G", "Ninja"]
+    own = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "SKBUILD")}
+    done = subprocess.run(
+        [*command, *more, f"-DPython_EXECUTABLE={sys.executable}"],
+        env=own | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    plan = tmp_path / "build" / "build.ninja"
+    said = " ".join((done.stdout + done.stderr).split())  # cmake breaks lines
+    return done.returncode, said, plan.read_text() if plan.exists() else ""
+
+
+def compiler_without(tmp_path: Path, *flags: str) -> str:
+    fake = tmp_path / "c++"
+    cases = "|".join(flags)
+    refuse = 'echo "c++: error: unrecognized command-line option $flag" >&2; exit 1'
+    fake.write_text(f'#!/bin/sh\nfor flag; do case $flag in {cases}) {refuse};; esac; done\nexec {COMPILER} "$@"\n')
+    fake.chmod(0o755)
+    return str(fake)
+
+
+@pytest.mark.skipif("avx2" not in _native.built_isas(), reason="the paths are x86's")
+def test_an_older_compiler_loses_paths_by_name(tmp_path: Path) -> None:
+    code, said, plan = configure(tmp_path, CXX=compiler_without(tmp_path, "-mavx512bf16", "-mavxvnni"))
+    assert code == 0
+    assert "the path avx512-bf16 is left out" in said
+    assert "lacks -mavx512bf16; a newer one builds it" in said
+    assert "the path avx2-vnni is left out" in said
+    assert "kernels_avx512.cpp" in plan
+    assert "kernels_avx512bf16.cpp" not in plan
+    assert "OUTPACE_HAS_AVX512BF16" not in plan
+    assert "avx512-bf16 (-mavx512bf16), avx2-vnni (-mavxvnni)" in plan  # what the extension will say
+
+
+@pytest.mark.skipif("avx2" not in _native.built_isas(), reason="the paths are x86's")
+def test_a_path_goes_with_the_path_that_it_builds_on(tmp_path: Path) -> None:
+    code, said, plan = configure(tmp_path, CXX=compiler_without(tmp_path, "-mfma"))
+    assert code == 0
+    assert "instruction-set paths: portable" in said.replace(";", "")
+    assert "the path avx2 (" not in plan
+    assert "-mfma, the path avx2" in plan
+    assert "kernels_portable.cpp" in plan
+    assert "kernels_avx" not in plan
+
+
+def test_what_would_change_sums_is_refused(tmp_path: Path) -> None:
+    code, said, _ = configure(tmp_path, CXX=compiler_without(tmp_path, "-ffp-contract=off"))
+    assert code != 0
+    assert "cannot keep sums as written (-ffp-contract=off): use GCC 9" in said
+
+
+def test_a_compiler_that_fails_is_an_error_and_none_is_not(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    (tmp_path / "a").mkdir()
+    code, said, _ = configure(tmp_path / "a", CXX=str(broken))
+    assert code != 0
+    assert "is not able to compile" in said
+
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "ninja").write_text(f'#!/bin/sh\nexec {shutil.which("ninja")} "$@"\n')
+    (tools / "ninja").chmod(0o755)
+    (tmp_path / "b").mkdir()
+    code, said, plan = configure(tmp_path / "b", "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", PATH=str(tools))
+    assert (code, "kernels" in plan) == (0, False)
+    assert "no C++ compiler (c++, g++, clang++) was found" in said

@@ -1,0 +1,103 @@
+"""scripts/release: what it refuses before it does anything; scripts/check_dist.py: what no release may contain."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def git(repository: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", *identity, *arguments], cwd=repository, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A clean checkout of version 1.2.0 whose checks leave a file, and then fail."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "release", tmp_path / "scripts")
+    (tmp_path / "scripts" / "check").write_text("#!/bin/sh\necho checked >checked\nexit 3\n")
+    (tmp_path / "scripts" / "check").chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0\n\n- Something.\n")
+    (tmp_path / ".gitignore").write_text("checked\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "one")
+    return tmp_path
+
+
+def release(repository: Path, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run([repository / "scripts" / "release", *arguments], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_help_and_unknown_arguments(repository: Path) -> None:
+    code, said = release(repository, "--help")
+    assert code == 0
+    assert "usage: scripts/release [--dry-run]" in said
+    code, said = release(repository, "--force")
+    assert code == 2
+    assert "unknown argument --force" in said
+    assert not (repository / "checked").exists()
+
+
+def test_checks_that_fail_end_the_release(repository: Path) -> None:
+    assert release(repository)[0] == 3
+    assert (repository / "checked").exists()
+
+
+@pytest.mark.parametrize("how", ["--dry-run", ""])
+def test_refusals(repository: Path, how: str) -> None:
+    arguments = [how] if how else []
+    (repository / "new").write_text("")
+    code, said = release(repository, *arguments)
+    assert (code, "the tree is not clean" in said) == ((3, False) if how else (1, True))
+    (repository / "new").unlink()
+    (repository / "checked").unlink(missing_ok=True)
+
+    git(repository, "tag", "v1.2.0")
+    code, said = release(repository, *arguments)
+    assert code == 1
+    assert "the tag v1.2.0 exists" in said
+    for file, text, complaint in (
+        ("CHANGELOG.md", "## 1.2.01\n", "no entry '## 1.2.0'"),
+        ("pyproject.toml", 'version = "next"\n', "the version 'next'"),
+    ):
+        (repository / file).write_text(text)
+        git(repository, "commit", "-qam", "worse")
+        code, said = release(repository, *arguments)
+        assert code == 1
+        assert complaint in said
+    assert not (repository / "checked").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "complaint"),
+    [
+        ("outpace-1-cp312-abi3-linux_x86_64.whl", ["outpace/_native.abi3.so", "outpace/a.py"], ""),
+        ("outpace-1-cp312-abi3-win_amd64.whl", ["outpace/_native.pyd"], ""),
+        ("outpace-1-cp311-cp311-linux_x86_64.whl", ["outpace/a.py"], "no extension"),
+        ("outpace-1-py3-none-any.whl", ["outpace/_native.x.so"], "for any platform"),
+        ("outpace-1-cp312-abi3-linux_x86_64.whl", ["outpace/_native.cpython-312.so"], "named otherwise"),
+        (
+            "outpace-1-cp311-cp311-linux_x86_64.whl",
+            ["outpace/_native.x.so", "outpace/old.so"],
+            "expected outpace/_native",
+        ),
+    ],
+)
+def test_what_a_wheel_holds(tmp_path: Path, name: str, files: list[str], complaint: str) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        for file in files:
+            wheel.writestr(file, "")
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "check_dist.py", tmp_path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (1 if complaint else 0)
+    assert (complaint or "ok") in done.stdout
