@@ -19,6 +19,9 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <vector>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -75,20 +78,44 @@ void advise_huge(void* memory, size_t bytes) noexcept {
 
 #if defined(__linux__)
 
+namespace {
+
+// The processors that this thread may use; none where the system does not say. A cpu_set_t has 1,024, and a system that
+// has more refuses it.
+class Affinity {
+public:
+    Affinity() {
+        for (size_t most = CPU_SETSIZE; most <= (size_t{1} << 20); most *= 4) {
+            words_.assign(most / CPU_SETSIZE, cpu_set_t{});
+            if (sched_getaffinity(0, bytes(), words_.data()) == 0) return;
+            if (errno != EINVAL) break;
+        }
+        words_.clear();
+    }
+    int count() const { return words_.empty() ? 0 : CPU_COUNT_S(bytes(), words_.data()); }
+    void remove(int processor) { CPU_CLR_S(static_cast<size_t>(processor), bytes(), words_.data()); }
+    // Where it may not, nothing is lost.
+    void give(int thread) const { sched_setaffinity(thread, bytes(), words_.data()); }
+
+private:
+    size_t bytes() const { return words_.size() * sizeof(cpu_set_t); }
+    std::vector<cpu_set_t> words_;
+};
+
+}  // namespace
+
 int allowed_processors() {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+    if (const int allowed = Affinity().count()) return allowed;
     return static_cast<int>(std::thread::hardware_concurrency());
 }
 int current_processor() { return sched_getcpu(); }
 int current_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
 bool keep_off(int processor, int processors, const int* threads, size_t count) {
-    cpu_set_t others;
-    if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) != processors) return false;
-    CPU_CLR(static_cast<size_t>(processor), &others);
-    for (size_t i = 0; i < count; ++i)
-        sched_setaffinity(threads[i], sizeof others, &others);  // where it may not: nothing is lost
+    Affinity others;
+    if (others.count() != processors) return false;
+    others.remove(processor);
+    for (size_t i = 0; i < count; ++i) others.give(threads[i]);
     return true;
 }
 

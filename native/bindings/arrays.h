@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 namespace outpace {
 
@@ -52,7 +53,8 @@ inline long whole(PyObject* number) {
     return value;
 }
 
-// int32 values [n] or [b, w] that Python holds; what is no such array is made one first.
+// int32 values [n] or [b, w] that Python holds; what is no such array is made one first. Other threads may write into them at
+// any time, whoever holds the GIL: no bound or index may follow from them. For those there is IntCopy.
 class IntView {
 public:
     explicit IntView(PyObject* from, int dims = 1) {
@@ -64,6 +66,10 @@ public:
         if (view_.ndim != dims) {
             PyBuffer_Release(&view_);
             throw nb::value_error(("an array has " + std::to_string(view_.ndim) + " dimensions, expected " + std::to_string(dims)).c_str());
+        }
+        if (view_.len / 4 > INT32_MAX) {
+            PyBuffer_Release(&view_);
+            throw nb::value_error("an array has more than 2147483647 values");
         }
     }
     ~IntView() { PyBuffer_Release(&view_); }
@@ -83,6 +89,25 @@ private:
     }
     Py_buffer view_{};
     nb::object converted_;
+};
+
+// int32 values [n] or [b, w] as they were at one time: what has been checked stays so.
+class IntCopy {
+public:
+    explicit IntCopy(PyObject* from, int dims = 1) {
+        const IntView view(from, dims);
+        size_ = view.size();
+        width_ = dims > 1 ? view.width() : 1;
+        values_.assign(view.data(), view.data() + static_cast<size_t>(size_) * static_cast<size_t>(width_));
+    }
+
+    const int32_t* data() const { return values_.data(); }
+    int size() const { return size_; }
+    int width() const { return width_; }
+
+private:
+    std::vector<int32_t> values_;
+    int size_ = 0, width_ = 0;
 };
 
 // A new numpy array, uninitialised. `data` is valid as long as the array lives.

@@ -22,13 +22,19 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrixf = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;  // a byte that is neither 0 nor 1 may stand there
 
 template <class T>
 nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
     auto* owned = new std::vector<T>(std::move(values));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.begin(), owner));
+}
+
+// Another thread may write into an array at any time: what is checked, and then used as a bound or an index, is a copy.
+template <class Array>
+std::vector<int32_t> copied(const Array& array) {
+    return {array.data(), array.data() + array.size()};
 }
 
 class Model;

@@ -1,8 +1,11 @@
 // What Python sees of drafting: searches for `ngram`, `suffix` and `retrieval`.
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <numeric>
 #include <stdexcept>
+#include <system_error>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
@@ -11,6 +14,7 @@
 #include "drafting/lookups.h"
 #include "drafting/merge.h"
 #include "drafting/suffix.h"
+#include "runtime/mapped.h"
 
 namespace outpace {
 namespace {
@@ -22,8 +26,8 @@ using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
 
 // A datastore and the arrays that it reads.
 struct HeldDatastore {
-    HeldDatastore(std::vector<SegmentArrays> segments, VoteRules rules)
-        : arrays(std::move(segments)), store(views(arrays), std::move(rules)) {}
+    HeldDatastore(std::vector<SegmentArrays> segments, VoteRules rules, int32_t vocab)
+        : arrays(std::move(segments)), store(views(arrays), std::move(rules), vocab) {}
 
     static std::vector<Datastore::Segment> views(const std::vector<SegmentArrays>& arrays) {
         std::vector<Datastore::Segment> found;
@@ -137,18 +141,39 @@ void bind_drafting(nb::module_& m) {
              "context"_a)
         .def("propose",
              [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
+                 if (std::count(others.begin(), others.end(), nullptr)) throw nb::type_error("others must be indices, not None");
                  const IntView view(context.ptr());
                  return tuple_of(x.propose(view.data(), static_cast<size_t>(view.size()), budget, others, wide));
              },
              "context"_a, "budget"_a, "others"_a, "wide"_a);
+    nb::class_<Mapped>(m, "Mapped")
+        .def("__init__",
+             [](Mapped* self, const std::string& path) {
+                 try {
+                     new (self) Mapped(path);
+                 } catch (const std::system_error& error) {
+                     errno = error.code().value();
+                     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+                     throw nb::python_error();
+                 }
+             },
+             "path"_a)
+        .def_prop_ro("bytes",
+                     [](nb::handle self) {
+                         const auto& file = nb::cast<const Mapped&>(self);
+                         const size_t shape[] = {file.size()};
+                         return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(file.data(), 1, shape, self));
+                     })
+        .def_prop_ro("torn", &Mapped::torn);
     nb::class_<HeldDatastore>(m, "Datastore")
         .def("__init__",
-             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt) {
-                 new (self) HeldDatastore(std::move(segments), {std::move(weights), doubt});
+             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab) {
+                 new (self) HeldDatastore(std::move(segments), {std::move(weights), doubt}, vocab);
              },
-             "segments"_a, "weights"_a, "doubt"_a)
+             "segments"_a, "weights"_a, "doubt"_a, "vocab"_a)
         .def("propose",
              [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
+                 Mapped::guard();
                  return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
              },
              "context"_a, "places"_a, "least"_a, "budget"_a);

@@ -97,9 +97,19 @@ std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row
         throw std::invalid_argument("malformed batch: features are [" + std::to_string(features->shape(0)) + ", " +
                                     std::to_string(features->shape(1)) + "], but must be [" + std::to_string(n) + ", " +
                                     std::to_string(model.hidden()) + "]");
+    if (std::max({n, starts.shape(0), wanted.shape(0)}) > static_cast<size_t>(INT32_MAX))
+        throw std::invalid_argument("malformed batch: it has more than 2147483647 tokens");
+    const std::vector<int32_t> its_token = copied(token), its_row = copied(row), its_position = copied(position),
+                               its_parent = copied(parent), its_starts = copied(starts), its_wanted = copied(wanted);
+    std::vector<uint8_t> its_tapped;  // any byte but 0 is true
+    if (tapped) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(tapped->data());
+        its_tapped.assign(bytes, bytes + tapped->shape(0));
+    }
     const BatchView batch{static_cast<int>(n), static_cast<int>(starts.shape(0)) - 1, static_cast<int>(wanted.shape(0)),
-                          token.data(), row.data(), position.data(), parent.data(), starts.data(), wanted.data(), taps, layers,
-                          tapped ? tapped->data() : nullptr, features ? features->data() : nullptr};
+                          its_token.data(), its_row.data(), its_position.data(), its_parent.data(), its_starts.data(),
+                          its_wanted.data(), taps, layers, tapped ? its_tapped.data() : nullptr,
+                          features ? features->data() : nullptr};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(model.lock());
     return model.forward(batch);
@@ -181,10 +191,20 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](const Model& x) { return x.kernels().name; })
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
-        .def("time_phases", &Model::time_phases, "on"_a)
+        .def("time_phases",
+             [](Model& x, bool on) {
+                 nb::gil_scoped_release release;
+                 std::lock_guard<std::mutex> lock(x.lock());
+                 x.time_phases(on);
+             },
+             "on"_a)
         .def("take_timings",
              [](Model& x) {
-                 const auto seconds = x.take_timings();
+                 const auto seconds = [&x] {
+                     nb::gil_scoped_release release;
+                     std::lock_guard<std::mutex> lock(x.lock());
+                     return x.take_timings();
+                 }();
                  nb::dict named;
                  for (int i = 0; i < kPhases; ++i) named[kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
                  return named;

@@ -79,8 +79,8 @@ int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
 // greedy without rules; else what `chooser_of` takes.
 nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
                  const nb::object& starts, const nb::list& rows) {
-    const IntView token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
-    std::optional<IntView> parent;
+    const IntCopy token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
+    std::optional<IntCopy> parent;
     if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
     const int b = token.size(), w = token.width();
     if (width.size() != b || start.size() != b || static_cast<int>(rows.size()) != b || (parent && (parent->size() != b || parent->width() != w)))
@@ -126,7 +126,7 @@ nb::object logits_of(const Result& result, const Ints& at) {
 
 // Where packed tokens stand among the tapped ones.
 nb::object tap_places(const Result& result, const nb::object& at) {
-    const IntView nodes(at.ptr());
+    const IntCopy nodes(at.ptr());
     if (result.tap_count == 0) throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's taps");
     const IntArray places({nodes.size()});
     for (int i = 0; i < nodes.size(); ++i) {
@@ -148,17 +148,20 @@ nb::object tapped(const Result& result) {
 }
 
 std::unique_ptr<Result> result_of(const Matrixf& logits, const Ints& wanted, const std::string& isa) {
-    if (logits.shape(0) != wanted.shape(0) || logits.shape(1) == 0)
-        throw std::invalid_argument("logits must be [" + std::to_string(wanted.shape(0)) + ", vocabulary]");
-    for (size_t i = 1; i < wanted.shape(0); ++i)
-        if (wanted.data()[i] <= wanted.data()[i - 1]) throw std::invalid_argument("wanted must ascend");
-    return Result::of(logits.data(), static_cast<int>(logits.shape(1)), {wanted.data(), wanted.data() + wanted.shape(0)}, kernels_for(isa));
+    std::vector<int32_t> its = copied(wanted);
+    if (logits.shape(0) != its.size() || logits.shape(1) == 0)
+        throw std::invalid_argument("logits must be [" + std::to_string(its.size()) + ", vocabulary]");
+    for (size_t i = 1; i < its.size(); ++i)
+        if (its[i] <= its[i - 1]) throw std::invalid_argument("wanted must ascend");
+    return Result::of(logits.data(), static_cast<int>(logits.shape(1)), std::move(its), kernels_for(isa));
 }
 
-void within(const Ints& ids, int vocab) {
-    for (size_t i = 0; i < ids.shape(0); ++i)
-        if (ids.data()[i] < 0 || ids.data()[i] >= vocab)
-            throw std::invalid_argument("token " + std::to_string(ids.data()[i]) + " is not in the vocabulary of " + std::to_string(vocab));
+std::vector<int32_t> within(const Ints& ids, int vocab) {
+    std::vector<int32_t> its = copied(ids);
+    for (const int32_t id : its)
+        if (id < 0 || id >= vocab)
+            throw std::invalid_argument("token " + std::to_string(id) + " is not in the vocabulary of " + std::to_string(vocab));
+    return its;
 }
 
 void wide(const Matrixf& states, int hidden) {
@@ -167,10 +170,10 @@ void wide(const Matrixf& states, int hidden) {
 }
 
 nb::object embed(const Model& model, const Ints& tokens) {
-    within(tokens, model.vocab());
-    const size_t n = tokens.shape(0), hidden = static_cast<size_t>(model.hidden());
+    const std::vector<int32_t> ids = within(tokens, model.vocab());
+    const size_t n = ids.size(), hidden = static_cast<size_t>(model.hidden());
     std::vector<float> out(n * hidden);
-    model.embed(tokens.data(), static_cast<int>(n), out.data());
+    model.embed(ids.data(), static_cast<int>(n), out.data());
     return numpy(std::move(out), {n, hidden});
 }
 
@@ -183,13 +186,14 @@ nb::object final_norm(const Model& model, const Matrixf& states) {
 
 nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& ids) {
     wide(normed, model.hidden());
-    if (ids) within(*ids, model.vocab());
-    const size_t n = normed.shape(0), count = ids ? ids->shape(0) : static_cast<size_t>(model.vocab());
+    std::vector<int32_t> its;
+    if (ids) its = within(*ids, model.vocab());
+    const size_t n = normed.shape(0), count = ids ? its.size() : static_cast<size_t>(model.vocab());
     std::vector<float> out(n * count);
     {
         nb::gil_scoped_release release;
         std::lock_guard<std::mutex> lock(model.lock());
-        model.head(normed.data(), static_cast<int>(n), ids ? ids->data() : nullptr, static_cast<int>(count), out.data());
+        model.head(normed.data(), static_cast<int>(n), ids ? its.data() : nullptr, static_cast<int>(count), out.data());
     }
     return numpy(std::move(out), {n, count});
 }

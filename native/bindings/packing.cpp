@@ -69,7 +69,7 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
     const size_t b = rows.size();
     if (tokens.size() != b || starts_at.size() != b || wanted.size() != b || trees.size() != b)
         throw nb::value_error("rows, tokens, starts_at, wanted and parents differ in length");
-    std::vector<std::optional<IntView>> token(b), tree(b);
+    std::vector<std::optional<IntCopy>> token(b), tree(b);
     std::vector<NewTokens> each;
     for (size_t i = 0; i < b; ++i) {
         token[i].emplace(PyList_GetItem(tokens.ptr(), static_cast<Py_ssize_t>(i)));
@@ -88,8 +88,8 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
 nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::list& pending, const nb::object& tokens,
                     const nb::object& widths, const nb::object& parents, const nb::list& chunks, const nb::list& wanted) {
     const size_t b = pending.size(), c = chunks.size();
-    const IntView token(tokens.ptr(), 2), width(widths.ptr());
-    std::optional<IntView> parent;
+    const IntCopy token(tokens.ptr(), 2), width(widths.ptr());
+    std::optional<IntCopy> parent;
     if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
     const size_t w = static_cast<size_t>(token.width());
     if (rows.size() != b + c || starts_at.size() != b + c || wanted.size() != c || static_cast<size_t>(token.size()) != b ||
@@ -113,8 +113,8 @@ nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::l
 
 // exact.drafts.fault_reference
 const char* draft_fault(const nb::object& tokens, const nb::object& widths, const nb::object& parents, const nb::list& most, int vocab) {
-    const IntView token(tokens.ptr(), 2), width(widths.ptr());
-    std::optional<IntView> parent;
+    const IntCopy token(tokens.ptr(), 2), width(widths.ptr());
+    std::optional<IntCopy> parent;
     if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
     const int b = width.size(), w = token.width();
     if (static_cast<size_t>(b) != most.size() || token.size() != b || (parent && (parent->size() != b || parent->width() != w))) return "width";

@@ -34,39 +34,38 @@ inline constexpr const char* kWhy[] = {
     "no level is worth its forward",
 };
 
-// A C-contiguous array of `Item`, or none.
+// A C-contiguous array of `Item` as it was at one time, or none: what has been checked stays so, whoever writes into it.
 template <class Item>
 class Field {
 public:
     Field(nb::handle from, const char* name) {
         if (from.is_none()) return;
-        if (PyObject_GetBuffer(from.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) throw nb::python_error();
-        held_ = true;
-        const char kind = view_.format && view_.format[0] ? view_.format[std::strlen(view_.format) - 1] : 'B';
+        Py_buffer view;
+        if (PyObject_GetBuffer(from.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) throw nb::python_error();
+        const char kind = view.format && view.format[0] ? view.format[std::strlen(view.format) - 1] : 'B';
         const bool fits = std::is_floating_point_v<Item> ? kind == 'f' : std::strchr(sizeof(Item) == 1 ? "Bb?" : "il", kind) != nullptr;
-        if (view_.itemsize != static_cast<Py_ssize_t>(sizeof(Item)) || !fits) {
-            PyBuffer_Release(&view_);
-            throw std::invalid_argument(std::string(name) + " is of another type than the seam says");
+        held_ = view.itemsize == static_cast<Py_ssize_t>(sizeof(Item)) && fits;
+        if (held_) {
+            shape_.assign(view.shape, view.shape + view.ndim);
+            values_.resize(static_cast<size_t>(view.len) / sizeof(Item));
+            if (view.len > 0) std::memcpy(values_.data(), view.buf, static_cast<size_t>(view.len));
         }
+        PyBuffer_Release(&view);
+        if (!held_) throw std::invalid_argument(std::string(name) + " is of another type than the seam says");
     }
-    ~Field() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    Field(const Field&) = delete;
-    Field& operator=(const Field&) = delete;
 
-    const Item* data() const { return held_ ? static_cast<const Item*>(view_.buf) : nullptr; }
+    const Item* data() const { return held_ ? values_.data() : nullptr; }
     // Throws unless the shape is [rows] or [rows, width].
     void expect(size_t rows, std::optional<size_t> width, const char* name) const {
         if (!held_) return;
-        const bool fits = view_.ndim == (width ? 2 : 1) && static_cast<size_t>(view_.shape[0]) == rows &&
-                          (!width || static_cast<size_t>(view_.shape[1]) == *width);
+        const bool fits = shape_.size() == (width ? 2 : 1) && shape(0) == rows && (!width || shape(1) == *width);
         if (!fits) throw std::invalid_argument(std::string(name) + " has another shape than the step's rows");
     }
-    size_t shape(int axis) const { return held_ && axis < view_.ndim ? static_cast<size_t>(view_.shape[axis]) : 0; }
+    size_t shape(size_t axis) const { return axis < shape_.size() ? static_cast<size_t>(shape_[axis]) : 0; }
 
 private:
-    Py_buffer view_{};
+    std::vector<Item> values_;
+    std::vector<Py_ssize_t> shape_;
     bool held_ = false;
 };
 

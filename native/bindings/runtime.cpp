@@ -118,7 +118,8 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
         .def("kv_compact",
              [](Model& x, int row, int start, const Ints& keep) {
-                 locked(x, [&](KV& kv) { kv.compact(row, start, keep.data(), static_cast<int>(keep.shape(0))); });
+                 const std::vector<int32_t> its = copied(keep);
+                 locked(x, [&](KV& kv) { kv.compact(row, start, its.data(), static_cast<int>(its.size())); });
              })
         .def("kv_fork", [](Model& x, int src, int dst, int n) { locked(x, [&](KV& kv) { kv.fork(src, dst, n); }); })
         .def("kv_growth", [](Model& x, int row, int64_t n) { return locked(x, [&](KV& kv) { return kv.growth(row, n); }); })

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace outpace {
@@ -71,14 +72,21 @@ void search(const Datastore::Segment& segment, const Backwards& context, int mos
 
 }  // namespace
 
-Datastore::Datastore(std::vector<Segment> segments, VoteRules rules)
-    : segments_(std::move(segments)), rules_(std::move(rules)) {
+Datastore::Datastore(std::vector<Segment> segments, VoteRules rules, int32_t vocab)
+    : segments_(std::move(segments)), rules_(std::move(rules)), vocab_(vocab) {
     if (rules_.weights.empty()) throw std::invalid_argument("weights must not be empty");
+    if (vocab < 1) throw std::invalid_argument("a vocabulary of " + std::to_string(vocab) + " tokens is not possible");
+    for (const Segment& segment : segments_)
+        if (segment.size > INT32_MAX || segment.places > INT32_MAX) throw std::invalid_argument("a segment has more than 2147483647 tokens");
 }
 
 std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n, int most) const {
     Backwards end{{}, static_cast<int>(std::min<size_t>(n, kDepth))};
-    for (int i = 0; i < end.n; ++i) end.tokens[static_cast<size_t>(i)] = context[n - 1 - static_cast<size_t>(i)];
+    for (int i = 0; i < end.n; ++i) {
+        const int32_t token = context[n - 1 - static_cast<size_t>(i)];
+        if (token < 0 || token >= (1 << kBits) - 1) end.n = i;  // no key has it, so that nothing ends like more than this
+        end.tokens[static_cast<size_t>(i)] = token;
+    }
     std::vector<Place> found;
     for (const Segment& segment : segments_) search(segment, end, most, found);
     if (segments_.size() > 1) {
@@ -89,11 +97,14 @@ std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n
 }
 
 TokenTree Datastore::propose(const int32_t* context, size_t n, int most, int least, int budget) const {
+    if (most < 1) throw std::invalid_argument("places=" + std::to_string(most) + " is out of range: give at least 1");
     std::vector<Place> arena = places(context, n, most);
     const auto shorter = [least](const Place& place) { return place.length < least; };
     arena.erase(std::remove_if(arena.begin(), arena.end(), shorter), arena.end());
-    const auto next = [](const Place& place, const std::vector<int32_t>&) {
-        return place.at < place.segment->size ? place.segment->tokens[place.at] : kEnd;
+    const auto next = [this](const Place& place, const std::vector<int32_t>&) {
+        if (place.at >= place.segment->size) return kEnd;
+        const int32_t token = place.segment->tokens[place.at];
+        return token >= 0 && token < vocab_ ? token : kEnd;
     };
     return grow(arena, rules_, budget, true, next);
 }

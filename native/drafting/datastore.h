@@ -15,7 +15,8 @@ public:
     static constexpr int kDepth = 16;  // tokens of a context that order the places
     static constexpr int kKeyed = 3, kBits = 21;  // tokens in a key; bits of each
 
-    // Arrays of others, which must outlive the datastore. `order` may hold anything: what points outside is skipped.
+    // Arrays of others, which must outlive the datastore. They may hold anything: what points outside is skipped, and a token
+    // outside the vocabulary is an end.
     struct Segment {
         const int32_t* tokens;
         int64_t size;
@@ -29,8 +30,8 @@ public:
         int length;  // of the match
     };
 
-    // Throws std::invalid_argument.
-    Datastore(std::vector<Segment> segments, VoteRules rules);
+    // `vocab`: tokens that may be proposed are below. Throws std::invalid_argument.
+    Datastore(std::vector<Segment> segments, VoteRules rules, int32_t vocab);
 
     // At most `most` places that end like the context of `n` tokens, longest matches first.
     std::vector<Place> places(const int32_t* context, size_t n, int most) const;
@@ -40,6 +41,7 @@ public:
 private:
     std::vector<Segment> segments_;
     VoteRules rules_;
+    int32_t vocab_;
 };
 
 }  // namespace outpace

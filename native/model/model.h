@@ -36,7 +36,7 @@ struct BatchView {
     const int32_t *token, *row, *position, *parent, *starts, *wanted;
     std::vector<int> taps;
     int layers;             // run the first so many
-    const bool* tapped;     // [rows]; null: all
+    const uint8_t* tapped;  // [rows], 0: not; null: all
     const float* features;  // [tokens][hidden], added to the embeddings; null: none
 };
 

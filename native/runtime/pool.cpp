@@ -1,6 +1,7 @@
 #include "runtime/pool.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include "platform.h"
 
@@ -30,11 +31,14 @@ constexpr unsigned kPausesAClock = 32;  // looking at the clock costs as much as
 Pool::Pool(int threads)
     : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(allowed_processors()), limit_(threads_), spin_(kLeastSpin),
       idle_spin_(kCrowdedSpin.count()) {
+    workers_.reserve(static_cast<size_t>(threads_));
     try {
-        for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
-    } catch (...) {  // the system has no more threads: those that began must end before their memory goes
-        close();
-        throw;
+        while (static_cast<int>(workers_.size()) + 1 < threads_) {
+            const int i = static_cast<int>(workers_.size()) + 1;
+            workers_.emplace_back([this, i] { work(i); });
+        }
+    } catch (const std::system_error&) {  // there are no more threads to be had: those that began are the team
+        threads_ = limit_ = static_cast<int>(workers_.size()) + 1;
     }
     calibrate();
 }
@@ -128,10 +132,10 @@ void Pool::keep_apart() {
     const int here = current_processor();
     if (here == callers_ || here < 0) return;
     std::vector<int> workers;
-    for (size_t i = 1; i < places_.size(); ++i)
+    for (size_t i = 1; i < static_cast<size_t>(threads_); ++i)
         if (const int worker = places_[i].thread.load()) workers.push_back(worker);
     if (!keep_off(here, processors_, workers.data(), workers.size())) return;
-    callers_ = workers.size() + 1 == places_.size() ? here : -1;  // some have not begun yet: the next run sees to them
+    callers_ = static_cast<int>(workers.size()) + 1 == threads_ ? here : -1;  // some have not begun yet: the next run sees to them
 }
 
 bool Pool::take_part(int thread) {

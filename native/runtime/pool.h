@@ -39,7 +39,7 @@ class Pool {
 public:
     static constexpr unsigned kSampling = 8;  // a kind of runs of its own; forwards have those below
 
-    explicit Pool(int threads);
+    explicit Pool(int threads);  // fewer where the system gives no more, at the least the caller's own
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -62,7 +62,7 @@ private:
     struct alignas(64) Place {
         std::atomic<unsigned> invited{0};  // the run that the thread is, or was last, asked to join
         std::atomic<bool> dismissed{false};  // set while the thread waits at a barrier, cleared by itself
-        int rank = 0;                        // -1: not of the team
+        int rank = -1;                       // -1: not of the team
         std::atomic<int> thread{0};          // the system's number of it; 0: unknown, or the caller's own
     };
 
@@ -80,8 +80,8 @@ private:
     void shrink(const Seat& last);
     void learn(int started, unsigned kind, double work);
 
-    const int threads_;
-    std::vector<Place> places_;
+    int threads_;
+    std::vector<Place> places_;  // one for each thread that was asked for
     std::vector<std::thread> workers_;
     std::mutex mutex_;
     std::condition_variable wake_, met_;

@@ -13,7 +13,7 @@ namespace outpace {
 // of the threads; it gets its own when it first computes.
 class Runtime {
 public:
-    explicit Runtime(int threads);  // throws std::system_error where the system has not so many threads
+    explicit Runtime(int threads);  // fewer where the system gives no more
     ~Runtime();
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
@@ -28,9 +28,9 @@ private:
     friend struct Forks;
     void forget_threads();
 
-    const int threads_;
     std::mutex lock_;
     std::unique_ptr<Pool> pool_;
+    const int threads_;  // that were started; a forked child may have got fewer
     bool forked_ = false;  // the pool's threads are another process's
     Scratch scratch_;
 };

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 #include "platform.h"
@@ -313,11 +314,17 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     };
     std::vector<std::thread> helpers;
     if (m.bytes() < (size_t{1} << 20)) threads = 1;
-    for (int i = 1; i < threads; ++i) {
-        const Part part = part_of(m.blocks, i, threads);
-        helpers.emplace_back(pack_blocks, part.begin, part.end);
+    helpers.reserve(static_cast<size_t>(threads));
+    int left = m.blocks;  // what no helper does, from the front
+    try {
+        for (int i = threads - 1; i > 0; --i) {
+            const Part part = part_of(m.blocks, i, threads);
+            helpers.emplace_back(pack_blocks, part.begin, part.end);
+            left = part.begin;
+        }
+    } catch (const std::system_error&) {  // there are no more threads to be had: this one does the rest
     }
-    pack_blocks(0, part_of(m.blocks, 0, threads).end);
+    pack_blocks(0, left);
     for (std::thread& helper : helpers) helper.join();
     if (!fits) throw std::invalid_argument("a weight is beyond 65504, the largest number of float16: use bfloat16 or float32");
     return m;

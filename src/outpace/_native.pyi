@@ -153,10 +153,20 @@ class SuffixIndex:
     ) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 
+class Mapped:
+    """A file's bytes in place, uint8 [n]. What the file loses meanwhile reads as zeros, and ``torn`` says so; without
+    this, reading it would end the process. Raises OSError."""
+
+    bytes: npt.NDArray[np.uint8]
+    torn: bool
+    def __init__(self, path: str) -> None: ...
+
 class Datastore:
     """See ``Search`` of drafters/lookup/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
 
-    def __init__(self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float) -> None: ...
+    def __init__(
+        self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float, vocab: int
+    ) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 

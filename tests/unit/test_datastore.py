@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.toy import ToyModel, ToyTokenizer
 from tests.unit.test_registry import context
 
 TOKEN = st.integers(0, 3)
+VOCAB = 10
 
 
 def make(path: Path, texts: list[list[int]], **options: object) -> Datastore:
@@ -31,7 +34,7 @@ def make(path: Path, texts: list[list[int]], **options: object) -> Datastore:
 
 
 def search(store: Datastore) -> Search:
-    return Search(store.arrays, WEIGHTS, DOUBT)
+    return Search(store.arrays, WEIGHTS, DOUBT, VOCAB)
 
 
 def places(store: Datastore, context: list[int], count: int, follow: int) -> list[Place]:
@@ -92,7 +95,7 @@ def test_the_search_in_cpp_equals_the_reference(
         pytest.skip("the extension was not built")
     with tempfile.TemporaryDirectory() as folder:
         store = make(Path(folder) / "store", texts, segment=segment)
-        native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT)
+        native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
         for wanted in (*contexts, *(text[:-1] for text in texts)):
             context = np.array(wanted, np.int32)
             expected = search(store).propose(context, places, least, budget)
@@ -131,6 +134,91 @@ def test_a_failing_build_leaves_nothing_and_damage_is_named(tmp_path: Path) -> N
     (tmp_path / "store" / "datastore.json").write_text("{}")
     with pytest.raises(DrafterError, match="cannot be read"):
         Datastore(tmp_path / "store")
+
+
+def saved(path: Path, **arrays: object) -> None:
+    for name, array in arrays.items():
+        np.save(path / f"00000.{name}.npy", array)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("tokens", np.arange(9, dtype=np.int64)),
+        ("order", np.zeros((2, 2), np.int32)),
+        ("keys", np.array([b"abc"])),
+        ("tokens", np.arange(9, dtype=">i4")),
+    ],
+)
+def test_arrays_that_are_others_are_refused_by_name(name: str, array: object, tmp_path: Path) -> None:
+    make(tmp_path / "store", [[1, 2, 3, 4]])
+    saved(tmp_path / "store", **{name: array})
+    with pytest.raises(DrafterError, match=rf"00000\.{name}\.npy is damaged \(it is not the array"):
+        Datastore(tmp_path / "store")
+
+
+def test_lengths_and_manifests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path, [[1, 2, 3, 4]])
+    manifest = json.loads((path / "datastore.json").read_text())
+    for change, message in (
+        ({"tokens": 6}, "has 5 tokens, and 6 were written"),
+        ({"segments": ["../../etc"]}, "misnamed"),
+        ({"segments": [7]}, "misnamed"),
+        ({"segments": ["00000", "00000"]}, "misnamed"),
+        ({"segments": ["00007"]}, "missing"),
+        ({"segments": 3}, "is damaged"),
+        ({"format": True}, "is damaged"),
+        ({"format": 9}, "format 9"),
+    ):
+        (path / "datastore.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(DrafterError, match=message):
+            Datastore(path)
+    (path / "datastore.json").write_text(json.dumps(manifest))
+    saved(path, keys=np.zeros(9, np.int64))
+    with pytest.raises(DrafterError, match="differ in length"):
+        Datastore(path)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> None:
+    """Whatever stands in the arrays, both searches say the same, and only tokens of the vocabulary."""
+    import tempfile
+
+    if _fast.native is None:
+        pytest.skip("the extension was not built")
+    wild = st.one_of(st.integers(-3, 12), st.integers(-(2**31), 2**31 - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        store = make(path, [[1, 2, 3, 1, 2, 0, 1, 2, 3, 1, 2]])
+        tokens, order, keys = (array.copy() for array in store.arrays[0])
+        for array in data.draw(st.sets(st.sampled_from([0, 1]), min_size=1)):
+            for place in data.draw(st.lists(st.integers(0, len(order) - 1), max_size=6)):
+                (tokens, order)[array][place] = data.draw(wild)
+        saved(path, tokens=tokens, order=order, keys=keys)
+        damaged = Datastore(path)
+        native = _fast.native.Datastore(damaged.arrays, WEIGHTS, DOUBT, 4)
+        reference = Search(damaged.arrays, WEIGHTS, DOUBT, 4)
+        context = np.array([*data.draw(st.lists(wild, min_size=1, max_size=6)), 1, 2], np.int32)
+        found = native.propose(context, 5, 1, 6)
+        assert found == reference.propose(context, 5, 1, 6)
+        assert all(0 <= token < 4 for token in found[0])
+
+
+def test_a_search_keeps_what_it_reads(tmp_path: Path) -> None:
+    """The files may be gone, and whoever opened them."""
+    if _fast.native is None:
+        pytest.skip("the extension was not built")
+    make(tmp_path / "store", [[1, 2, 3, 4]])
+    store = Datastore(tmp_path / "store")
+    native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+    expected = native.propose(np.array([1, 2], np.int32), 4, 1, 2)
+    del store
+    gc.collect()
+    shutil.rmtree(tmp_path / "store")
+    assert native.propose(np.array([1, 2], np.int32), 4, 1, 2) == expected
+    assert expected[0] == [3, 4]
 
 
 def test_the_tree_has_the_likeliest_nodes_and_no_more_than_asked(tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
     assert spec.argument is not None
     datastore = Datastore(spec.argument, fingerprint(context.tokenizer) if context.tokenizer is not None else None)
     given = {"places": spec.integer("places", None), "least": spec.integer("min", None)}
+    given["vocab"] = context.target.info.vocab_size
     return RetrievalDrafter(datastore, **{name: value for name, value in given.items() if value is not None})
 
 

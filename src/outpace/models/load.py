@@ -355,7 +355,7 @@ def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
     config: dict[str, Any] = {}
     try:
         config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{source.path / 'config.json'} cannot be read ({error}): download it again") from error
     text = config.get("text_config") or config
     elements = _elements(source.path)

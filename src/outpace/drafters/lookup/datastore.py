@@ -1,28 +1,31 @@
 """A datastore of token sequences on disk, searched by the longest end of a context: what ``retrieval`` reads.
 
-A folder with ``datastore.json`` and segments. A segment is three memory-mapped arrays: ``tokens`` int32 [n], sequences
+A folder with ``datastore.json`` and segments. A segment is three arrays on disk: ``tokens`` int32 [n], sequences
 with END between them; ``order`` int32 [m], the positions at which something follows something, sorted by what precedes
 them, read backwards (a suffix array of the reversed tokens, exact to DEPTH tokens); ``keys`` int64 [m], the last three
 of those tokens in one number. So the places that end like a context lie side by side, the longest matches nearest to
 where the context itself would stand, and one binary search finds them. Segments have a bounded size and are built one
 after another, so a corpus may be larger than memory; adding to a datastore adds segments.
+
+What stands in the files is not trusted: positions outside a segment are passed over, and a token outside the vocabulary
+ends what follows a place.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from outpace.arrays import I32
+from outpace.drafters.lookup.segment_files import I64, Arrays, Opened, open_arrays, read_manifest
 from outpace.drafters.lookup.votes import END, grow
 from outpace.errors import Argument, DrafterError
 from outpace.files import replacing, write_json
@@ -33,11 +36,9 @@ if TYPE_CHECKING:
 DEPTH = 16  # tokens of a context that order the places
 SEGMENT = 4_000_000  # tokens; building one takes about 40 bytes a token
 _BITS, _KEYED = 21, 3  # of a token in a key; tokens in a key
+MOST_TOKENS = (1 << _BITS) - 1  # of a vocabulary
 _MANIFEST = "datastore.json"
 _FORMAT = 1
-
-I64 = npt.NDArray[np.int64]
-Arrays = tuple[I32, I32, I64]  # tokens, order and keys of a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +50,51 @@ class Place:
 
 
 class Datastore:
-    """An open datastore. Raises DrafterError when ``path`` is none, or is of another vocabulary."""
+    """An open datastore. Raises DrafterError when ``path`` is none, is damaged, or is of another vocabulary.
+
+    ``arrays``: tokens, order and keys of its segments.
+    """
 
     def __init__(self, path: str | os.PathLike[str], vocabulary: str | None = None) -> None:
         """``vocabulary``: the target's fingerprint, or None to trust that it fits."""
         self.path = Path(path)
-        self.manifest = _manifest(self.path)
+        self.manifest = read_manifest(self.path / _MANIFEST, _FORMAT)
         if vocabulary is not None and self.manifest["vocabulary"] != vocabulary:
             raise DrafterError(
                 f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
                 "build one with this model's, outpace datastore build --model"
             )
-        self.arrays: list[Arrays] = [_segment(self.path / name) for name in self.manifest["segments"]]
+        self._files: list[Opened] = []
+        self.arrays: list[Arrays] = []
+        for name in self.manifest["segments"]:
+            arrays, files = open_arrays(self.path / name)
+            self.arrays.append(arrays)
+            self._files += files
+        if len(self) != self.manifest["tokens"]:
+            raise DrafterError(
+                f"{path} has {len(self)} tokens, and {self.manifest['tokens']} were written: build the datastore anew"
+            )
+
+    def check(self) -> None:
+        """Raises DrafterError when a file was cut short, or could not be read, since it was opened."""
+        for file in self._files:
+            if file.torn:
+                raise DrafterError(f"a file of {self.path} was cut short while it was open: build the datastore anew")
 
     def __len__(self) -> int:
         """Tokens in it."""
         return sum(len(tokens) for tokens, _, _ in self.arrays)
 
 
-def _segment(path: Path) -> Arrays:
-    try:
-        arrays = [np.load(f"{path}.{name}.npy", mmap_mode="r") for name in ("tokens", "order", "keys")]
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"{path} is damaged or missing ({error}): build the datastore anew") from error
-    tokens, order, keys = (array.view(np.ndarray) for array in arrays)  # plain views index faster
-    return tokens, order, keys
-
-
 class Search:
     """What followed in the segments of a datastore: the reference for native/drafting/datastore.h, number for number.
 
-    Each place votes with ``weights[length of its match]``; ``doubt`` is the weight of "something else".
+    Each place votes with ``weights[length of its match]``; ``doubt`` is the weight of "something else". ``vocab``:
+    tokens that may be proposed are below.
     """
 
-    def __init__(self, segments: Sequence[Arrays], weights: Sequence[float], doubt: float) -> None:
-        self._segments = [_Segment(*arrays) for arrays in segments]
+    def __init__(self, segments: Sequence[Arrays], weights: Sequence[float], doubt: float, vocab: int) -> None:
+        self._segments = [_Segment(*arrays, vocab) for arrays in segments]
         self._weights, self._doubt = weights, doubt
 
     def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
@@ -105,9 +116,11 @@ class _Segment:
     tokens: I32
     order: I32
     keys: I64
+    vocab: int
 
     def places(self, context: Sequence[int], count: int, follow: int) -> list[Place]:
-        backwards = list(context[: -DEPTH - 1 : -1])
+        # No key has what does not fit it, so that nothing ends like more than what stands before that.
+        backwards = list(takewhile(lambda token: 0 <= token < MOST_TOKENS, context[: -DEPTH - 1 : -1]))
         at = 0
         for n in range(min(len(backwards), _KEYED), 0, -1):
             low, high = _key_range(backwards[:n])
@@ -119,16 +132,18 @@ class _Segment:
             return []
         # The nearest neighbours on both sides are the longest matches.
         near = self.order[max(begin, at - count) : min(end, at + count)]
+        near = near[(near >= 0) & (near < len(self.tokens))]
         back = np.arange(1, len(backwards) + 1, dtype=np.int32)
         before = near[:, None] - back
         same = (self.tokens[np.maximum(before, 0)] == backwards) & (before >= 0)
         lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
         best = np.argsort(-lengths, kind="stable")[:count]
-        after = np.minimum(near[best, None] + np.arange(follow, dtype=np.int32), len(self.tokens) - 1)
-        following = self.tokens[after].tolist()  # a segment ends with END, so what lies beyond is END, too
+        after = near[best, None].astype(np.int64) + np.arange(follow)
+        following = self.tokens[np.minimum(after, len(self.tokens) - 1)]
+        following[(after >= len(self.tokens)) | (following < 0) | (following >= self.vocab)] = END
         return [
             Place(tokens[: tokens.index(END)] if END in tokens else tokens, length)
-            for tokens, length in zip(following, lengths[best].tolist(), strict=True)
+            for tokens, length in zip(following.tolist(), lengths[best].tolist(), strict=True)
         ]
 
     def _insertion(self, backwards: list[int], begin: int, end: int) -> int:
@@ -144,6 +159,7 @@ class _Segment:
 
     def _before(self, position: int) -> list[int]:
         """Up to DEPTH tokens before a position, backwards."""
+        position = min(max(position, 0), len(self.tokens))
         before: list[int] = self.tokens[max(position - DEPTH, 0) : position][::-1].tolist()
         return before
 
@@ -269,16 +285,3 @@ def _key_range(backwards: Sequence[int]) -> tuple[int, int]:
         key = key << _BITS | (token + 1)
     left = _BITS * (_KEYED - len(backwards))
     return key << left, (key + 1) << left
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT or not {"vocabulary", "model", "segments", "tokens"} <= set(found):
-            raise ValueError(f"format {found['format']}")
-    except FileNotFoundError as error:
-        raise DrafterError(f"{path} is no datastore: make one with outpace datastore build") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DrafterError(f"{path} cannot be read as a datastore ({error}): build it anew") from error
-    manifest: dict[str, Any] = found
-    return manifest

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outpace import _fast
 from outpace.drafters.base import RowView, TreeDrafter
-from outpace.drafters.lookup.datastore import DEPTH, Datastore, Search
+from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore, Search
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree
 
@@ -23,17 +23,18 @@ DOUBT = 0.4
 
 class RetrievalDrafter(TreeDrafter):
     """``places``: how many places of the datastore vote, those with the longest matches; ``least``: tokens that a match
-    has at least. Raises DrafterError."""
+    has at least; ``vocab``: tokens of the target are below. Raises DrafterError."""
 
     name = "retrieval"
 
-    def __init__(self, datastore: Datastore, places: int = 24, least: int = 2) -> None:
+    def __init__(self, datastore: Datastore, places: int = 24, least: int = 2, vocab: int = MOST_TOKENS) -> None:
         if not 1 <= places <= 1024:
             raise DrafterError(f"retrieval: places={places} is out of range: give 1 to 1024")
         if not 1 <= least <= DEPTH:
             raise DrafterError(f"retrieval: min={least} is out of range: give 1 to {DEPTH} tokens")
         self._places, self._least = places, least
-        self._search = _Search(datastore.arrays, WEIGHTS, DOUBT)
+        self._datastore = datastore
+        self._search = _Search(datastore.arrays, WEIGHTS, DOUBT, vocab)
         if type(self) is RetrievalDrafter and _fast.native is not None:
             self.lookup, self.names = _fast.native.RetrievalLookup(self._search, places, least), (self.name,)
 
@@ -42,4 +43,5 @@ class RetrievalDrafter(TreeDrafter):
             self._search.propose(view.tokens[-DEPTH:], self._places, self._least, size)
             for view, size in zip(rows, sizes, strict=True)
         ]
+        self._datastore.check()  # after the search: what it read was there
         return [Tree(*lists, [0] * len(lists[0])) for lists in found]

@@ -1,14 +1,13 @@
-"""A strict, memory-mapped reader of GGUF headers, versions 2 and 3, little-endian.
+"""A strict reader of GGUF files, versions 2 and 3, little-endian.
 
 Layout (ggml/docs/gguf.md): magic, version, tensor count, metadata count; typed metadata; tensor infos; padding to the
 alignment; tensor data. A file is untrusted input: every count, length and offset is checked against the file's size
-before anything of that size is made.
+before anything of that size is made. It may shrink while it is open: see ``FileBytes``.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -21,10 +20,12 @@ import numpy.typing as npt
 
 from outpace.arrays import F32
 from outpace.errors import ModelError
+from outpace.models.formats.file_bytes import FileBytes
 
 MAX_NAME = 1 << 16  # bytes of a key or tensor name, as the format says
 MAX_DIMS = 4
 MAX_NESTING = 4  # arrays in arrays
+_PIECE = 1 << 20  # bytes of the header that are read at once
 _SMALLEST_ENTRY = 8 + 4 + 1  # key length, value type, one byte of value
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # name length, dimension count, one dimension, type, offset
 
@@ -94,31 +95,23 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An open GGUF file: ``metadata`` by key, ``tensors`` by name, their bytes mapped and read on first touch.
+    """An open GGUF file: ``metadata`` by key, ``tensors`` by name, their bytes read when asked for.
 
     Strings are ``str``, numbers ``int``, ``float`` or ``bool``, arrays of numbers numpy arrays and other arrays lists.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path = path
-        self._map = data
-        reader = _Reader(path, data)
+    def __init__(self, file: FileBytes) -> None:
+        self.path = file.path
+        self._file = file
+        reader = _Reader(file)
         self.version = reader.version
         self.metadata: dict[str, Any] = reader.metadata
         self.tensors: dict[str, TensorInfo] = reader.tensors
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Map a file and read its header. Raises ModelError that names the file and what is wrong with it."""
-        path = Path(path)
-        try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size == 0:
-                    raise ModelError(f"{path} is empty: download or copy it again")
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-        return cls(path, data)
+        """Open a file and read its header. Raises ModelError that names the file and what is wrong with it."""
+        return cls(FileBytes(Path(path)))
 
     @property
     def architecture(self) -> str:
@@ -136,9 +129,9 @@ class GGUFFile:
         return value
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes, uint8 [n_bytes], a read-only view of the file. Raises ModelError for an unknown name."""
+        """A tensor's bytes, uint8 [n_bytes], read now. Raises ModelError for an unknown name and a file cut short."""
         info = self.info(name)
-        return np.frombuffer(self._map, np.uint8, info.n_bytes, info.offset)
+        return self._file.read(info.offset, info.n_bytes)
 
     def info(self, name: str) -> TensorInfo:
         """Raises ModelError when the file has no such tensor."""
@@ -179,10 +172,10 @@ class GGUFFile:
 class _Reader:
     """Walks the header once, front to back."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path = path
-        self._data = data
-        self._size = len(data)
+    def __init__(self, file: FileBytes) -> None:
+        self._file = file
+        self._data = bytearray()  # the file's beginning, as far as it was needed
+        self._size = file.size
         self._at = 0
         try:
             self._read()
@@ -190,11 +183,15 @@ class _Reader:
             self._fail(f"the text before byte {self._at} is not UTF-8 ({error.reason})")
 
     def _fail(self, problem: str) -> NoReturn:
-        raise ModelError(f"{self._path} is not a usable GGUF file: {problem}; download or convert it again")
+        raise ModelError(f"{self._file.path} is not a usable GGUF file: {problem}; download or convert it again")
 
     def _read(self) -> None:
-        if self._data[:4] != b"GGUF":
-            self._fail(f"it starts with {self._data[:4]!r}, not b'GGUF'")
+        if self._size == 0:
+            raise ModelError(f"{self._file.path} is empty: download or copy it again")
+        self._load(min(4, self._size))
+        magic = bytes(self._data[:4])
+        if magic != b"GGUF":
+            self._fail(f"it starts with {magic!r}, not b'GGUF'")
         self._at = 4
         self.version = self._number("<I")
         if self.version not in (2, 3):
@@ -212,12 +209,19 @@ class _Reader:
         infos = [self._tensor() for _ in range(tensors)]
         self.tensors = self._place(infos)
 
+    def _load(self, end: int) -> None:
+        """Have the file up to byte ``end``, which it has."""
+        have = len(self._data)
+        if end > have:
+            self._data += self._file.read(have, min(max(end - have, _PIECE), self._size - have)).data
+
     def _take(self, n: int) -> int:
         """Advance by n bytes that must exist; returns where they start."""
         start = self._at
         if n > self._size - start:
             self._fail(f"it ends at byte {self._size}, where {n} bytes from {start} on were announced")
         self._at = start + n
+        self._load(self._at)
         return start
 
     def _room(self, count: int, smallest: int, what: str) -> None:
@@ -265,16 +269,21 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """The hot loop: a vocabulary has up to half a million of them."""
-        data, size, at = self._data, self._size, self._at
+        data, size, at, have = self._data, self._size, self._at, len(self._data)
         length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         out: list[str] = []
         for _ in range(count):
             start = at + 8
             if start > size:
                 self._fail(f"it ends at byte {size}, inside a list of strings")
+            if start > have:
+                self._load(start)
             at = start + length_at(data, at)[0]
             if at > size:
                 self._fail(f"a string at byte {start} runs past the end of the file at {size}")
+            if at > have:
+                self._load(at)
+                have = len(data)
             out.append(data[start:at].decode())
         self._at = at
         return out

@@ -1,15 +1,14 @@
-"""A strict, memory-mapped reader of safetensors files, for the native runtime: numpy has no bfloat16.
+"""A strict reader of safetensors files, for the native runtime: numpy has no bfloat16.
 
 Layout (huggingface.co/docs/safetensors): the header's length as a little-endian 64-bit number, a JSON header, the data.
-A file is untrusted input: every offset is checked against the file's size before it is used.
+A file is untrusted input: every offset is checked against the file's size before it is used. It may shrink while it is
+open: see ``FileBytes``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,18 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.errors import ModelError
+from outpace.models.formats.file_bytes import FileBytes
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+MAX_DIMS = 16
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's bytes, uint8 [n], a read-only view of the file; its type ("BF16", ...) and shape."""
+    """Where a tensor lies in its file; its type ("BF16", ...) and shape."""
 
-    data: npt.NDArray[np.uint8]
     type: str
     shape: tuple[int, ...]
+    file: FileBytes
+    start: int
+    n_bytes: int
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, uint8 [n_bytes], read now. Raises ModelError for a file that was cut short."""
+        return self.file.read(self.start, self.n_bytes)
 
 
 def read(path: Path) -> dict[str, StoredTensor]:
@@ -38,33 +46,32 @@ def read(path: Path) -> dict[str, StoredTensor]:
     def fail(problem: str) -> NoReturn:
         raise ModelError(f"{path} is not a usable safetensors file: {problem}; download it again")
 
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < 8:
-                fail("it is too short")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    length = int.from_bytes(data[:8], "little")
-    if length > min(MAX_HEADER, len(data) - 8):
+    file = FileBytes(path)
+    size = file.size
+    if size < 8:
+        fail("it is too short")
+    length = int.from_bytes(file.read(0, 8).tobytes(), "little")
+    if length > min(MAX_HEADER, size - 8):
         fail(f"its header of {length} bytes does not fit")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(file.read(8, length).tobytes())
     except (ValueError, RecursionError):
         fail("its header is not JSON")
     if not isinstance(header, dict):
         fail("its header is not an object")
-    start, size = 8 + length, len(data)
+    start = 8 + length
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         kind, shape, begin, end = _entry(entry)
+        if len(shape) > MAX_DIMS:
+            fail(f"tensor {name!r} has {len(shape)} dimensions, more than {MAX_DIMS}")
         if kind not in _BYTES or begin < 0 or not begin <= end <= size - start:
             fail(f"tensor {name!r} has type {kind!r} and bytes {begin} to {end} of {size - start}")
         if math.prod(shape) * _BYTES[kind] != end - begin:
             fail(f"tensor {name!r} of shape {list(shape)} does not take {end - begin} bytes")
-        tensors[name] = StoredTensor(np.frombuffer(data, np.uint8, end - begin, start + begin), kind, shape)
+        tensors[name] = StoredTensor(kind, shape, file, start + begin, end - begin)
     return tensors
 
 

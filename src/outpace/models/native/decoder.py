@@ -162,7 +162,7 @@ def from_folder(folder: Path) -> Decoder:
     """The decoder that a Hugging Face folder's config.json describes. Raises ModelError as from_gguf does."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read ({error}): download it again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object: download it again")

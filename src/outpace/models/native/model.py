@@ -5,6 +5,7 @@ Imports neither torch nor transformers. Logits stay where they were computed: gr
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from outpace.models.processors import usable_cores
 
 _native = _fast.native  # None where there is no compiler; available() says so
 
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("bfloat16", "float32", "int8")
 QUANTIZE = ("int8", "int4")
@@ -46,13 +50,14 @@ def load_native(
 ) -> NativeModel:
     """A model from a GGUF file (or an open one) or a folder with config.json and safetensors files.
 
-    ``threads``: None takes the physical cores this process may use, within its CPU quota. ``kv_memory``: hard bound in
-    bytes. ``kv_dtype``: bfloat16, float32 or int8 (a float32 scale for each position and head; half the memory of
-    bfloat16, less exact). ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a
-    different model, and ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16
-    and float16 convert weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the
-    best one). ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads
-    and working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
+    ``threads``: None takes the physical cores this process may use, within its CPU quota; where the system does not
+    give that many, those that it gives, with a warning. ``kv_memory``: hard bound in bytes. ``kv_dtype``: bfloat16,
+    float32 or int8 (a float32 scale for each position and head; half the memory of bfloat16, less exact).
+    ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a different model, and
+    ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16 and float16 convert
+    weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best one).
+    ``runtime``: another model's ``NativeModel.runtime``, for models that compute in turn: one set of threads and
+    working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
     if _native is None:
@@ -67,19 +72,22 @@ def load_native(
             Argument("threads", threads), f", but the runtime to share has {runtime.threads}: leave ",
             Argument("threads"), " out",
         )  # fmt: skip
-    threads = usable_cores() if threads is None else threads
-    if not 1 <= threads <= 256:
-        raise ParameterError(Argument("threads", threads), " is out of range: give 1 to 256")
+    threads = min(usable_cores(), MOST_THREADS) if threads is None else threads
+    if not 1 <= threads <= MOST_THREADS:
+        raise ParameterError(Argument("threads", threads), f" is out of range: give 1 to {MOST_THREADS}")
     model, weights, target = open_weights(path, quantize, dtype)
     try:
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
         raise ParameterError(f"OUTPACE_ISA: {error}") from error
     longest = min(model.max_length, max_length or model.max_length)
-    try:
-        runtime = _native.Runtime(threads) if runtime is None else runtime
-    except RuntimeError as error:
-        raise ModelError(f"{threads} threads could not be started ({error}): give fewer threads") from error
+    if runtime is None:
+        runtime = _native.Runtime(threads)
+        if runtime.threads < threads:
+            log.warning(
+                "%d of %d threads could be started: raise the limit on processes or memory, or give fewer threads",
+                runtime.threads, threads,
+            )  # fmt: skip
     try:
         built = build_weights(model, weights, target, longest, runtime.threads)
         handle = _native.Model(built, runtime, chosen, kv_dtype, -1 if kv_memory is None else kv_memory)
@@ -167,7 +175,7 @@ class NativeModel:
     @property
     def parts(self) -> NativeParts:
         """See ``Parts``. float32 in numpy."""
-        return NativeParts(self._live())
+        return NativeParts(self._live)
 
     def time_phases(self, on: bool = True) -> None:
         """Measure how long each phase of a forward takes; see ``take_timings``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -100,24 +100,27 @@ class NativeTaps:
 
 
 class NativeParts:
-    """See ``Parts``: float32 arrays, computed by the forward's own kernels, so with the same bits."""
+    """See ``Parts``: float32 arrays, computed by the forward's own kernels, so with the same bits.
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    ``live`` gives the model's handle. Raises ValueError once the model is closed.
+    """
+
+    def __init__(self, live: Callable[[], Any]) -> None:
+        self._live = live
 
     def embed(self, tokens: I32) -> F32:
         """Raises ValueError for ids outside the vocabulary."""
-        found: F32 = _fast.native.embed(self._handle, np.ascontiguousarray(tokens, np.int32))
+        found: F32 = _fast.native.embed(self._live(), np.ascontiguousarray(tokens, np.int32))
         return found
 
     def norm(self, hidden: F32) -> F32:
-        normed: F32 = _fast.native.final_norm(self._handle, features_of(hidden))
+        normed: F32 = _fast.native.final_norm(self._live(), features_of(hidden))
         return normed
 
     def logits(self, normed: F32, ids: I32 | None = None) -> F32:
         """Raises ValueError for ids outside the vocabulary."""
         asked = None if ids is None else np.ascontiguousarray(ids, np.int32)
-        logits: F32 = _fast.native.head(self._handle, features_of(normed), asked)
+        logits: F32 = _fast.native.head(self._live(), features_of(normed), asked)
         return logits
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,11 +50,16 @@ _DERIVED = (".rotary_emb.inv_freq",)  # what old checkpoints keep although it fo
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it lies in a file: raw bytes uint8 [n], the type's name, and a shape in numpy's order."""
+    """A tensor as it lies in a file: the type's name, a shape in numpy's order, and what reads its bytes."""
 
-    data: npt.NDArray[np.uint8]
     type: str
     shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[np.uint8]]
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Raw bytes uint8 [n], read now. Raises ModelError for a file that was cut short."""
+        return self.read()
 
 
 class Weights(Protocol):
@@ -86,7 +93,7 @@ class GGUFWeights:
     def matrix(self, layer: int | None, name: str) -> Stored:
         full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[0], "blk.", "weight")
         info = self._gguf.info(full)
-        return Stored(self._gguf.raw(full), info.type, info.shape)
+        return Stored(info.type, info.shape, partial(self._gguf.raw, full))
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names("gemma3" in self._gguf.architecture, layer, name)[0], "blk.", _kind(name))
@@ -132,7 +139,7 @@ class FolderWeights:
         tensor = self._tensors.get(full)
         if tensor is None:
             raise ModelError(f"{self.name} has no tensor {full!r}, so the model is incomplete: get all of its files")
-        return Stored(tensor.data, tensor.type, tensor.shape)
+        return Stored(tensor.type, tensor.shape, lambda: tensor.data)
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names(self._gemma, layer, name)[1], "model.layers.", _kind(name))
@@ -157,12 +164,16 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     try:
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in where.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read ({error!r}): download it again") from error
     found: dict[Path, list[str] | None] = {}
     for name, file in pairs:
         path = folder / Path(file).name
-        if not path.is_file():
+        try:
+            there = path.is_file()
+        except (OSError, ValueError) as error:  # no name that a file can have
+            raise ModelError(f"{index} wants {name!r} from {file[:80]!r} ({error}): download it again") from error
+        if not there:
             raise ModelError(f"{path} is missing, and {index.name} wants {name!r} from it: download it")
         names = found.setdefault(path, [])
         assert names is not None

@@ -1,0 +1,58 @@
+"""A file's bytes, read piece by piece rather than mapped: one that is cut short meanwhile is an error, not a signal."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from outpace.errors import ModelError
+
+
+class FileBytes:
+    """An open file of ``size`` bytes, closed with the last reference. Raises ModelError that names it.
+
+    It stays open, so that another file in its place is not taken for it. ``read`` may be called from several threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        weakref.finalize(self, self._file.close)
+        self._lock = threading.Lock()  # of the file's position, where reading moves it
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path} cannot be read: it is not a regular file")
+        self.size = status.st_size
+
+    def read(self, start: int, n: int) -> npt.NDArray[np.uint8]:
+        """uint8 [n], bytes ``start`` to ``start + n`` of the file. Raises ModelError where they are no longer there."""
+        data = np.empty(n, np.uint8)
+        view, at = data.data, 0
+        try:
+            while at < n and (got := self._into(view[at:], start + at)):
+                at += got
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if at < n:
+            raise ModelError(
+                f"{self.path} ends at byte {start + at} now, and had {self.size}: it was cut short while it was read; "
+                "get it again, and load it when it is whole"
+            )
+        return data
+
+    def _into(self, view: memoryview, start: int) -> int:
+        """Bytes that were read from ``start`` on; 0 at the end."""
+        if hasattr(os, "preadv"):  # a forked child has the same position as its parent
+            return os.preadv(self._file.fileno(), [view], start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.readinto(view) or 0

@@ -1,0 +1,99 @@
+"""What reads the fuzzed files. Each target takes a folder and may raise nothing but OutpaceError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outpace import _fast
+from outpace.drafters.lookup.datastore import Datastore, Search
+from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
+from outpace.models.base import Batch
+from outpace.models.formats import safetensors
+from outpace.models.formats.gguf import GGUFFile
+from outpace.models.native.model import load_native
+from outpace.models.text.tokenizer import Tokenizer
+from tests.fuzz import seeds
+
+VOCAB = 6  # below a datastore's greatest token
+
+
+class Target(NamedTuple):
+    seeds: Callable[[], dict[str, seeds.Files]]
+    read: Callable[[Path], None]
+    share: int  # of all mutations, beside the other targets'
+
+
+def gguf_header(folder: Path) -> None:
+    """The reader, and tensors as numbers."""
+    file = GGUFFile.open(folder / "model.gguf")
+    for name in file.tensors:
+        file.dequantize(name)
+
+
+def gguf_tokenizer(folder: Path) -> None:
+    """Text to tokens and back, and a conversation."""
+    tokenizer = Tokenizer.from_gguf(GGUFFile.open(folder / "model.gguf"))
+    ids = tokenizer.encode("ab a\u00e4 </s><|im_end|> 123", parse_special=True)
+    tokenizer.decode([*ids.tolist(), *range(tokenizer.vocab_size)])
+    if tokenizer.has_chat_template:
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+
+
+@cache
+def _runtime() -> Any:
+    return _fast.native.Runtime(1)
+
+
+def _compute(path: Path) -> None:
+    model = load_native(path, runtime=_runtime(), kv_memory=1 << 22)
+    try:
+        n = min(5, model.info.max_length)
+        row = model.kv.alloc()
+        tokens = np.arange(n, dtype=np.int32) % model.info.vocab_size
+        output = model.forward(Batch.pack([row], [tokens], [0], [True]))
+        logits = output.logits(np.array([n - 1], np.int32))
+        assert logits.shape == (1, model.info.vocab_size)
+        model.parts.embed(tokens)
+        model.kv.check()
+    finally:
+        model.close()
+
+
+def native_gguf(folder: Path) -> None:
+    """The native build of a GGUF file, and a forward: any bits may stand in the tensors."""
+    _compute(folder / "model.gguf")
+
+
+def native_folder(folder: Path) -> None:
+    """The safetensors reader, and the native build of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for tensor in safetensors.read(path).values():
+            assert len(tensor.data) == tensor.n_bytes
+    _compute(folder)
+
+
+def datastore(folder: Path) -> None:
+    """Both searches of a datastore say the same, and nothing that is no token."""
+    store = Datastore(folder, "v")
+    native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+    reference = Search(store.arrays, WEIGHTS, DOUBT, VOCAB)
+    for context in ([3], [1, 2], [0, 6, 1, 5], [4] * 20, [-1, 2, 3], [1, 2**31 - 1]):
+        given = np.array(context, np.int32)
+        tokens, parents, gains = native.propose(given, 6, 1, 7)
+        assert reference.propose(given, 6, 1, 7) == (tokens, parents, gains)
+        assert all(0 <= token < VOCAB for token in tokens)
+    store.check()
+
+
+TARGETS = {
+    "gguf": Target(seeds.gguf, gguf_header, 4),
+    "tokenizer": Target(seeds.gguf, gguf_tokenizer, 3),
+    "native-gguf": Target(seeds.gguf, native_gguf, 4),
+    "safetensors": Target(seeds.folders, native_folder, 4),
+    "datastore": Target(seeds.datastores, datastore, 3),
+}
