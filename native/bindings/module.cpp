@@ -1,4 +1,6 @@
 // What Python sees: outpace._native. Everything that comes from Python is checked here or in what it calls.
+#include <nanobind/stl/shared_ptr.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -6,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "runtime/cpu.h"
 #include "model/model.h"
+#include "weights/packed_file.h"
 #include "weights/pack.h"
 
 namespace outpace {
@@ -56,6 +59,25 @@ Matrix pack_bytes(Arena& arena, const Bytes& data, int source, int64_t rows, int
     const Target to = target_of(target);
     nb::gil_scoped_release release;
     return pack(arena, data.data(), source, static_cast<int>(rows), static_cast<int>(cols), heads, to, threads);
+}
+
+Matrix mapped_matrix(std::shared_ptr<PackedFile> file, size_t offset, int source, int64_t rows, int64_t cols, const std::string& target) {
+    checked_shape(rows, cols);
+    return matrix_at(std::move(file), offset, source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));
+}
+
+bool checked_row(const Matrix& m, int64_t row, const Bytes& stored, int source, const std::string& target) {
+    if (row < 0 || row >= m.rows || stored.size() != row_bytes(source, m.cols))
+        throw std::invalid_argument("row " + std::to_string(row) + " of " + std::to_string(stored.size()) + " bytes does not fit the matrix");
+    return row_is(m, static_cast<int>(row), stored.data(), source, target_of(target));
+}
+
+// Its bytes uint8 [n] as they lie in memory, not copied.
+nb::object packed(const Matrix& m) {
+    auto* kept = new std::shared_ptr<void>(m.memory);
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
+    const size_t shape[] = {m.bytes()};
+    return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(m.data, 1, shape, owner));
 }
 
 nb::object unpack(const Matrix& m) {
@@ -178,10 +200,19 @@ NB_MODULE(_native, m) {
         .def_ro("cols", &Matrix::cols)
         .def_prop_ro("bytes", &Matrix::bytes)
         .def_prop_ro("format", [](const Matrix& x) { return name_of(x.format); })
+        .def_prop_ro("packed", &packed)
         .def("unpack", &unpack)
+        .def("row_is", &checked_row, "row"_a, "stored"_a, "source"_a, "target"_a = "keep")
         .def("product", &product, "x"_a, "isa"_a = "");
     m.def("pack", &pack_bytes, "arena"_a, "data"_a, "source"_a, "rows"_a, "cols"_a, "heads"_a = 0, "target"_a = "keep",
           "threads"_a = 1);
+    nb::class_<PackedFile>(m, "PackedFile")
+        .def(nb::init<int, size_t>(), "file"_a, "bytes"_a)
+        .def_prop_ro("huge", &PackedFile::huge)
+        .def("copy", &PackedFile::copy, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("checksums", &PackedFile::checksums, "begin"_a, "piece"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("checksum", [](const Bytes& data) { return checksum(data.data(), data.size()); }, "data"_a);
+    m.def("mapped_matrix", &mapped_matrix, "file"_a, "offset"_a, "source"_a, "rows"_a, "cols"_a, "target"_a = "keep");
     nb::class_<Model> model(m, "Model");
     bind_runtime(m, model);
     bind_output(m);

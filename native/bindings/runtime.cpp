@@ -1,9 +1,12 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "bindings/bindings.h"
 #include "model/model.h"
@@ -100,6 +103,24 @@ auto of_pool(Runtime& runtime, F f) {
     return f(runtime.pool());
 }
 
+// A run to whose barrier the last thread comes late, asleep or at work so long; a lone thread is at work for 20 ms. See
+// Pool::pretend. The team afterwards.
+int late_run(Runtime& runtime, double seconds, bool sleeps, double away) {
+    return of_pool(runtime, [&](Pool& pool) {
+        pool.pretend(away);
+        pool.run([&](Seat& me) {
+            if (me.rank == me.count - 1) {
+                const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(me.count > 1 ? seconds : 0.02);
+                if (sleeps) std::this_thread::sleep_until(end);
+                while (std::chrono::steady_clock::now() < end) {}
+            }
+            pool.meet(me);
+        });
+        pool.pretend(-1.0);
+        return pool.team();
+    });
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
@@ -108,6 +129,8 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_ro("bytes", &Weights::bytes);
     nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
+        .def_prop_ro("drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
+        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a)
         .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
         .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
     m.attr("KV_BLOCK") = kBlock;

@@ -1,6 +1,7 @@
 #include "runtime/pool.h"
 
 #include <algorithm>
+#include <ctime>
 #include <system_error>
 
 #include "platform.h"
@@ -23,8 +24,21 @@ constexpr Clock::duration kMostGap = std::chrono::milliseconds(2);
 // which wait for nobody, would have been as fast.
 constexpr Clock::duration kHiccup = microseconds(500);
 constexpr double kLost = 0.4;
+// Others use the cores where threads were away for so much of what was lost. Waking from sleep counts as away, which is a
+// tenth of any wait that ends in it.
+constexpr double kAway = 0.5;
 constexpr int kMostPatience = 16;
 constexpr unsigned kPausesAClock = 32;  // looking at the clock costs as much as a few pauses
+
+// Time that this thread has had a processor; constant where the system does not tell.
+Clock::duration processor_time() {
+#if defined(CLOCK_THREAD_CPUTIME_ID)
+    timespec used;
+    if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used) == 0)
+        return std::chrono::duration_cast<Clock::duration>(std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec));
+#endif
+    return {};
+}
 
 }  // namespace
 
@@ -93,8 +107,8 @@ void Pool::close() {
 int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work) {
     const int team = this->team();
     begun_ = Clock::now();
-    lost_ = {};
-    count_ = team;
+    lost_ = away_ = {};
+    count_ = began_ = team;
     if (team > 1) {
         const Clock::duration gap = begun_ - ended_;
         gap_ = gap < kMostGap ? std::max(gap, gap_ - gap_ / 16) : Clock::duration{};
@@ -114,7 +128,7 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
             wake_.notify_all();
         }
         const bool stayed = take_part(0);
-        wait([this] { return inside_.load() == 0; }, stayed);  // nobody may be at work when `body` goes out of scope
+        wait(0, [this] { return inside_.load() == 0; }, stayed);  // nobody may be at work when `body` goes out of scope
         account();
     } else {
         Seat alone{0, 0, 1};
@@ -139,12 +153,16 @@ void Pool::keep_apart() {
 }
 
 bool Pool::take_part(int thread) {
-    const Place& place = places_[static_cast<size_t>(thread)];
+    Place& place = places_[static_cast<size_t>(thread)];
     Seat seat{thread, place.rank, count_};
+    place.used = processor_time();
+    place.slept = place.away = {};
     (*body_)(seat);
     if (seat.rank < 0) return false;
+    place.away = away(place);
     if (inside_.fetch_sub(1) == 1 && waiting_.load() > 0) {
         std::lock_guard<std::mutex> lock(mutex_);
+        released_ = Clock::now();
         met_.notify_all();
     }
     return true;
@@ -155,18 +173,21 @@ bool Pool::meet(Seat& seat) {
     const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == seat.count - 1) {
         if (waiting_.load() > 0) {
+            Place& place = places_[static_cast<size_t>(seat.id)];
+            place.away = away(place);
             account();
-            if (slow()) shrink(seat);
+            if (robbed()) shrink(seat);
         }
         arrived_.store(0, std::memory_order_relaxed);
         phase_.store(phase + 1);  // sequentially consistent, as is waiting_: see run
         if (waiting_.load() > 0) {
             std::lock_guard<std::mutex> lock(mutex_);
             asleep_since_ = {};
+            released_ = Clock::now();
             met_.notify_all();
         }
     } else {
-        wait([&] { return phase_.load() != phase; });
+        wait(seat.id, [&] { return phase_.load() != phase; });
         Place& place = places_[static_cast<size_t>(seat.id)];
         if (place.dismissed.load(std::memory_order_relaxed)) {
             place.dismissed.store(false, std::memory_order_relaxed);
@@ -180,18 +201,28 @@ bool Pool::meet(Seat& seat) {
 }
 
 template <class Done>
-void Pool::wait(const Done& done, bool lost) {
+void Pool::wait(int thread, const Done& done, bool lost) {
     if (done()) return;
     const auto start = Clock::now();
     for (unsigned spins = 1; spins % kPausesAClock || Clock::now() - start < spin_; ++spins) {
         relax();
         if (done()) return;
     }
+    Place& place = places_[static_cast<size_t>(thread)];
+    const Clock::duration so_far = away(place);
     std::unique_lock<std::mutex> lock(mutex_);
+    place.away = so_far;
+    const auto asleep = Clock::now();
     waiting_.fetch_add(1);
     if (lost && !done() && (asleep_since_ == Clock::time_point{} || start < asleep_since_)) asleep_since_ = start;
     met_.wait(lock, done);
     waiting_.fetch_sub(1);
+    place.slept += std::max(released_ - asleep, Clock::duration{});  // from then on it only lacked a processor
+}
+
+// How long a thread, which asks for itself, has had no processor since the run began, though it did not sleep.
+Pool::Clock::duration Pool::away(const Place& place) const {
+    return Clock::now() - begun_ - (processor_time() - place.used) - place.slept;
 }
 
 // Called while nobody of the team can fall asleep, except who has to wait for the very caller.
@@ -199,11 +230,17 @@ void Pool::account() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (asleep_since_ != Clock::time_point{}) lost_ += Clock::now() - asleep_since_;
     asleep_since_ = {};
+    away_ = {};
+    for (int i = 0; i < began_; ++i) away_ += places_[static_cast<size_t>(i)].away;
+    if (pretended_ >= 0.0) away_ = std::chrono::duration_cast<Clock::duration>(pretended_ * lost_);
 }
 
 bool Pool::slow() const {
     return lost_ > kHiccup && lost_ > std::chrono::duration_cast<Clock::duration>(kLost * (Clock::now() - begun_));
 }
+
+// A run is slow because others use the cores.
+bool Pool::robbed() const { return slow() && away_ > std::chrono::duration_cast<Clock::duration>(kAway * lost_); }
 
 // Half of the team stays, the last to arrive among them: it has its core, and those that sleep may have lost theirs.
 void Pool::shrink(const Seat& last) {
@@ -222,7 +259,10 @@ void Pool::shrink(const Seat& last) {
 void Pool::learn(int started, unsigned kind, double work) {
     const bool trial = limit_ < threads_ && started == threads_;
     const double took = std::chrono::duration<double>(ended_ - begun_).count() / work;
-    if (count_ < started || slow()) {
+    const bool fewer = count_ < started || robbed();
+    dropped_ += fewer;
+    waited_ += !fewer && slow();
+    if (fewer) {
         if (!trial) smaller_ = {};
         limit_ = count_ < started ? count_ : std::max(1, started / 2);
         patience_ = trial ? std::min(2 * patience_, kMostPatience) : 1;

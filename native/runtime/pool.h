@@ -3,9 +3,11 @@
 // A thread that waits spins first, for as long as a wake from sleep would cost several times over: what that is, each pool
 // measures when it begins (16 microseconds on one machine, 57 on another; a hand-over between spinning threads takes 0.2).
 //
-// On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Waits so long
-// that they end in sleep are the evidence: a run that loses its time in them goes on with half of its team, and so do the
-// next runs, until a trial with all threads is faster than what the smaller team took.
+// On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Two things
+// together are the evidence: waits so long that they end in sleep took much of the run, and meanwhile threads of the team
+// were neither running nor asleep of their own accord, by their processor clocks (which leave out what a hypervisor takes,
+// where it tells). Such a run goes on with half of its team, and so do the next ones, until a trial with all threads is
+// faster than what the smaller team took. Long waits alone, for a thread that had more to do, cost nobody its place.
 #pragma once
 
 #include <array>
@@ -48,6 +50,10 @@ public:
     int team() const { return rest_ > 0 ? limit_ : threads_; }  // threads that the next run starts with
     double wake_seconds() const { return wake_seconds_; }          // a run of threads that sleep; 0 with one thread
     double hand_over_seconds() const { return hand_over_seconds_; }  // and of threads that spin
+    long long dropped() const { return dropped_; }  // runs that went on with fewer threads, since others used the cores
+    long long waited() const { return waited_; }    // slow runs that kept their team, since nobody did
+    // For tests: what threads say that they were away, as a multiple of the time that was lost; negative: the truth.
+    void pretend(double away) { pretended_ = away; }
 
     // Runs body(seat) on every thread of the team and returns with how many it ended; the caller is thread 0. `body` must
     // not throw. Teams are compared by runs of one `kind`, which take a time in proportion to `work`. Not reentrant.
@@ -64,6 +70,9 @@ private:
         std::atomic<bool> dismissed{false};  // set while the thread waits at a barrier, cleared by itself
         int rank = -1;                       // -1: not of the team
         std::atomic<int> thread{0};          // the system's number of it; 0: unknown, or the caller's own
+        // Of the run: processor time at its begin, time asleep, time away as the thread last told. Written by the thread
+        // alone; once it is about to sleep, under mutex_.
+        Clock::duration used{}, slept{}, away{};
     };
 
     static constexpr unsigned kKinds = kSampling + 1;
@@ -74,9 +83,11 @@ private:
     void work(int thread);
     bool take_part(int thread);  // false: dismissed
     template <class Done>
-    void wait(const Done& done, bool lost = true);
+    void wait(int thread, const Done& done, bool lost = true);
+    Clock::duration away(const Place& place) const;
     void account();
     bool slow() const;
+    bool robbed() const;
     void shrink(const Seat& last);
     void learn(int started, unsigned kind, double work);
 
@@ -93,6 +104,9 @@ private:
     Clock::time_point begun_, ended_;
     Clock::duration lost_{};          // in waits that ended in sleep
     Clock::time_point asleep_since_;  // when the first sleeper began to wait; zero: nobody sleeps; guarded by mutex_
+    Clock::time_point released_;      // when sleepers were last told to go on; guarded by mutex_
+    Clock::duration away_{};          // of all threads that began the run
+    int began_ = 1;                   // how many
     // From run to run.
     const int processors_;  // that this process may use
     int callers_ = -1;      // the one that workers are kept off
@@ -104,6 +118,8 @@ private:
     Clock::duration spin_;                           // of a thread that waits at a barrier
     std::atomic<Clock::rep> idle_spin_;              // of a worker between runs
     bool calibrated_ = false;
+    long long dropped_ = 0, waited_ = 0;
+    double pretended_ = -1.0;
     double wake_seconds_ = 0.0, hand_over_seconds_ = 0.0;
     // Each on its own cache line: they are written while others spin on them.
     alignas(64) std::atomic<int> sleeping_{0};

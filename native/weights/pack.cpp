@@ -10,8 +10,9 @@
 #include <thread>
 
 #include "platform.h"
-#include "weights/halves.h"
 #include "runtime/pool.h"
+#include "weights/halves.h"
+#include "weights/packed_file.h"
 
 namespace outpace {
 namespace {
@@ -252,6 +253,17 @@ bool pack_plain(Source source, const uint8_t* row, int cols, Format format, int 
     return fits;
 }
 
+// One row of a matrix into row `lane` of its row block, which was zero. False: the format cannot hold one of its numbers.
+bool pack_row(const SourceType& type, const uint8_t* row, int cols, Format format, uint8_t* block, int lane) {
+    const Layout at = layout_of(format);
+    if (type.values == 1) return pack_plain(type.id, row, cols, format, round_up(cols, kGroup) / kGroup, block, lane, at);
+    if (at.d >= 0)
+        pack_k(type, row, cols / type.values, block, lane, at);
+    else
+        pack_simple(type, row, cols / type.values, block, lane, at);
+    return true;
+}
+
 }  // namespace
 
 size_t row_bytes(int source, int64_t cols) {
@@ -286,7 +298,6 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     if (rows <= 0 || (heads > 0 && (rows % heads != 0 || rows / heads % 2 != 0)))
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " rows cannot be packed");
     const Format format = format_of(type, target);
-    const Layout at = layout_of(format);
     Matrix m = shape_of(format, rows, cols);
     std::shared_ptr<uint8_t> memory = arena.take(m.bytes());
     uint8_t* out = memory.get();
@@ -304,12 +315,7 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
             }
             const uint8_t* in = data + static_cast<size_t>(from) * stride;
             uint8_t* block = out + static_cast<size_t>(row / kRows) * m.block_bytes;
-            if (type.values == 1) {
-                if (!pack_plain(type.id, in, cols, format, round_up(cols, kGroup) / kGroup, block, row % kRows, at)) fits = false;
-            } else if (at.d >= 0)
-                pack_k(type, in, cols / type.values, block, row % kRows, at);
-            else
-                pack_simple(type, in, cols / type.values, block, row % kRows, at);
+            if (!pack_row(type, in, cols, format, block, row % kRows)) fits = false;
         }
     };
     std::vector<std::thread> helpers;
@@ -328,6 +334,28 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     for (std::thread& helper : helpers) helper.join();
     if (!fits) throw std::invalid_argument("a weight is beyond 65504, the largest number of float16: use bfloat16 or float32");
     return m;
+}
+
+Matrix matrix_at(std::shared_ptr<const PackedFile> file, size_t offset, int source, int rows, int cols, Target target) {
+    row_bytes(source, cols);
+    Matrix m = shape_of(format_of(source_of(source), target), rows, cols);
+    if (offset % 64 != 0 || offset > file->bytes() || m.bytes() > file->bytes() - offset)
+        throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(cols) + " is not within it");
+    m.data = file->data() + offset;
+    m.memory = std::const_pointer_cast<PackedFile>(std::move(file));
+    return m;
+}
+
+bool row_is(const Matrix& m, int row, const uint8_t* stored, int source, Target target) {
+    if (format_of(source_of(source), target) != m.format) return false;
+    std::vector<uint8_t> block(m.block_bytes);
+    pack_row(source_of(source), stored, m.cols, m.format, block.data(), 0);
+    Matrix alone = m;
+    alone.data = block.data();
+    std::vector<float> is(static_cast<size_t>(m.cols)), should(is.size());
+    unpack_row(m, row, is.data());
+    unpack_row(alone, 0, should.data());
+    return std::memcmp(is.data(), should.data(), is.size() * sizeof(float)) == 0;
 }
 
 }  // namespace outpace

@@ -34,11 +34,32 @@ class Matrix:
     def bytes(self) -> int: ...
     @property
     def format(self) -> str: ...
+    @property
+    def packed(self) -> _U8:
+        """Its bytes as they lie in memory, uint8 [bytes]; not copied, not to be written to."""
+
     def unpack(self) -> _F32:
         """float32 [rows, cols], the exact values."""
 
+    def row_is(self, row: int, stored: _U8, source: int, target: str = "keep") -> bool:
+        """Whether a row has the values that packing ``stored``, a row of a model's file, would give it."""
+
     def product(self, x: _F32, isa: str = "") -> _F32:
         """float32 [n, cols] -> [n, rows] by one path's kernels, on one thread."""
+
+class PackedFile:
+    """A file of packed weights, mapped read-only; see native/weights/packed_file.h. Raises ValueError, RuntimeError."""
+
+    def __init__(self, file: int, bytes: int) -> None: ...
+    @property
+    def huge(self) -> float:
+        """The share of it that the system maps in huge pages; 0 where it does not tell."""
+
+    def copy(self, threads: int) -> None:
+        """Into memory of this process alone, before any matrix is taken from it. Raises MemoryError."""
+
+    def checksums(self, begin: int, piece: int, threads: int) -> list[int]:
+        """Of each ``piece`` bytes from ``begin`` on, by so many threads."""
 
 class Result:
     """One forward's logits, best tokens and taps. Indices are packed ones. Raises IndexError for others."""
@@ -91,6 +112,13 @@ class Runtime:
     def threads(self) -> int: ...
     @property
     def team(self) -> int: ...
+    @property
+    def drops(self) -> tuple[int, int]:
+        """Runs that went on with fewer threads since others used the cores; slow ones that kept theirs: nobody did."""
+
+    def late_run(self, seconds: float, sleeps: bool, away: float) -> int:
+        """For tests: a run whose last thread is late, asleep or at work. ``away``: see Pool::pretend. The team then."""
+
     @property
     def wake_seconds(self) -> float: ...
     @property
@@ -301,6 +329,12 @@ def pack(
     target: str = "keep",
     threads: int = 1,
 ) -> Matrix: ...
+def checksum(data: _U8) -> int:
+    """64 bits of a file's piece."""
+
+def mapped_matrix(file: PackedFile, offset: int, source: int, rows: int, cols: int, target: str = "keep") -> Matrix:
+    """What ``pack`` would make of such a matrix, found in a file. Raises ValueError where it does not lie within it."""
+
 def embed(model: Model, tokens: _I32) -> _F32: ...
 def final_norm(model: Model, states: _F32) -> _F32: ...
 def head(model: Model, normed: _F32, ids: _I32 | None) -> _F32: ...

@@ -22,10 +22,11 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o644, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write bytes to, which takes ``path``'s place when the block ends: whole, on the disk, or not at all.
 
-    What is there keeps its permissions; ``mode`` has those of a new file. Raises OSError.
+    What is there keeps its permissions; ``mode`` has those of a new file. ``durable=False``: the disk is not
+    waited for, so that a power failure may leave less than was written. Raises OSError.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     part = Path(name)
@@ -33,7 +34,8 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         part.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else mode)
         part.replace(path)
     except BaseException:

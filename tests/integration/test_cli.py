@@ -74,7 +74,18 @@ def test_help_and_import_load_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "bench", "chat", "verify", "plan", "datastore build", "datastore answers", "tune layers", "doctor"],
+    [
+        "generate",
+        "bench",
+        "chat",
+        "verify",
+        "plan",
+        "datastore build",
+        "datastore answers",
+        "tune layers",
+        "cache",
+        "doctor",
+    ],
 )
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = outpace(capsys, *command.split(), "--help")

@@ -237,6 +237,21 @@ def test_how_many_threads_computed_is_told(tiny: Tiny) -> None:
     assert (alone.team, alone.hand_over) == (1, {"asleep": 0.0, "awake": 0.0})
 
 
+def test_threads_are_dropped_on_evidence_alone() -> None:
+    """Waits as such cost no thread its place: only those for threads that lacked a processor; and they come back."""
+    runtime = _native.Runtime(2)
+    before = runtime.drops
+    assert [runtime.late_run(0.01, False, away=0.0) for _ in range(5)] == [2] * 5
+    assert (runtime.drops[0], runtime.drops[1] > before[1]) == (before[0], True)
+    assert runtime.late_run(0.01, False, away=0.9) == 1
+    assert runtime.drops[0] == before[0] + 1
+    for _ in range(100):  # runs of one thread, then a trial that goes well
+        if runtime.late_run(0.0, False, away=0.0) == 2:
+            break
+    assert runtime.late_run(0.0, False, away=0.0) == 2
+    assert runtime.late_run(0.03, True, away=-1.0) == 1  # asleep for the system, not for the pool: that is real
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_rows_that_are_sampled_by_several_threads_say_what_each_says_alone(threads: int, tiny: Tiny) -> None:
     params = [

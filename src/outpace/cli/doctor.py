@@ -188,10 +188,13 @@ def _print(found: dict[str, Any]) -> None:
             soft_wrap=True,
         )
         if model["team"]:
-            awake, asleep = (1e6 * model["team"]["hand_over_seconds"][how] for how in ("awake", "asleep"))
+            team = model["team"]
+            awake, asleep = (1e6 * team["hand_over_seconds"][how] for how in ("awake", "asleep"))
             console.print(
-                f"threads       {model['team']['size']} of {model['threads']} in use; handing work over takes "
-                f"{awake:.1f} us, {asleep:.0f} us where they sleep"
+                f"threads       {team['size']} of {model['threads']} in use; handing work over takes "
+                f"{awake:.1f} us, {asleep:.0f} us where they sleep; {team['dropped']} forwards went on with "
+                "fewer, since others used the cores",
+                soft_wrap=True,
             )
         _print_cost(model["cost"])
         _print_learnt(model["learnt"])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import bench, chat, datastore, doctor, explain, generate, plan, trace, tune, verify
+from outpace.cli import bench, cache, chat, datastore, doctor, explain, generate, plan, trace, tune, verify
 from outpace.cli.command import Interrupted, ReaderLeft
 from outpace.cli.options import spell
 from outpace.errors import OutpaceError
@@ -47,7 +47,7 @@ def _root(
     pass
 
 
-for command in (generate, bench, chat, verify, trace, explain, plan, datastore, tune, doctor):
+for command in (generate, bench, chat, verify, trace, explain, plan, datastore, tune, cache, doctor):
     command.register(app)
 
 

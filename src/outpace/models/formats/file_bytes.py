@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,3 +57,23 @@ class FileBytes:
         with self._lock:
             self._file.seek(start)
             return self._file.readinto(view) or 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in its file; its type ("BF16", "Q4_K", ...) and its shape in numpy's order."""
+
+    type: str
+    shape: tuple[int, ...]
+    file: FileBytes
+    start: int
+    n_bytes: int
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, uint8 [n_bytes], read now. Raises ModelError for a file that was cut short."""
+        return self.file.read(self.start, self.n_bytes)
+
+    def part(self, begin: int, n: int) -> npt.NDArray[np.uint8]:
+        """``n`` of its bytes from ``begin`` on; as ``data``."""
+        return self.file.read(self.start + begin, n)

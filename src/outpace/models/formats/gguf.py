@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from outpace.arrays import F32
 from outpace.errors import ModelError
-from outpace.models.formats.file_bytes import FileBytes
+from outpace.models.formats.file_bytes import FileBytes, StoredTensor
 
 MAX_NAME = 1 << 16  # bytes of a key or tensor name, as the format says
 MAX_DIMS = 4
@@ -130,8 +130,12 @@ class GGUFFile:
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """A tensor's bytes, uint8 [n_bytes], read now. Raises ModelError for an unknown name and a file cut short."""
+        return self.stored(name).data
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where a tensor lies. Raises ModelError when the file has no such tensor."""
         info = self.info(name)
-        return self._file.read(info.offset, info.n_bytes)
+        return StoredTensor(info.type, info.shape, self._file, info.offset, info.n_bytes)
 
     def info(self, name: str) -> TensorInfo:
         """Raises ModelError when the file has no such tensor."""

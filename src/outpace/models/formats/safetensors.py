@@ -9,35 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from outpace.errors import ModelError
-from outpace.models.formats.file_bytes import FileBytes
+from outpace.models.formats.file_bytes import FileBytes, StoredTensor
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 MAX_DIMS = 16
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies in its file; its type ("BF16", ...) and shape."""
-
-    type: str
-    shape: tuple[int, ...]
-    file: FileBytes
-    start: int
-    n_bytes: int
-
-    @property
-    def data(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, uint8 [n_bytes], read now. Raises ModelError for a file that was cut short."""
-        return self.file.read(self.start, self.n_bytes)
 
 
 def read(path: Path) -> dict[str, StoredTensor]:

@@ -12,8 +12,10 @@ from outpace import _fast
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.native import decoder as decoders
+from outpace.models.native import weight_cache
 from outpace.models.native.decoder import Decoder
-from outpace.models.native.weights import MATRICES, FolderWeights, GGUFWeights, Stored, Weights
+from outpace.models.native.packed import Make, Packer, Source, UnusableError
+from outpace.models.native.weights import MATRICES, FolderWeights, GGUFWeights, Weights
 
 _native = _fast.native
 
@@ -95,17 +97,32 @@ def open_weights(
 def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> Any:
     """The runtime's own ``Weights``: every matrix packed, plain ones as ``target``; ``longest``: positions of a row.
 
-    Raises ModelError for what is missing or of another shape, ValueError for what the runtime refuses.
+    Packed matrices are kept, and mapped the next time: see weight_cache.py. Raises ModelError for what is missing or of
+    another shape, ValueError for what the runtime refuses.
     """
-    arena = _native.Arena()
+    place = weight_cache.place(weights.name, weights.files, target)
+    kept = None if place is None else weight_cache.find(place, threads)
+    if place is not None and kept is not None:
+        try:
+            return _assemble(model, weights, target, longest, kept)
+        except UnusableError as error:
+            weight_cache.refuse(place, error)
+    packer = Packer(threads)
+    built = _assemble(model, weights, target, longest, packer)
+    if place is not None:
+        weight_cache.keep(place, packer)
+    return built
 
-    def pack(stored: Stored, rows: int, cols: int, what: str, heads: int = 0) -> Any:
+
+def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> Any:
+    def matrix(layer: int | None, name: str, rows: int, cols: int, what: str, heads: int = 0) -> Any:
+        stored = weights.matrix(layer, name)
         if stored.shape != (rows, cols):
             raise ModelError(f"{weights.name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
         if stored.type not in _TYPE_IDS:
             raise ModelError(f"{weights.name}: {what} is of type {stored.type}, which this backend cannot read")
         to = target if stored.type in _PLAIN else "keep"
-        return _native.pack(arena, stored.data, _TYPE_IDS[stored.type], rows, cols, heads, to, threads)
+        return make(what, Source(stored, _TYPE_IDS[stored.type], rows, cols, heads, to))
 
     heads, kv_heads = model.heads, model.kv_heads
     q, kv = heads * model.head_dim, kv_heads * model.head_dim
@@ -118,7 +135,7 @@ def build_weights(model: Decoder, weights: Weights, target: str, longest: int, t
     for i in range(model.layers):
         layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
         for name, (rows, cols) in sizes.items():
-            layer[name] = pack(weights.matrix(i, name), rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+            layer[name] = matrix(i, name, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
         for name in _VECTORS:
             values = weights.vector(i, name)
             if values is not None:
@@ -127,9 +144,9 @@ def build_weights(model: Decoder, weights: Weights, target: str, longest: int, t
             if name not in layer:
                 raise ModelError(f"{weights.name}: layer {i} has no {name}, so the model is incomplete")
         layers.append(layer)
-    head = embedding = pack(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
+    head = embedding = matrix(None, "embedding", model.vocab, model.hidden, "the embedding")
     if not model.tied:
-        head = pack(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
+        head = matrix(None, "head", model.vocab, model.hidden, "the output head")
     final_norm = weights.vector(None, "final_norm")
     if final_norm is None:
         raise ModelError(f"{weights.name} has no final norm, so the model is incomplete")

@@ -155,6 +155,12 @@ class NativeModel:
         return count
 
     @property
+    def drops(self) -> tuple[int, int]:
+        """Forwards that went on with fewer threads since others used the cores, and slow ones that kept theirs."""
+        dropped, kept = self.runtime.drops
+        return dropped, kept
+
+    @property
     def hand_over(self) -> dict[str, float]:
         """Seconds that it takes to run on ``threads``, measured when they began: "asleep" and "awake"."""
         return {"asleep": self.runtime.wake_seconds, "awake": self.runtime.hand_over_seconds}

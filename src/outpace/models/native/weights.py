@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from outpace.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.formats import safetensors as safetensors_file
+from outpace.models.formats.file_bytes import StoredTensor
 from outpace.models.formats.gguf import GGUFFile
 
 # The matrices and vectors of a layer: our name -> (GGUF's name, Hugging Face's name).
@@ -48,30 +45,17 @@ _OUTER = {
 _DERIVED = (".rotary_emb.inv_freq",)  # what old checkpoints keep although it follows from the description
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as it lies in a file: the type's name, a shape in numpy's order, and what reads its bytes."""
-
-    type: str
-    shape: tuple[int, ...]
-    read: Callable[[], npt.NDArray[np.uint8]]
-
-    @property
-    def data(self) -> npt.NDArray[np.uint8]:
-        """Raw bytes uint8 [n], read now. Raises ModelError for a file that was cut short."""
-        return self.read()
-
-
 class Weights(Protocol):
     """Where weights come from."""
 
     name: str
+    files: list[Path]  # that they are read from
     interleaved: bool  # query and key rows are stored in GGUF's order for Llama
 
     def unused(self, layers: int) -> list[str]:
         """Tensors of the file that a decoder of so many layers would not read: it would compute something else."""
 
-    def matrix(self, layer: int | None, name: str) -> Stored:
+    def matrix(self, layer: int | None, name: str) -> StoredTensor:
         """Raises ModelError when it is missing."""
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
@@ -84,16 +68,16 @@ class GGUFWeights:
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self.name = gguf.path.name
+        self.files = [gguf.path]
         self.interleaved = gguf.architecture == "llama"
 
     def unused(self, layers: int) -> list[str]:
         read = _names(0, layers, "gemma3" in self._gguf.architecture, "blk.") | {"rope_freqs.weight"}
         return sorted(self._gguf.tensors.keys() - read)
 
-    def matrix(self, layer: int | None, name: str) -> Stored:
+    def matrix(self, layer: int | None, name: str) -> StoredTensor:
         full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[0], "blk.", "weight")
-        info = self._gguf.info(full)
-        return Stored(info.type, info.shape, partial(self._gguf.raw, full))
+        return self._gguf.stored(full)
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names("gemma3" in self._gguf.architecture, layer, name)[0], "blk.", _kind(name))
@@ -116,8 +100,10 @@ class FolderWeights:
         self.name = folder.name
         self.interleaved = False
         self._gemma = architecture == "gemma3"
-        self._tensors: dict[str, safetensors_file.StoredTensor] = {}
-        for path, names in _shards(folder).items():
+        self._tensors: dict[str, StoredTensor] = {}
+        shards = _shards(folder)
+        self.files = list(shards)
+        for path, names in shards.items():
             found = safetensors_file.read(path)
             missing = [name for name in names or () if name not in found]
             if missing:
@@ -134,12 +120,12 @@ class FolderWeights:
         read = _names(1, layers, self._gemma, "model.layers.")
         return sorted(name for name in self._tensors.keys() - read if not name.endswith(_DERIVED))
 
-    def matrix(self, layer: int | None, name: str) -> Stored:
+    def matrix(self, layer: int | None, name: str) -> StoredTensor:
         full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[1], "model.layers.", "weight")
         tensor = self._tensors.get(full)
         if tensor is None:
             raise ModelError(f"{self.name} has no tensor {full!r}, so the model is incomplete: get all of its files")
-        return Stored(tensor.type, tensor.shape, lambda: tensor.data)
+        return tensor
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names(self._gemma, layer, name)[1], "model.layers.", _kind(name))
@@ -205,7 +191,7 @@ def _full(layer: int | None, part: str, prefix: str, kind: str) -> str:
     return f"{part}.{kind}" if layer is None else f"{prefix}{layer}.{part}.{kind}"
 
 
-def _plain(tensor: safetensors_file.StoredTensor, name: str) -> F32:
+def _plain(tensor: StoredTensor, name: str) -> F32:
     if tensor.type == "BF16":
         return (tensor.data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     if tensor.type in ("F32", "F16"):
