@@ -149,8 +149,8 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
         tokens.push_back(list_of(tree, Names::get().tokens));
         parents.push_back(list_of(tree, Names::get().parents));
         gains.push_back(list_of(tree, Names::get().gains));
-        const Py_ssize_t k = PyList_GET_SIZE(tokens.back().ptr());
-        if (PyList_GET_SIZE(parents.back().ptr()) != k || PyList_GET_SIZE(gains.back().ptr()) != k)
+        const Py_ssize_t k = PyList_Size(tokens.back().ptr());
+        if (PyList_Size(parents.back().ptr()) != k || PyList_Size(gains.back().ptr()) != k)
             throw nb::value_error("a tree's lists differ in length");
         w = std::max(w, k);
     }
@@ -161,11 +161,11 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
     bool chains = true;
     for (Py_ssize_t i = 0; i < b; ++i) {
         PyObject *its = tokens[static_cast<size_t>(i)].ptr(), *above = parents[static_cast<size_t>(i)].ptr(), *gain = gains[static_cast<size_t>(i)].ptr();
-        const Py_ssize_t k = PyList_GET_SIZE(its);
+        const Py_ssize_t k = PyList_Size(its);
         nb::object sources;
         if (sourced) {
             sources = list_of(PyList_GetItem(trees.ptr(), i), Names::get().sources);
-            if (PyList_GET_SIZE(sources.ptr()) != k) throw nb::value_error("a tree's lists differ in length");
+            if (PyList_Size(sources.ptr()) != k) throw nb::value_error("a tree's lists differ in length");
         }
         width.data[i] = static_cast<int32_t>(k);
         for (Py_ssize_t n = 0; n < w; ++n) {

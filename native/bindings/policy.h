@@ -74,7 +74,8 @@ template <class... Values>
 nb::object named(nb::handle type, Values&&... values) {
     const nb::tuple fields = nb::make_tuple(std::forward<Values>(values)...);
     const nb::tuple one = nb::make_tuple(fields);
-    PyObject* made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(type.ptr()), one.ptr(), nullptr);
+    static const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    PyObject* made = make(reinterpret_cast<PyTypeObject*>(type.ptr()), one.ptr(), nullptr);
     if (!made) throw nb::python_error();
     return nb::steal(made);
 }

@@ -181,7 +181,7 @@ def test_checksums_do_not_depend_on_threads(cache: Path, tiny: Tiny) -> None:
     said(tiny.path("F32", vocab=5000, **SIZES))
     (kept,) = files(cache)
     with kept.open("rb") as file:
-        mapped = _native.Mapped(file.fileno(), kept.stat().st_size)
+        mapped = _native.PackedFile(file.fileno(), kept.stat().st_size)
         header = packed.read_header(file)
     assert len(header["checksums"]) > 3
     for threads in (1, 2, 5):

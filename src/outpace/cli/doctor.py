@@ -159,7 +159,7 @@ def _print(found: dict[str, Any]) -> None:
 
     from outpace.units import format_bytes
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # "outpace[torch]" is no markup
     console.print(f"python        {found['python']}")
     for name, version in found["packages"].items():
         console.print(f"{name:<13} {version or 'not installed'}")

@@ -12,7 +12,7 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, draft_models, parse
 from outpace.engine.intake import EngineOptions
 from outpace.errors import ParameterError
-from outpace.models.load import LoadOptions, estimate, load
+from outpace.models.load import LoadOptions, Source, estimate, load, resolve
 from outpace.models.memory import spare_memory
 from outpace.units import format_bytes, parse_bytes
 
@@ -44,12 +44,13 @@ def load_engines(
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
     beside = [its for s in (*specs, *others) for its in draft_models(s, load_options)]
-    device, weights = _announce(model, beside, load_options)
+    source = resolve(model, load_options)
+    device, weights = _announce(source, beside, load_options)
     limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
     load_options = replace(load_options, kv_memory=limit)
     if len(specs) > 1:  # used in turn: what one keeps would be another's loss
         sized = [{"prefix_rows": 0, **own} for own in sized]
-    target, tokenizer = load(model, load_options)
+    target, tokenizer = load(source, load_options)
     with ExitStack() as undo:
         undo.callback(target.close)
         engines: list[E] = []
@@ -69,7 +70,7 @@ def _closed_by(undo: ExitStack, drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _announce(model: str, beside: Sequence[tuple[str, LoadOptions]], options: LoadOptions) -> tuple[str, int]:
+def _announce(model: Source, beside: Sequence[tuple[str, LoadOptions]], options: LoadOptions) -> tuple[str, int]:
     """Log what loading will take; the target's device, and the bytes of all weights there. ``beside``: draft models."""
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]

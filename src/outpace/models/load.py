@@ -1,4 +1,7 @@
-"""From a name on the command line to a model and its tokenizer."""
+"""From a name on the command line to a model and its tokenizer.
+
+Long because each way to a model stands beside the others with what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,13 +82,18 @@ class LoadOptions:
                 raise ParameterError(Argument(name, number), limits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """Where a model lies: a GGUF file or a Hugging Face folder."""
 
     name: str  # as the user wrote it
     kind: Literal["gguf", "folder"]
     path: Path
+
+    @cached_property
+    def gguf(self) -> GGUFFile | None:
+        """The file's header, read once: a vocabulary's strings take a tenth of a second. None: a folder."""
+        return GGUFFile.open(self.path) if self.kind == "gguf" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +135,21 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
     )
 
 
-def load(spec: str, options: LoadOptions | None = None, *, beside: Model | None = None) -> tuple[Model, Tokenizer]:
-    """The model and its tokenizer, ready to serve.
+def load(
+    spec: str | Source, options: LoadOptions | None = None, *, beside: Model | None = None
+) -> tuple[Model, Tokenizer]:
+    """The model and its tokenizer, ready to serve; ``spec`` as ``resolve`` takes it, or what it returned.
 
     ``beside``: a model with which it computes in turn: where both are native, they share threads and working memory.
     Raises ModelError when it cannot be found, read or served exactly; MemoryError is reported as one, too.
     """
     options = options or LoadOptions()
-    source = resolve(spec, options)
-    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    source = spec if isinstance(spec, Source) else resolve(spec, options)
+    gguf = source.gguf
     if _backend_for(source, gguf, options) == "native":
         return _load_native(source, gguf, options, beside)
     if options.quantize is not None:
-        raise ParameterError(Argument("quantize"), f" needs the native backend, which does not serve {spec}")
+        raise ParameterError(Argument("quantize"), f" needs the native backend, which does not serve {source.name}")
     if gguf is not None:
         return _load_gguf(source, gguf, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
@@ -146,11 +157,11 @@ def load(spec: str, options: LoadOptions | None = None, *, beside: Model | None 
         return _serve(_folder_module(source, options), source, tokenizer, options), tokenizer
 
 
-def estimate(spec: str, options: LoadOptions | None = None) -> MemoryEstimate:
+def estimate(spec: str | Source, options: LoadOptions | None = None) -> MemoryEstimate:
     """What loading ``spec`` would take, from headers alone. Raises ModelError."""
     options = options or LoadOptions()
-    source = resolve(spec, options)
-    gguf = GGUFFile.open(source.path) if source.kind == "gguf" else None
+    source = spec if isinstance(spec, Source) else resolve(spec, options)
+    gguf = source.gguf
     if _backend_for(source, gguf, options, explain=False) == "native":
         from outpace.models.native import build
 

@@ -60,10 +60,16 @@ def build(gguf: GGUFFile, cache: Path | None) -> Any:
     return tokenizer
 
 
-def _tokens(gguf: GGUFFile) -> list[str]:
+def _listed(gguf: GGUFFile) -> list[str]:
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):  # a list has one type
         raise ModelError(f"{gguf.path.name} has no vocabulary (tokenizer.ggml.tokens): use the model's own folder")
+    return tokens
+
+
+def _tokens(gguf: GGUFFile) -> list[str]:
+    """As listed, but no two alike."""
+    tokens = _listed(gguf)
     if len(set(tokens)) == len(tokens):
         return tokens
     seen: set[str] = set()
@@ -90,7 +96,7 @@ def token_id(gguf: GGUFFile, name: str) -> int | None:
     value = gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is None:
         return None
-    count = len(_tokens(gguf))
+    count = len(_listed(gguf))
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.{name}_token_id={value!r} is not one of its {count} tokens")
     return value
