@@ -320,7 +320,7 @@ private:
         return nb::make_tuple(said, threads_, seconds(drafting), seconds(computing), seconds(verifying), decided_);
     }
 
-    nb::handle name_of(size_t node) const { return PyTuple_GET_ITEM(names_.ptr(), kept().sources[node]); }
+    nb::handle name_of(size_t node) const { return PyTuple_GetItem(names_.ptr(), kept().sources[node]); }
 
     nb::tuple drafts(const Nodes& nodes, bool confident) const {
         const auto b = static_cast<Py_ssize_t>(rows_.size()), w = static_cast<Py_ssize_t>(nodes.width);
