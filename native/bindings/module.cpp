@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bindings/bindings.h"
+#include "runtime/amx.h"
 #include "runtime/cpu.h"
 #include "model/model.h"
 #include "weights/packed_file.h"
@@ -176,6 +177,18 @@ NB_MODULE(_native, m) {
     m.def("built_isas", &built_isas);
     m.def("left_out_isas", &left_out_isas);
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
+    m.def("amx", [] {
+        nb::dict from;
+        for (const auto& [type, tokens] : amx().from) from[type.c_str()] = tokens;
+        nb::dict found;
+        found["present"] = amx().present;
+        found["off"] = amx().off;
+        found["from"] = from;
+        return found;
+    });
+    m.def("differing_product",
+          [](const std::string& a, const std::string& b) { return differing_product(kernels_for(a), kernels_for(b)); },
+          "a"_a, "b"_a);
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     m.def(

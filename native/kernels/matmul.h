@@ -25,8 +25,14 @@ INLINE float float_at(const uint8_t* p) {
 }
 INLINE const uint16_t* halves_at(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
+#ifdef OUTPACE_MADDUBS
+constexpr bool kMaddubs = true;
+#else
+constexpr bool kMaddubs = false;
+#endif
+
 // What differs between the integer formats: how their numbers unpack; where they stand is layout.h's.
-//   offset: bytes are 128 >> shift too high; split: a scale for each 16 inputs; small: no byte exceeds 63; minimum: d q + m
+//   offset: bytes are 128 too high; split: a scale for each 16 inputs; small: no value is beyond 32; minimum: d q + m
 template <Format format>
 struct Unpack;
 
@@ -117,19 +123,18 @@ INLINE Scales scales_of(const uint8_t* s, int g) {
 template <Format format>
 struct Signed {
     static constexpr bool offset = true, split = false, minimum = false, small = false;
-    static constexpr int shift = 0;
     INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
 };
 template <Format format>
 struct Unsigned {
     static constexpr bool offset = false, split = false, minimum = true, small = true;
-    static constexpr int shift = 0;
     INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
 };
 
 template <>
 struct Unpack<Format::I4S> : Signed<Format::I4S> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<true>(q, w); }
+    static constexpr bool small = kMaddubs;
+    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<!kMaddubs>(q, w); }
     INLINE Scales scales(const uint8_t* s, int g) { return {mul(scales_of<Format::I4S>(s, g).scale, set1(0.0625f)), zero()}; }
 };
 template <>
@@ -140,12 +145,10 @@ template <>
 struct Unpack<Format::I4C> : Signed<Format::I4C> {
     INLINE void values(const uint8_t* q, W* w) { unpack_codes(q, w); }
 };
-// Signed numbers of 5 and 6 bits: 128 too high like bytes, or as they are, where small ones are cheaper to multiply.
 template <>
 struct Unpack<Format::I5S> : Signed<Format::I5S> {
-    static constexpr bool small = kSmallIsCheaper;
-    static constexpr int shift = small ? 3 : 0;
-    INLINE void values(const uint8_t* q, W* w) { unpack_fives<small ? 0 : 128 - 16>(Range<8>{}, q, w); }
+    static constexpr bool small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_fives<128 - 16>(Range<8>{}, q, w); }
 };
 template <>
 struct Unpack<Format::I5M> : Unsigned<Format::I5M> {
@@ -169,31 +172,60 @@ struct Unpack<Format::K5> : Unsigned<Format::K5> {
 };
 template <>
 struct Unpack<Format::K6> : Signed<Format::K6> {
-    static constexpr bool split = true, small = kSmallIsCheaper;
-    static constexpr int shift = small ? 2 : 0;
-    INLINE void values(const uint8_t* q, W* w) { unpack_sixes<small ? 0 : 128 - 32>(Range<8>{}, q, w); }
+    static constexpr bool split = true, small = true;
+    INLINE void values(const uint8_t* q, W* w) { unpack_sixes<128 - 32>(Range<8>{}, q, w); }
 };
 
-// One token's share of a group: 2 x 16 integer dot products of 16 inputs, then a few float operations.
+// The integer sums of one token and one group: x over the first 16 inputs, z over the second, offsets taken off. Exact,
+// so that how they are formed is each path's own affair.
+struct Dots {
+    I x, z;
+};
+template <Format format>
+INLINE Dots dots(const W* q, const uint8_t* r) {
+    using L = Unpack<format>;
+    I x = L::offset ? set1_pair(r + 44) : zero_i();
+    I z = L::offset ? set1_pair(r + 48) : zero_i();
+#ifdef OUTPACE_MADDUBS
+    constexpr bool sixteenths = format == Format::I4S;  // its nibbles stay small here; their sum takes the 16
+    constexpr bool negative = L::offset && !sixteenths;
+    const I low = dot16<L::small, negative>(q, r), high = dot16<L::small, negative>(q + 4, r + 16);
+    if constexpr (sixteenths) return {add_i(x, times_16(low)), add_i(z, times_16(high))};
+    return {low, high};
+#else
+    x = dot4(x, q[0], r);
+    z = dot4(z, q[4], r + 16);
+    x = dot4(x, q[1], r + 4);
+    z = dot4(z, q[5], r + 20);
+    x = dot4(x, q[2], r + 8);
+    z = dot4(z, q[6], r + 24);
+    x = dot4(x, q[3], r + 12);
+    z = dot4(z, q[7], r + 28);
+    return {x, z};
+#endif
+}
+
+// A group's share of a token's sum: the one sequence of float operations behind every integer product.
 template <class L>
-INLINE F step(F acc, const W* q, const Scales& k, const uint8_t* r) {
-    I x = L::offset ? shift_right<L::shift>(set1_pair(r + 44)) : zero_i();
-    I z = L::offset ? shift_right<L::shift>(set1_pair(r + 48)) : zero_i();
-    x = dot4<L::small>(x, q[0], r);
-    z = dot4<L::small>(z, q[4], r + 16);
-    x = dot4<L::small>(x, q[1], r + 4);
-    z = dot4<L::small>(z, q[5], r + 20);
-    x = dot4<L::small>(x, q[2], r + 8);
-    z = dot4<L::small>(z, q[6], r + 24);
-    x = dot4<L::small>(x, q[3], r + 12);
-    z = dot4<L::small>(z, q[7], r + 28);
-    const F low = mul(to_float(x), set1(float_at(r + 32))), high = set1(float_at(r + 36));
+INLINE F scaled(F acc, Dots d, const Scales& k, const uint8_t* r) {
+    const F low = mul(to_float(d.x), set1(float_at(r + 32))), high = set1(float_at(r + 36));
     if constexpr (L::split)
-        acc = fma(k.second, mul(to_float(z), high), fma(k.scale, low, acc));
+        acc = fma(k.second, mul(to_float(d.z), high), fma(k.scale, low, acc));
     else
-        acc = fma(k.scale, fma(to_float(z), high, low), acc);
+        acc = fma(k.scale, fma(to_float(d.z), high, low), acc);
     if constexpr (L::minimum) acc = fma(k.second, set1(float_at(r + 40)), acc);
     return acc;
+}
+
+// Tokens kTogether by kTogether: chains of one token's operations are long, and a processor looks only so far ahead.
+template <Format format, int first, int tokens, int... t>
+INLINE void step(Pack<t...>, F (&acc)[tokens], const W* q, const Scales& k, const uint8_t* r) {
+    constexpr int record = act_bytes(Acts::I8);
+    const Dots d[] = {dots<format>(q, r + record * t)...};
+    ((acc[first + t] = scaled<Unpack<format>>(acc[first + t], d[t], k, r + record * t)), ...);
+    constexpr int next = first + static_cast<int>(sizeof...(t)), left = tokens - next;
+    if constexpr (left > 0)
+        step<format, next>(Range<(left < kTogether ? left : kTogether)>{}, acc, q, k, r + record * (next - first));
 }
 
 // `t` are the tokens of the tile: spelled out as a pack, so that the accumulators are registers and never an array.
@@ -201,6 +233,7 @@ template <Format format, int... t>
 static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     using L = Unpack<format>;
     constexpr Layout at = layout_of(format);
+    constexpr int tokens = static_cast<int>(sizeof...(t));
     F acc[] = {(static_cast<void>(t), zero())...};
     for (int s = 0; s < superblocks; ++s, w += at.bytes) {
         prefetch(w, at.bytes);
@@ -208,7 +241,7 @@ static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a
             W q[8];
             L::values(w + at.values_of(g), q);
             const Scales k = L::scales(w, g);
-            ((acc[t] = step<L>(acc[t], q, k, a + act_bytes(Acts::I8) * t)), ...);
+            step<format, 0>(Range<(tokens < kTogether ? tokens : kTogether)>{}, acc, q, k, a);
         }
     }
     (store(y + t * ldy, acc[t]), ...);

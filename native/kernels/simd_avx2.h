@@ -23,6 +23,7 @@ struct M {
 };
 
 constexpr int kTile = 4;
+constexpr int kTogether = 1;
 constexpr int kQueries = 1;
 constexpr int kDirect = 1;
 
@@ -141,38 +142,40 @@ INLINE W look_up(W w, const uint8_t* table) {
     const __m256i of = _mm256_broadcastsi128_si256(half_load(table));
     return {_mm256_shuffle_epi8(of, w.a), _mm256_shuffle_epi8(of, w.b)};
 }
-template <int n>
-INLINE I shift_right(I a) {
-    return {_mm256_srai_epi32(a.a, n), _mm256_srai_epi32(a.b, n)};
-}
 
 #ifdef __AVXVNNI__
-constexpr bool kSmallIsCheaper = false;
-template <bool small>
 INLINE I dot4(I acc, W w, const uint8_t* a) {
     const I x = set1_pair(a);
     return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x.a), _mm256_dpbusd_avx_epi32(acc.b, w.b, x.b)};
 }
 #else
-constexpr bool kSmallIsCheaper = true;
-// Exact for any byte: even and odd bytes are multiplied as 16-bit numbers. maddubs alone saturates beyond 15 bits.
-INLINE __m256i wide_dot(__m256i acc, __m256i w, __m256i even, __m256i odd) {
-    const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0x00FF));
-    const __m256i w_odd = _mm256_srli_epi16(w, 8);
-    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
-    return _mm256_add_epi32(acc, products);
+#define OUTPACE_MADDUBS  // dot16 instead of dot4
+// Products in pairs, each pair in 16 bits: 2 * 128 * 127 fits, since |a| <= 127. `negative`: bytes are 128 too high; the sign
+// of what they stand for moves to `a`, as one operand must be unsigned.
+template <bool negative>
+INLINE __m256i pairs(__m256i w, __m256i a) {
+    if (!negative) return _mm256_maddubs_epi16(w, a);
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(static_cast<char>(0x80)));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
 }
+// Sums of four vectors' pairs. `small`: no value is beyond 32, and 8 * 32 * 127 still fits 16 bits.
 template <bool small>
-INLINE I dot4(I acc, W w, const uint8_t* a) {
-    const I x = set1_pair(a);
-    if (small) {
-        const __m256i ones = _mm256_set1_epi16(1);
-        return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.a), ones)),
-                _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.b), ones))};
-    }
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.a, 8), 8), odd = _mm256_srai_epi16(x.a, 8);
-    return {wide_dot(acc.a, w.a, even, odd), wide_dot(acc.b, w.b, even, odd)};
+INLINE __m256i sum_pairs(__m256i a, __m256i b, __m256i c, __m256i d) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if (small) return _mm256_madd_epi16(_mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_add_epi16(c, d)), ones);
+    return _mm256_add_epi32(_mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)),
+                            _mm256_add_epi32(_mm256_madd_epi16(c, ones), _mm256_madd_epi16(d, ones)));
 }
+// Sums over 16 inputs: q[4] by a[16].
+template <bool small, bool negative>
+INLINE I dot16(const W* q, const uint8_t* a) {
+    const __m256i x[] = {set1_pair(a).a, set1_pair(a + 4).a, set1_pair(a + 8).a, set1_pair(a + 12).a};
+    return {sum_pairs<small>(pairs<negative>(q[0].a, x[0]), pairs<negative>(q[1].a, x[1]),
+                             pairs<negative>(q[2].a, x[2]), pairs<negative>(q[3].a, x[3])),
+            sum_pairs<small>(pairs<negative>(q[0].b, x[0]), pairs<negative>(q[1].b, x[1]),
+                             pairs<negative>(q[2].b, x[2]), pairs<negative>(q[3].b, x[3]))};
+}
+INLINE I times_16(I x) { return {_mm256_slli_epi32(x.a, 4), _mm256_slli_epi32(x.b, 4)}; }
 #endif
 
 INLINE float sum(F x) {

@@ -16,8 +16,12 @@ using F = __m512;     // 16 x float
 using I = __m512i;    // 16 x int32
 using W = __m512i;    // 64 x uint8: 16 rows by 4 inputs
 using M = __mmask16;  // one truth value a lane
+struct Quad {         // 4 bytes, at any address
+    uint8_t bytes[4];
+};
 
 constexpr int kTile = 16;    // most tokens of a register tile
+constexpr int kTogether = 4;  // of them, whose operations are interleaved
 constexpr int kQueries = 4;  // query vectors of an attention tile
 constexpr int kDirect = 4;   // most queries for which keys and values are converted as they are used
 
@@ -110,15 +114,11 @@ INLINE W add_w(W w, int x) { return _mm512_add_epi8(w, _mm512_set1_epi8(static_c
 INLINE W look_up(W w, const uint8_t* table) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), w);
 }
-constexpr bool kSmallIsCheaper = false;  // whether dot4 of bytes up to 63 costs less than of any bytes
-template <int n>
-INLINE I shift_right(I a) {
-    return _mm512_srai_epi32(a, n);
-}
-// acc[row] += sum over b of w[4 row + b] * a[b]. `small`: no byte of w exceeds 63.
-template <bool small>
+// acc[row] += sum over b of w[4 row + b] * a[b]. Spelled out, since not every compiler reads `a` from within the
+// instruction: a load of its own for each would fill the front end.
 INLINE I dot4(I acc, W w, const uint8_t* a) {
-    return _mm512_dpbusd_epi32(acc, w, set1_pair(a));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const Quad*>(a)));
+    return acc;
 }
 
 // Sums of lanes in one fixed order on every path: lane i with i + 8, then + 4, + 2, + 1.

@@ -27,6 +27,7 @@ struct M {
 };
 
 constexpr int kTile = 2;
+constexpr int kTogether = 1;
 constexpr int kQueries = 1;
 constexpr int kDirect = 1;
 
@@ -118,10 +119,6 @@ INLINE W with_planes(W w, W planes) {
 }
 INLINE W add_w(W w, int x) { BYTES w.v[i] = static_cast<uint8_t>(w.v[i] + x); return w; }
 INLINE W look_up(W w, const uint8_t* table) { BYTES w.v[i] = table[w.v[i]]; return w; }
-constexpr bool kSmallIsCheaper = false;
-template <int n>
-INLINE I shift_right(I a) { LANES a.v[i] >>= n; return a; }
-template <bool small>
 INLINE I dot4(I acc, const W& w, const uint8_t* a) {
     const int32_t a0 = static_cast<int8_t>(a[0]), a1 = static_cast<int8_t>(a[1]);
     const int32_t a2 = static_cast<int8_t>(a[2]), a3 = static_cast<int8_t>(a[3]);

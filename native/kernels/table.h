@@ -51,11 +51,13 @@ struct Best {
     bool nan;
 };
 
+// y[t * ldy + row] for the rows of row blocks [begin, end) and tokens [0, n). `acts` is [groups][n] records.
+using MatmulKernel = void (*)(const Matrix& w, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy);
+
 struct Kernels {
     const char* name;
 
-    // y[t * ldy + row] for the rows of row blocks [begin, end) and tokens [0, n). `acts` is [groups][n] records.
-    void (*matmul)(const Matrix& w, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy);
+    MatmulKernel matmul;
 
     // Encodes groups [begin, end) of token t of n; x points at group `begin`'s first value.
     void (*encode)(Acts acts, const float* x, int begin, int end, uint8_t* dst, int n, int t);
@@ -93,5 +95,14 @@ const Kernels& kernels_avx2();
 const Kernels& kernels_avx2vnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();
+const Kernels& kernels_avx512amx();
+const Kernels& kernels_avx512amxemulated();  // tiles in plain C++, for tests; always from one token
+
+// From how many tokens products of a format (its number) go through tiles. Set before the first forward, see runtime/amx.h.
+struct TileWidths {
+    int from[32];
+};
+TileWidths& tile_widths();
+TileWidths& emulated_tile_widths();
 
 }  // namespace outpace

@@ -5,6 +5,7 @@
 
 #include "kernels/table.h"
 #include "platform.h"
+#include "runtime/amx.h"
 
 namespace outpace {
 namespace {
@@ -14,41 +15,24 @@ struct Candidate {
     const char* family;
     const Kernels& (*table)();
     bool usable;
-};
-
-// Read from the processor itself: what a compiler's own query knows depends on the compiler.
-struct Abilities {
-    bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false;
-
-    Abilities() {
-#if defined(__x86_64__)
-        const auto has = [](uint32_t word, std::initializer_list<int> bits) {
-            for (const int bit : bits)
-                if (!(word >> bit & 1)) return false;
-            return true;
-        };
-        constexpr uint64_t avx_state = 0x6, avx512_state = 0xE6;
-        const uint64_t saved = saved_states();
-        const Registers first = cpuid(1, 0), seventh = cpuid(7, 0);
-        const Registers more = seventh.a >= 1 ? cpuid(7, 1) : Registers{0, 0, 0, 0};
-        avx2 = (saved & avx_state) == avx_state && has(first.c, {12, 28, 29}) && has(seventh.b, {5});  // FMA, AVX, F16C; AVX2
-        avx2vnni = avx2 && has(more.a, {4});
-        avx512 = avx2 && (saved & avx512_state) == avx512_state && has(seventh.b, {16, 17, 30, 31}) &&  // F, DQ, BW, VL
-                 has(seventh.c, {11});                                                                  // VNNI
-        avx512bf16 = avx512 && has(more.a, {5});
-#endif
-    }
+    bool listed = true;  // else by its exact name only
 };
 
 // The paths that were built, best first, and whether this machine can run them.
 std::vector<Candidate> candidates() {
-    static const Abilities machine;
+    const Abilities& machine = abilities();
     std::vector<Candidate> all;
+#if defined(OUTPACE_HAS_AVX512AMX)
+    all.push_back({"avx512-amx", "avx512", kernels_avx512amx, amx().off.empty()});
+#endif
 #if defined(OUTPACE_HAS_AVX512BF16)
     all.push_back({"avx512-bf16", "avx512", kernels_avx512bf16, machine.avx512bf16});
 #endif
 #if defined(OUTPACE_HAS_AVX512)
     all.push_back({"avx512", "avx512", kernels_avx512, machine.avx512});
+#endif
+#if defined(OUTPACE_HAS_AVX512AMXEMULATED)
+    all.push_back({"avx512-amx-emulated", "avx512-amx-emulated", kernels_avx512amxemulated, machine.avx512, false});
 #endif
 #if defined(OUTPACE_HAS_AVX2VNNI)
     all.push_back({"avx2-vnni", "avx2", kernels_avx2vnni, machine.avx2vnni});
@@ -62,9 +46,35 @@ std::vector<Candidate> candidates() {
 
 }  // namespace
 
+Abilities::Abilities() {
+#if defined(__x86_64__)
+    const auto has = [](uint32_t word, std::initializer_list<int> bits) {
+        for (const int bit : bits)
+            if (!(word >> bit & 1)) return false;
+        return true;
+    };
+    constexpr uint64_t avx_state = 0x6, avx512_state = 0xE6;
+    const uint64_t saved = saved_states();
+    const Registers first = cpuid(1, 0), seventh = cpuid(7, 0);
+    const Registers more = seventh.a >= 1 ? cpuid(7, 1) : Registers{0, 0, 0, 0};
+    avx2 = (saved & avx_state) == avx_state && has(first.c, {12, 28, 29}) && has(seventh.b, {5});  // FMA, AVX, F16C; AVX2
+    avx2vnni = avx2 && has(more.a, {4});
+    avx512 = avx2 && (saved & avx512_state) == avx512_state && has(seventh.b, {16, 17, 30, 31}) &&  // F, DQ, BW, VL
+             has(seventh.c, {11});                                                                  // VNNI
+    avx512bf16 = avx512 && has(more.a, {5});
+    amx = has(seventh.d, {24, 25});  // TILE, INT8
+#endif
+}
+
+const Abilities& abilities() {
+    static const Abilities machine;
+    return machine;
+}
+
 std::vector<std::string> built_isas() {
     std::vector<std::string> names;
-    for (const Candidate& c : candidates()) names.emplace_back(c.name);
+    for (const Candidate& c : candidates())
+        if (c.listed) names.emplace_back(c.name);
     return names;
 }
 
@@ -73,17 +83,18 @@ std::string left_out_isas() { return OUTPACE_LEFT_OUT; }
 std::vector<std::string> usable_isas() {
     std::vector<std::string> names;
     for (const Candidate& c : candidates())
-        if (c.usable) names.emplace_back(c.name);
+        if (c.usable && c.listed) names.emplace_back(c.name);
     return names;
 }
 
 const Kernels& kernels_for(const std::string& name) {
     bool known = name.empty() || name == "auto";
     for (const Candidate& c : candidates()) {
-        const bool asked = name.empty() || name == "auto" || name == c.name || name == c.family;
+        const bool asked = name == c.name || (c.listed && (name.empty() || name == "auto" || name == c.family));
         known = known || asked;
         if (asked && c.usable) return c.table();
     }
+    if (name == "avx512-amx") throw std::invalid_argument("instruction set 'avx512-amx' is not in use: " + amx().off);
     std::string have;
     for (const std::string& usable : usable_isas()) have += (have.empty() ? "" : ", ") + usable;
     const std::string left_out = OUTPACE_LEFT_OUT;

@@ -8,11 +8,20 @@ namespace outpace {
 
 struct Kernels;
 
+// Read from the processor itself: what a compiler's own query knows depends on the compiler. A path's ability includes that
+// the system saves its registers; `amx` (tiles of int8) does not, which takes permission, too: see amx.h.
+struct Abilities {
+    bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false, amx = false;
+
+    Abilities();
+};
+const Abilities& abilities();
+
 // Kernel tables this build has, best first; and those that its compiler could not build, as "name (what it lacks), ...".
 std::vector<std::string> built_isas();
 std::string left_out_isas();
 
-// Kernel tables this machine can run, best first: "avx512-bf16", "avx512", "avx2-vnni", "avx2", "portable".
+// Kernel tables this machine can run, best first: "avx512-amx", "avx512-bf16", "avx512", "avx2-vnni", "avx2", "portable".
 std::vector<std::string> usable_isas();
 
 // The table for `name`; "" or "auto" takes the best, a family name ("avx512", "avx2") the best of its family.

@@ -314,6 +314,14 @@ def left_out_isas() -> str:
     """What the compiler could not build, as "name (what it lacks), ..."; empty: nothing."""
 
 def kernels(isa: str = "") -> str: ...
+def amx() -> dict[str, Any]:
+    """Intel's tiles: present (the processor has them), off (why they are not used, "" where they are), from (file type
+    -> tokens from which its products use them, 0: never)."""
+
+def differing_product(a: str, b: str) -> str:
+    """The first product of random matrices, of each integer format and 1 to 40 tokens, in which two instruction-set
+    paths differ by a bit: "Q4_0 with 3 tokens"; "" where none does."""
+
 def row_bytes(source: int, cols: int) -> int: ...
 def packed_bytes(source: int, rows: int, cols: int, target: str = "keep") -> int: ...
 def source_types() -> dict[int, tuple[str, int, int]]:

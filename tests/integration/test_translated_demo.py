@@ -49,7 +49,7 @@ def test_a_ragged_batch_says_what_plain_decoding_says(engine: Engine, params: Sa
     assert sum(result.stats.accepted for result in found.values()) > 20
     alone = engine.generate(PROSE, params, raw=True)
     assert list(alone.token_ids) == plain[0]
-    assert alone.stats.drafted == found[requests[0]].stats.drafted
+    assert alone.stats.drafted == found[requests[0], 0].stats.drafted
 
 
 def test_samples_of_one_prompt_and_a_cancelled_request(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from outpace.models.base import Batch
+from outpace.models.formats.gguf import TYPES
 from outpace.models.native.model import NativeModel, load_native
 
 BLOCKS = {  # type -> (values, bytes) of a block
@@ -19,8 +20,9 @@ BLOCKS = {  # type -> (values, bytes) of a block
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
+IDS = {name: number for number, (name, _, _) in TYPES.items()}
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
-_HALVES = {
+HALVES = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
     "Q5_0": [0],
@@ -55,10 +57,17 @@ def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scal
         "IQ4_NL": 70,
         "IQ4_XS": 16 * 70,
     }.get(kind, 5)
-    for at in _HALVES[kind]:
+    for at in HALVES[kind]:
         half = rng.normal(0, scale / spread, len(raw)).astype(np.float16)
         raw[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
     return raw.reshape(rows, -1)
+
+
+def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", heads: int = 0) -> Any:
+    """A matrix as kernels read it, of raw bytes of type ``kind``."""
+    from outpace import _native
+
+    return _native.pack(_native.Arena(), raw.reshape(-1), IDS[kind], rows, cols, heads, target, 2)
 
 
 def dequantized(raw: Any, kind: str) -> Any:

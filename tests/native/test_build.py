@@ -34,11 +34,15 @@ def configure(tmp_path: Path, *more: str, **environment: str) -> tuple[int, str,
     return done.returncode, said, plan.read_text() if plan.exists() else ""
 
 
-def compiler_without(tmp_path: Path, *flags: str) -> str:
+def compiler_without(tmp_path: Path, *flags: str, word: str = "") -> str:
+    """One that refuses some flags, and sources that contain ``word``."""
     fake = tmp_path / "c++"
-    cases = "|".join(flags)
+    cases = "|".join(flags) or "--none"
     refuse = 'echo "c++: error: unrecognized command-line option $flag" >&2; exit 1'
-    fake.write_text(f'#!/bin/sh\nfor flag; do case $flag in {cases}) {refuse};; esac; done\nexec {COMPILER} "$@"\n')
+    lines = [f"for flag; do case $flag in {cases}) {refuse};; esac; done"]
+    if word:
+        lines.append(f'for source; do case $source in *.cxx) ! grep -q {word} "$source" || exit 1;; esac; done')
+    fake.write_text("\n".join(["#!/bin/sh", *lines, f'exec {COMPILER} "$@"', ""]))
     fake.chmod(0o755)
     return str(fake)
 
@@ -53,7 +57,19 @@ def test_an_older_compiler_loses_paths_by_name(tmp_path: Path) -> None:
     assert "kernels_avx512.cpp" in plan
     assert "kernels_avx512bf16.cpp" not in plan
     assert "OUTPACE_HAS_AVX512BF16" not in plan
-    assert "avx512-bf16 (-mavx512bf16), avx2-vnni (-mavxvnni)" in plan  # what the extension will say
+    lost = "avx512-bf16 (-mavx512bf16), avx2-vnni (-mavxvnni), avx512-amx (the path avx512-bf16)"
+    assert lost in plan  # what the extension will say
+
+
+@pytest.mark.skipif("avx2" not in _native.built_isas(), reason="the paths are x86's")
+def test_tiles_need_an_assembler_that_knows_them_and_their_emulation_is_asked_for(tmp_path: Path) -> None:
+    code, said, plan = configure(tmp_path, CXX=compiler_without(tmp_path, word="tilerelease"))
+    assert code == 0
+    assert "lacks the instruction tilerelease; a newer one builds it" in said
+    assert "kernels_avx512bf16.cpp" in plan
+    assert "kernels_avx512amx" not in plan
+    assert "avx512-amx (the instruction tilerelease)" in plan
+    assert "kernels_avx512amxemulated.cpp" in configure(tmp_path, "-DOUTPACE_EMULATE_TILES=ON")[2]
 
 
 @pytest.mark.skipif("avx2" not in _native.built_isas(), reason="the paths are x86's")

@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_helpers import BLOCKS, dequantized, random_bytes
+from native_helpers import BLOCKS, HALVES, dequantized, packed, random_bytes
 
 from outpace import _native
-from outpace.models.formats.gguf import TYPES
 
-IDS = {name: number for number, (name, _, _) in TYPES.items()}
 FORMATS = list(BLOCKS)
-
-
-def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", heads: int = 0) -> Any:
-    return _native.pack(_native.Arena(), raw.reshape(-1), IDS[kind], rows, cols, heads, target, 2)
 
 
 def as_encoded(x: Any, matrix: Any) -> Any:
@@ -71,6 +65,34 @@ def test_a_product_does_not_depend_on_the_width(kind: str, isa: str, rng: np.ran
     alone = np.concatenate([matrix.product(x[i : i + 1], isa) for i in range(64)])
     for width in (*range(2, 20), 31, 64):
         assert np.array_equal(matrix.product(x[:width], isa), alone[:width]), width
+
+
+def whole_numbers(rng: np.random.Generator, kind: str, rows: int, cols: int) -> Any:
+    """Raw bytes of a matrix of whole numbers, often the most extreme ones, small enough that float32 sums are exact."""
+    raw = random_bytes(rng, kind, rows, cols).reshape(-1, BLOCKS[kind][1])
+    extreme = rng.choice(np.array([0, 0x7F, 0x80, 0xF0, 0x0F, 0xFF], np.uint8), raw.shape)
+    raw = np.where(rng.random(raw.shape) < 0.7, extreme, raw)
+    if kind in ("Q4_K", "Q5_K"):
+        raw[:, 4:16] = 7  # all eight scales and minima
+    elif kind == "IQ4_XS":
+        raw[:, 2:8] = np.where(
+            rng.random((len(raw), 1)) < 0.5, [0xAA] * 2 + [0x11] * 4, [0x55] * 2 + [0xFF] * 4
+        )  # 1 or -1
+    elif kind == "Q6_K":
+        raw[:, 192:208] = rng.integers(-3, 4, (len(raw), 16)).astype(np.int8).view(np.uint8)
+    for at in HALVES[kind]:
+        raw[:, at : at + 2] = np.array([1.0], np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if HALVES.get(kind)])
+def test_integer_sums_are_exact_at_the_extremes(kind: str, isa: str, rng: np.random.Generator) -> None:
+    raw = whole_numbers(rng, kind, 96, 512)
+    x = np.where(rng.random((9, 512)) < 0.8, rng.choice([-127, 127], (9, 512)), rng.integers(-127, 128, (9, 512)))
+    x[:, ::16] = 127  # so that every scale is 1
+    expected = x.astype(np.float64) @ dequantized(raw, kind).astype(np.float64).T
+    assert np.abs(expected).max() < 2**24
+    assert np.array_equal(packed(raw, kind, 96, 512).product(x.astype(np.float32), isa), expected)
 
 
 @pytest.mark.parametrize("target", ["int8", "int4", "bf16", "f32"])

@@ -96,7 +96,7 @@ def test_weights_are_shared_by_reference(tiny: Tiny) -> None:
     one = tiny.load("Q4_1", threads=1)
     weights = build.build_weights(*build.open_weights(tiny.path("Q4_1"), None, "auto"), longest=4096, threads=1)
     pair = [
-        NativeModel(_native.Model(weights, one.runtime, one.isa, False, -1), one.runtime, one.info, None)
+        NativeModel(_native.Model(weights, one.runtime, one.isa, "bfloat16", -1), one.runtime, one.info, None)
         for _ in range(2)
     ]
     assert weights.bytes == one.info.weight_bytes
@@ -128,7 +128,7 @@ def test_types_of_weights_are_those_of_the_reader() -> None:
     """Names, numbers and block sizes stand in weights/pack.h and in formats/gguf.py."""
     known = _native.source_types()
     assert {number: TYPES[number] for number in known} == known
-    assert len(known) == 11
+    assert len(known) == 13
 
 
 def test_estimates_of_what_cannot_be_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

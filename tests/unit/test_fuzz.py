@@ -12,7 +12,7 @@ import pytest
 
 from outpace import _fast
 from tests.fuzz.__main__ import fuzz
-from tests.fuzz.child import KEPT, _too_long, attempt, chosen
+from tests.fuzz.child import KEPT, _too_long, attempt, chosen, peak
 from tests.fuzz.mutations import Edit, applied
 from tests.fuzz.targets import TARGETS, Target
 
@@ -71,7 +71,7 @@ def test_faults_are_seen(tmp_path: Path) -> None:
             pass
 
     def greedy(folder: Path) -> None:
-        np.ones(600 << 20, np.uint8)
+        np.ones(peak() + (600 << 20), np.uint8)  # more than this process ever had
 
     said = [
         attempt(Target(dict, read, 1), {"a": b""}, tmp_path / "input")[1] for read in (panic, wrong, endless, greedy)

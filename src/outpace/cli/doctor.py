@@ -36,6 +36,7 @@ def run(
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cpu": machine.cpu(),
+        "amx": machine.amx(),
         "memory": machine.memory(),
         "backends": _backends(),
         "instruction_sets": _instruction_sets(),
@@ -154,6 +155,16 @@ def _print_computed(computed: dict[str, str]) -> None:
     print(f"{'hot paths':<13} {said}" + (f"; in Python: {', '.join(slow)}" if slow else ""))
 
 
+def _amx(found: dict[str, Any]) -> str:
+    """Whether products go through tiles, why not, or from how many tokens."""
+    if found["off"]:
+        return f"not used: {found['off']}"
+    widths = ", ".join(f"{kind} {tokens}" for kind, tokens in found["from"].items() if tokens)
+    never = ", ".join(kind for kind, tokens in found["from"].items() if not tokens)
+    pays = f"pays from so many tokens: {widths}" if widths else "pays at no width"
+    return f"permitted and checked; {pays}" + (f"; never: {never}" if widths and never else "")
+
+
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
 
@@ -167,6 +178,8 @@ def _print(found: dict[str, Any]) -> None:
     console.print(
         f"cpu           {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['features']) or 'features unknown'}"
     )
+    if found["amx"] is not None:
+        console.print(f"amx           {_amx(found['amx'])}", soft_wrap=True)
     if memory["total"] is not None:
         free = "unknown" if memory["available"] is None else format_bytes(memory["available"])
         console.print(f"memory        {format_bytes(memory['total'])}, {free} available")

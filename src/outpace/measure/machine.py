@@ -20,6 +20,15 @@ def cpu() -> dict[str, Any]:
     return {"model": name, "cores": len(processors.allowed()), "features": features}
 
 
+def amx() -> dict[str, Any] | None:
+    """Intel's tiles: present; off: why they are not used, "" where they are; from: file type -> tokens from which its
+    products use them, 0: never. None without the native extension."""
+    from outpace import _fast
+
+    found: dict[str, Any] | None = None if _fast.native is None else _fast.native.amx()
+    return found
+
+
 def memory() -> dict[str, int | None]:
     """Bytes of memory, all and available; None where the system does not say."""
     from outpace.models.memory import available_memory
