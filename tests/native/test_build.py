@@ -72,6 +72,18 @@ def test_tiles_need_an_assembler_that_knows_them_and_their_emulation_is_asked_fo
     assert "kernels_avx512amxemulated.cpp" in configure(tmp_path, "-DOUTPACE_EMULATE_TILES=ON")[2]
 
 
+@pytest.mark.skipif("avx2" not in _native.usable_isas(), reason="the paths are x86's")
+def test_a_build_for_this_machine_has_its_best_path_and_none_that_it_lacks(tmp_path: Path) -> None:
+    code, said, plan = configure(tmp_path, "-DOUTPACE_HOST_PATHS=ON")
+    assert code == 0
+    usable = _native.usable_isas()
+    assert f"kernels_{usable[0].replace('-', '')}.cpp" in plan
+    for name in set(_native.built_isas()) - set(usable):
+        assert f"kernels_{name.replace('-', '')}.cpp" not in plan
+        assert f"{name} (only what this machine needs was asked for)" in plan
+    assert "lacks" not in said
+
+
 @pytest.mark.skipif("avx2" not in _native.built_isas(), reason="the paths are x86's")
 def test_a_path_goes_with_the_path_that_it_builds_on(tmp_path: Path) -> None:
     code, said, plan = configure(tmp_path, CXX=compiler_without(tmp_path, "-mfma"))

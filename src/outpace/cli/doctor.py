@@ -186,7 +186,7 @@ def _print(found: dict[str, Any]) -> None:
     for name, state in found["backends"].items():
         console.print(f"{name:<13} {state}", soft_wrap=True)
     if (paths := found["instruction_sets"]) is not None:
-        lost = f"; its compiler left out {paths['left_out']}" if paths["left_out"] else ""
+        lost = f"; left out of this build: {paths['left_out']}" if paths["left_out"] else ""
         beyond = [path for path in paths["built"] if path not in paths["usable"]]
         idle = f"; built, not for this machine: {', '.join(beyond)}" if beyond else ""
         console.print(f"paths         {', '.join(paths['usable'])}{idle}{lost}", soft_wrap=True)
