@@ -130,6 +130,8 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
     nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
         .def_prop_ro("drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
+        .def_prop_rw("claims", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.uneven(); }); },
+                     [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); return 0; }); })
         .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a)
         .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
         .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });

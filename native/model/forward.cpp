@@ -20,7 +20,7 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
 
-    products(me, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
     if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys are on their way while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
         for (size_t line = 0; line < m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
@@ -35,8 +35,9 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!attention(me, l, index) || !meet(me)) return false;
     clock(me, kAttention);
 
-    const Part out = me.of(l.o.blocks);
-    k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, out.begin, out.end, s_.y.get(), l.o.out_padded());
+    share(me, kClaimOutput, index, l.o.blocks, [&](int begin, int end) {
+        k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded());
+    });
     if (!meet(me)) return false;
     clock(me, kOutput);
 
@@ -48,18 +49,19 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm2);
 
-    gate_up(me, l);
+    gate_up(me, l, index);
     if (!meet(me)) return false;
     clock(me, kGateUp);
 
-    const Part down = me.of(l.down.blocks);
-    k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, down.begin, down.end, s_.y.get(), l.down.out_padded());
+    share(me, kClaimDown, index, l.down.blocks, [&](int begin, int end) {
+        k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded());
+    });
     if (!meet(me)) return false;
     clock(me, kDown);
     return true;
 }
 
-void Model::Run::gate_up(const Seat& me, const Layer& l) {
+void Model::Run::gate_up(const Seat& me, const Layer& l, int index) {
     constexpr int blocks = kGateRows / kRows;
     constexpr int unit = kGroup / kRows;  // row blocks that make one group of the next product's inputs
     const uint8_t* gate_acts = s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts());
@@ -67,19 +69,20 @@ void Model::Run::gate_up(const Seat& me, const Layer& l) {
     uint8_t* middle = s_.middle.get(l.down.acts());
     float* g = s_.pair[static_cast<size_t>(me.id)].get();
     float* u = g + static_cast<size_t>(kGateRows) * n_;
-    const Part part = me.of(l.gate.blocks / unit);
-    for (int begin = part.begin * unit; begin < part.end * unit; begin += blocks) {
-        const int end = std::min(begin + blocks, part.end * unit);
-        // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
-        k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
-        k_.matmul(l.up, up_acts, n_, begin, end, u - begin * kRows, kGateRows);
-        const int rows = (end - begin) * kRows, group = begin / unit;
-        for (int t = 0; t < n_; ++t) {
-            float* values = g + t * kGateRows;
-            k_.gate(c_.activation, values, u + t * kGateRows, rows, values);
-            k_.encode(l.down.acts(), values, group, std::min(group + rows / kGroup, l.down.groups), middle, n_, t);
+    share(me, kClaimGateUp, index, l.gate.blocks / unit, [&](int from, int to) {
+        for (int begin = from * unit; begin < to * unit; begin += blocks) {
+            const int end = std::min(begin + blocks, to * unit);
+            // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
+            k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
+            k_.matmul(l.up, up_acts, n_, begin, end, u - begin * kRows, kGateRows);
+            const int rows = (end - begin) * kRows, group = begin / unit;
+            for (int t = 0; t < n_; ++t) {
+                float* values = g + t * kGateRows;
+                k_.gate(c_.activation, values, u + t * kGateRows, rows, values);
+                k_.encode(l.down.acts(), values, group, std::min(group + rows / kGroup, l.down.groups), middle, n_, t);
+            }
         }
-    }
+    });
     if (me.rank == 0 && l.gate.blocks / unit < l.down.groups) {  // inputs that only pad the next product
         float* line = s_.line[0].get();
         const int from = l.gate.blocks / unit;
@@ -87,6 +90,19 @@ void Model::Run::gate_up(const Seat& me, const Layer& l) {
         for (int t = 0; t < n_; ++t) k_.encode(l.down.acts(), line, from, l.down.groups, middle, n_, t);
     }
 }
+
+namespace {
+
+// Ties go to the lower id, whatever order stretches come in.
+void keep_better(Best& best, const Best& other) {
+    best.nan = best.nan || other.nan;
+    if (other.value > best.value || (other.value == best.value && other.index < best.index)) {
+        best.value = other.value;
+        best.index = other.index;
+    }
+}
+
+}  // namespace
 
 void Model::Run::head(Seat& me) {
     const int l = batch_.layers, wanted = static_cast<int>(wanted_.size());
@@ -103,19 +119,19 @@ void Model::Run::head(Seat& me) {
     if (!solo_ && !meet(me)) return;
     if (wanted > 0) {
         const Matrix& head = m_.head_;
-        const Part rows = me.of(head.blocks);
         const int first = token(wanted_[0]).wanted;
         float* y = result_.logits_->get() + static_cast<size_t>(first) * static_cast<size_t>(result_.stride_);
-        k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, rows.begin, rows.end, y, result_.stride_);
-        const int begin = rows.begin * kRows, end = std::min(rows.end * kRows, c_.vocab);
-        for (int i = 0; i < wanted; ++i) {
-            Best best{-INFINITY, 0, false};
-            if (begin < end) {
-                best = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
-                best.index += begin;
+        Best* bests = s_.bests.data() + static_cast<size_t>(me.rank) * kChunk;
+        std::fill(bests, bests + wanted, Best{-INFINITY, 0, false});
+        share(me, kClaimQkv, l, head.blocks, [&](int from, int to) {
+            k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, from, to, y, result_.stride_);
+            const int begin = from * kRows, end = std::min(to * kRows, c_.vocab);
+            for (int i = 0; begin < end && i < wanted; ++i) {
+                Best found = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
+                found.index += begin;
+                keep_better(bests[i], found);
             }
-            s_.bests[static_cast<size_t>(me.rank) * kChunk + static_cast<size_t>(i)] = best;
-        }
+        });
     }
     clock(me, kHead);
 }
@@ -123,14 +139,7 @@ void Model::Run::head(Seat& me) {
 void Model::Run::settle(int threads) {
     for (size_t i = 0; i < wanted_.size(); ++i) {
         Best best = s_.bests[i];
-        for (int rank = 1; rank < threads; ++rank) {
-            const Best& other = s_.bests[static_cast<size_t>(rank) * kChunk + i];
-            best.nan = best.nan || other.nan;
-            if (other.value > best.value) {  // threads hold ascending rows, so ties stay with the lower id
-                best.value = other.value;
-                best.index = other.index;
-            }
-        }
+        for (int rank = 1; rank < threads; ++rank) keep_better(best, s_.bests[static_cast<size_t>(rank) * kChunk + i]);
         result_.best[static_cast<size_t>(token(wanted_[i]).wanted)] = best;
     }
 }

@@ -58,7 +58,7 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       scratch_(runtime_->scratch()),
       kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_type}, kv_limit),
       ropes_(weights_->ropes.begin(), weights_->ropes.end()),
-      next_job_(layers_.size()) {
+      next_job_(layers_.size()), claimed_((layers_.size() + 1) * kClaims) {
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
 }

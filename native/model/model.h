@@ -132,6 +132,8 @@ private:
     std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
     std::vector<std::atomic<int>> next_job_;  // one a layer
+    enum Claim { kClaimQkv, kClaimOutput, kClaimGateUp, kClaimDown, kClaims };  // products that threads claim stretches of
+    std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
     std::shared_ptr<BufferPool> logits_pool_ = std::make_shared<BufferPool>();
     bool timing_ = false;
     std::array<double, kPhases> seconds_{};

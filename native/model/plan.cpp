@@ -113,6 +113,7 @@ void Model::plan_jobs(int first, int count, int threads) {
     const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
     if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
+    for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace outpace

@@ -17,7 +17,7 @@ class Model::Run {
 public:
     Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
         : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
-          first_(first), n_(count), solo_(count <= 2 && pool.team() > 1) {
+          first_(first), n_(count), solo_(count <= 2 && pool.team() > 1), claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
             if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
     }
@@ -102,29 +102,44 @@ private:
         tap(me, t, l - 1);
     }
 
-    // This thread's share of several products over the same inputs.
+    // work(begin, end) on stretches of `total` units that are this thread's: its share, or, where cores differ, half as much
+    // and then what it can get, so that a slow core keeps nobody waiting. Whoever computes a unit, its bits are the same.
+    template <class Work>
+    void share(const Seat& me, Claim phase, int layer, int total, const Work& work) {
+        const int shared = claims_ && me.count > 1 ? total / 2 : total, rest = total - shared;
+        const Part own = me.of(shared);
+        if (own.begin < own.end) work(own.begin, own.end);
+        if (rest == 0) return;
+        const int stretch = std::max(1, rest / (4 * me.count));
+        std::atomic<int>& next = m_.claimed_[static_cast<size_t>(layer) * kClaims + phase];
+        for (int i; (i = next.fetch_add(stretch, std::memory_order_relaxed)) < rest;)
+            work(shared + i, shared + std::min(i + stretch, rest));
+    }
+
+    // Several products over the same inputs.
     struct Product {
         const Matrix* m;
         float* y;
     };
-    void products(const Seat& me, std::initializer_list<Product> list) {
+    void products(const Seat& me, int layer, std::initializer_list<Product> list) {
         int total = 0;
         for (const Product& p : list) total += p.m->blocks;
-        Part part = me.of(total);
-        for (const Product& p : list) {
-            const int begin = std::max(part.begin, 0), end = std::min(part.end, p.m->blocks);
-            if (begin < end)
-                k_.matmul(*p.m, s_.in[static_cast<size_t>(mine(me))].get(p.m->acts()), n_, begin, end, p.y, p.m->out_padded());
-            part.begin -= p.m->blocks;
-            part.end -= p.m->blocks;
-        }
+        share(me, kClaimQkv, layer, total, [&](int from, int to) {
+            for (const Product& p : list) {
+                const int begin = std::max(from, 0), end = std::min(to, p.m->blocks);
+                if (begin < end)
+                    k_.matmul(*p.m, s_.in[static_cast<size_t>(mine(me))].get(p.m->acts()), n_, begin, end, p.y, p.m->out_padded());
+                from -= p.m->blocks;
+                to -= p.m->blocks;
+            }
+        });
     }
 
     bool layer(Seat& me, int index);
     const uint8_t* first_keys(int job, int layer) const;
     void rope(const Seat& me, const Layer& l, int index);
     bool attention(Seat& me, const Layer& l, int index);
-    void gate_up(const Seat& me, const Layer& l);
+    void gate_up(const Seat& me, const Layer& l, int index);
     void head(Seat& me);
 
     Model& m_;
@@ -135,7 +150,7 @@ private:
     Result& result_;
     const BatchView& batch_;
     const int first_, n_;
-    const bool solo_;
+    const bool solo_, claims_;
     std::vector<int> wanted_;
     std::chrono::steady_clock::time_point since_;
 };

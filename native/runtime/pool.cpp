@@ -28,6 +28,9 @@ constexpr double kLost = 0.4;
 // tenth of any wait that ends in it.
 constexpr double kAway = 0.5;
 constexpr int kMostPatience = 16;
+// Cores that differ by more get their work by claims: less comes of hiccups, and costs less than claiming.
+constexpr double kUneven = 1.3;
+constexpr int kSpeedRounds = 9, kSpeedSteps = 4000;
 constexpr unsigned kPausesAClock = 32;  // looking at the clock costs as much as a few pauses
 
 // Time that this thread has had a processor; constant where the system does not tell.
@@ -84,12 +87,31 @@ void Pool::calibrate() {
     }
     idle_spin_.store(kMostGap.count());
     for (auto& took : hand_overs) took = timed();
+    uneven_ = differ();
     const Clock::duration wake = median(wakes);
     wake_seconds_ = std::chrono::duration<double>(wake).count();
     hand_over_seconds_ = std::chrono::duration<double>(median(hand_overs)).count();
     spin_ = std::clamp(kWakes * wake, kLeastSpin, kMostSpin);
     gap_ = {};
     calibrated_ = true;
+}
+
+// Whether the same work takes one thread much longer than another, all of them at it: its least time of several, since a
+// disturbance only adds.
+bool Pool::differ() {
+    std::vector<Clock::duration> least(static_cast<size_t>(threads_), Clock::duration::max());
+    for (int round = 0; round < kSpeedRounds; ++round)
+        run([&](Seat& me) {
+            const auto start = Clock::now();
+            uint64_t chains[4] = {1, 2, 3, 4};
+            for (int i = 0; i < kSpeedSteps; ++i)
+                for (uint64_t& x : chains) x = x * 6364136223846793005u + 1442695040888963407u;
+            const auto took = Clock::now() - start;
+            if ((chains[0] ^ chains[1] ^ chains[2] ^ chains[3]) != 0)  // as it is; so that the work is not left out
+                least[static_cast<size_t>(me.id)] = std::min(least[static_cast<size_t>(me.id)], took);
+        });
+    const auto [fastest, slowest] = std::minmax_element(least.begin(), least.end());
+    return *slowest != Clock::duration::max() && *slowest > kUneven * *fastest;
 }
 
 Pool::~Pool() { close(); }

@@ -49,6 +49,8 @@ public:
     int size() const { return threads_; }
     int team() const { return rest_ > 0 ? limit_ : threads_; }  // threads that the next run starts with
     double wake_seconds() const { return wake_seconds_; }          // a run of threads that sleep; 0 with one thread
+    bool uneven() const { return uneven_; }  // whether a processor is slower than another, measured when the threads began
+    void treat_as_uneven(bool uneven) { uneven_ = uneven; }
     double hand_over_seconds() const { return hand_over_seconds_; }  // and of threads that spin
     long long dropped() const { return dropped_; }  // runs that went on with fewer threads, since others used the cores
     long long waited() const { return waited_; }    // slow runs that kept their team, since nobody did
@@ -79,6 +81,7 @@ private:
 
     void close();
     void calibrate();
+    bool differ();
     void keep_apart();
     void work(int thread);
     bool take_part(int thread);  // false: dismissed
@@ -117,7 +120,7 @@ private:
     Clock::duration gap_{};                          // between runs that follow one another
     Clock::duration spin_;                           // of a thread that waits at a barrier
     std::atomic<Clock::rep> idle_spin_;              // of a worker between runs
-    bool calibrated_ = false;
+    bool calibrated_ = false, uneven_ = false;
     long long dropped_ = 0, waited_ = 0;
     double pretended_ = -1.0;
     double wake_seconds_ = 0.0, hand_over_seconds_ = 0.0;

@@ -116,6 +116,9 @@ class Runtime:
     def drops(self) -> tuple[int, int]:
         """Runs that went on with fewer threads since others used the cores; slow ones that kept theirs: nobody did."""
 
+    claims: bool
+    """Whether threads claim a half of every product, since cores differ: measured when they began, or as it was set."""
+
     def late_run(self, seconds: float, sleeps: bool, away: float) -> int:
         """For tests: a run whose last thread is late, asleep or at work. ``away``: see Pool::pretend. The team then."""
 

@@ -41,9 +41,11 @@ def run(code: str, *arguments: object, env: dict[str, str] | None = None, stack:
         assert stack is not None
         resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent, env={**os.environ, **(env or {})},
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path, **(env or {})},
         preexec_fn=None if stack is None else limit,
     )  # fmt: skip
 

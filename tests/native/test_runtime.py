@@ -266,3 +266,16 @@ def test_rows_that_are_sampled_by_several_threads_say_what_each_says_alone(threa
         together = engine.generate_many(prompts, params)
         assert [result.token_ids for result in together] == alone
         assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_claimed_stretches_give_the_same_bits(tiny: Tiny, threads: int) -> None:
+    """Where cores differ, threads claim a half of every product: whoever computes a row, its bits are the same."""
+    model = tiny.load("Q4_1", threads=threads)
+    model.runtime.claims = False
+    expected = [said(model, seed) for seed in range(6)]
+    model.runtime.claims = True
+    assert model.claims
+    for seed, its in enumerate(expected):
+        assert all(np.array_equal(a, b) for a, b in zip(said(model, seed), its, strict=True))
+    model.close()

@@ -206,7 +206,8 @@ def _print(found: dict[str, Any]) -> None:
             console.print(
                 f"threads       {team['size']} of {model['threads']} in use; handing work over takes "
                 f"{awake:.1f} us, {asleep:.0f} us where they sleep; {team['dropped']} forwards went on with "
-                "fewer, since others used the cores",
+                "fewer, since others used the cores"
+                + ("; cores differ, so threads claim half of their work" if team["claims"] else ""),
                 soft_wrap=True,
             )
         _print_cost(model["cost"])

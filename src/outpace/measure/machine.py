@@ -46,12 +46,19 @@ def threads_of(model: Model) -> int | None:
 
 
 def team_of(model: Model) -> dict[str, Any] | None:
-    """Threads in use now, how often they became fewer, and the seconds that a run on them takes; None elsewhere."""
+    """Threads in use now, how often they became fewer, whether they claim their work, and the seconds that a run on
+    them takes; None elsewhere."""
     size = getattr(model, "team", None)
     if size is None:
         return None
     dropped, kept = getattr(model, "drops", (0, 0))
-    return {"size": size, "dropped": dropped, "kept": kept, "hand_over_seconds": getattr(model, "hand_over", None)}
+    return {
+        "size": size,
+        "dropped": dropped,
+        "kept": kept,
+        "claims": getattr(model, "claims", False),
+        "hand_over_seconds": getattr(model, "hand_over", None),
+    }
 
 
 def path_of(model: Model) -> str | None:

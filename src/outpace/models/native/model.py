@@ -161,6 +161,12 @@ class NativeModel:
         return dropped, kept
 
     @property
+    def claims(self) -> bool:
+        """Whether threads claim a half of every product stretch by stretch, since cores differ (measured at start)."""
+        found: bool = self.runtime.claims
+        return found
+
+    @property
     def hand_over(self) -> dict[str, float]:
         """Seconds that it takes to run on ``threads``, measured when they began: "asleep" and "awake"."""
         return {"asleep": self.runtime.wake_seconds, "awake": self.runtime.hand_over_seconds}
