@@ -147,7 +147,7 @@ Amx find_out() {
 Amx find_out() {
     Amx found;
 #if defined(__x86_64__)
-    found.off = "the compiler that built this knew none: GCC 11 and Clang 12 do";
+    found.off = "this build has no path for it (GCC 11 and Clang 12 can make it)";
 #else
     found.off = "this processor has none";
 #endif
