@@ -29,7 +29,7 @@ from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.native.output import NativeOutput, describe
 
-_Stepper = _fast.pick("Stepper", None)
+_Stepper: Any = _fast.pick("Stepper", None)
 
 
 class NativeComputed:
@@ -64,7 +64,7 @@ class NativeSteps:
     def __init__(self, model: NativeModel, drafting: Drafting) -> None:
         self._model, self._drafting = model, drafting
         self.served = 0  # steps
-        self._stepper: Any = _Stepper(model.info.layers, TARGET)  # type: ignore[misc]
+        self._stepper: Any = _Stepper(model.info.layers, TARGET)
 
     @staticmethod
     def of(model: Model, drafting: Drafting) -> NativeSteps | None:
