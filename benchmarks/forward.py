@@ -20,8 +20,9 @@ import numpy as np
 from outpace import _native
 from outpace.measure import machine
 from outpace.models.base import Batch
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
 from outpace.models.native.model import NativeModel
+from outpace.models.options import LoadOptions
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 

@@ -33,7 +33,8 @@ from outpace.files import cache_dir, write_json
 from outpace.measure.compare import NEAR_TIE, compare_tokens
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
+from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.2)

@@ -21,7 +21,7 @@ from benchmarks.replay import VOCAB, replay
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
-from outpace.models.load import LoadOptions
+from outpace.models.options import LoadOptions
 
 SUMMARY: tuple[str, ...] = (
     "Summarise the text below.",

@@ -24,7 +24,7 @@ from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.exact.verify import walk
-from outpace.models.load import LoadOptions
+from outpace.models.options import LoadOptions
 
 VOCAB = 49_152
 EOS = 2

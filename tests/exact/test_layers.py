@@ -14,8 +14,9 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.errors import DrafterError
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
 from outpace.models.native import model as native
+from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
 from tests.driving import finished
 from tests.toy import ToyModel

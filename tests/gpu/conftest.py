@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from outpace.models.base import Model
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
+from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 DEVICE = os.environ.get("OUTPACE_GPU_TESTS", "cuda")

@@ -13,7 +13,8 @@ from outpace.engine.results import Result
 from outpace.exact.noise import Noise
 from outpace.measure.compare import compare_tokens
 from outpace.models.base import Model
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
+from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 from tests.tap_drafter import TapDrafter
 

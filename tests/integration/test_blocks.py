@@ -12,7 +12,8 @@ from outpace.arrays import I32
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.models.base import Model
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
+from outpace.models.options import LoadOptions
 
 LONG = 1000
 

@@ -23,7 +23,8 @@ from outpace.exact.sampling import Chooser
 from outpace.exact.verify import walk
 from outpace.models.base import Batch
 from outpace.models.formats.gguf import GGUFFile
-from outpace.models.load import LoadOptions, estimate, load, resolve
+from outpace.models.load import estimate, load, resolve
+from outpace.models.options import LoadOptions
 from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel

@@ -8,8 +8,9 @@ from outpace import SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
-from outpace.models.load import LoadOptions, load
+from outpace.models.load import load
 from outpace.models.native import model as native
+from outpace.models.options import LoadOptions
 
 PROMPTS = ["Repeat three times: the quick brown fox jumps over the lazy dog.", "Count from one to ten, twice."]
 

@@ -7,7 +7,7 @@ import pytest
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, draft_models, parse
 from outpace.errors import DrafterError
-from outpace.models.load import LoadOptions
+from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
 
 

@@ -13,7 +13,8 @@ import torch
 from outpace import Engine, SamplingParams
 from outpace.errors import ModelError
 from outpace.models.base import Batch
-from outpace.models.load import LoadOptions, estimate, load
+from outpace.models.load import estimate, load
+from outpace.models.options import LoadOptions
 
 # Hugging Face's names of a layer's parts, and GGUF's.
 PHI3 = {

@@ -16,7 +16,8 @@ import torch
 from outpace.errors import ModelError, ParameterError
 from outpace.models import demo
 from outpace.models.base import Batch
-from outpace.models.load import LoadOptions, estimate, load, resolve
+from outpace.models.load import estimate, load, resolve
+from outpace.models.options import LoadOptions
 from tests.unit.test_tokenizer import folder
 
 OFFLINE = LoadOptions(offline=True)

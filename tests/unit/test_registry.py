@@ -10,7 +10,7 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
 from outpace.drafters.registry import _BUILDERS, build, parse
 from outpace.errors import DrafterError
-from outpace.models.load import LoadOptions
+from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
 
 

@@ -14,7 +14,7 @@ from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
-    from outpace.models.load import LoadOptions
+    from outpace.models.options import LoadOptions
     from outpace.params import SamplingParams
 
 
@@ -93,7 +93,7 @@ class Load:
 
     def load_options(self) -> LoadOptions:
         """Raises ParameterError."""
-        from outpace.models.load import LoadOptions
+        from outpace.models.options import LoadOptions
         from outpace.units import parse_bytes
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "prefix_rows")}

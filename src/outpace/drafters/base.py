@@ -16,7 +16,7 @@ from outpace.params import Acceptance
 
 if TYPE_CHECKING:
     from outpace.models.base import Model, Taps
-    from outpace.models.load import LoadOptions
+    from outpace.models.options import LoadOptions
     from outpace.models.text.tokenizer import Tokenizer
 
 

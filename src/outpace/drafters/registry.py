@@ -13,7 +13,7 @@ from outpace.drafters.catalogue import AUTO, COMMON, METHODS
 from outpace.errors import DrafterError
 
 if TYPE_CHECKING:
-    from outpace.models.load import LoadOptions
+    from outpace.models.options import LoadOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, draft_models, parse
 from outpace.engine.intake import EngineOptions
 from outpace.errors import ParameterError
-from outpace.models.load import LoadOptions, Source, estimate, load, resolve
+from outpace.models.load import Source, estimate, load, resolve
 from outpace.models.memory import spare_memory
+from outpace.models.options import LoadOptions
 from outpace.units import format_bytes, parse_bytes
 
 E = TypeVar("E")

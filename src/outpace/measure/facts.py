@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outpace.errors import ModelError
 from outpace.measure import machine
-from outpace.models.load import BACKENDS, LoadOptions, resolve
+from outpace.models.load import resolve
+from outpace.models.options import BACKENDS, LoadOptions
 
 if TYPE_CHECKING:
     from outpace.drafters.base import Drafter

@@ -21,7 +21,7 @@ from outpace.measure.facts import Described, facts
 from outpace.measure.scores import gap_between, scores_along
 from outpace.measure.trace import rows_of
 from outpace.measure.tracefile import Trace, TracedRequest, TracedRow, row_from
-from outpace.models.load import LoadOptions
+from outpace.models.options import LoadOptions
 from outpace.params import Acceptance, SamplingParams
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outpace.engine.request import Request, StepRecord
     from outpace.engine.results import Result
     from outpace.models.base import Model
-    from outpace.models.load import LoadOptions
+    from outpace.models.options import LoadOptions
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,13 @@
-"""From a name on the command line to a model and its tokenizer.
-
-Long because each way to a model stands beside the others with what it refuses.
-"""
+"""From a name on the command line to a model and its tokenizer."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +18,7 @@ from outpace.files import cache_dir
 from outpace.models import demo
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.hub import from_hub
+from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,56 +27,6 @@ if TYPE_CHECKING:
 TORCH_PACKAGES = ("torch", "transformers", "safetensors")
 
 log = logging.getLogger(__name__)
-
-BACKENDS = ("auto", "native", "transformers")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
-QUANTIZE = ("int8", "int4")
-
-
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load a model. Raises ParameterError that names the option.
-
-    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
-    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
-    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
-    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
-    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are
-    not safetensors, which can run code.
-    """
-
-    backend: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    max_length: int | None = None
-    kv_memory: int | None = None
-    kv_dtype: str = "auto"
-    quantize: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    offline: bool = field(default_factory=_offline)
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("backend", self.backend, BACKENDS),
-            ("dtype", self.dtype, DTYPES),
-            ("kv_dtype", self.kv_dtype, KV_DTYPES),
-            ("quantize", self.quantize or "int8", QUANTIZE),
-        ):
-            if value not in known:
-                raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
-        for name in ("threads", "max_length", "kv_memory"):
-            number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                limits = " is out of range: give a whole number of at least 1, or leave it out"
-                raise ParameterError(Argument(name, number), limits)
 
 
 @dataclass(frozen=True)

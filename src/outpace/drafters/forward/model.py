@@ -13,7 +13,7 @@ from outpace.drafters.forward.own_cache import OwnCache
 from outpace.models.base import Model, Output
 
 if TYPE_CHECKING:
-    from outpace.models.load import LoadOptions
+    from outpace.models.options import LoadOptions
 
 log = logging.getLogger(__name__)
 

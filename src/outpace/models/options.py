@@ -1,0 +1,58 @@
+"""How a model is to be loaded: what a user may ask for, checked before any file is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from outpace.errors import Argument, ParameterError
+
+BACKENDS = ("auto", "native", "transformers")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
+QUANTIZE = ("int8", "int4")
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a model. Raises ParameterError that names the option.
+
+    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
+    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
+    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
+    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
+    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are
+    not safetensors, which can run code.
+    """
+
+    backend: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    max_length: int | None = None
+    kv_memory: int | None = None
+    kv_dtype: str = "auto"
+    quantize: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    offline: bool = field(default_factory=_offline)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("backend", self.backend, BACKENDS),
+            ("dtype", self.dtype, DTYPES),
+            ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("quantize", self.quantize or "int8", QUANTIZE),
+        ):
+            if value not in known:
+                raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
+        for name in ("threads", "max_length", "kv_memory"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                limits = " is out of range: give a whole number of at least 1, or leave it out"
+                raise ParameterError(Argument(name, number), limits)
