@@ -165,12 +165,29 @@ double read_seconds(size_t bytes, int threads, int repeats) {
     return sums[0] == 0 ? 0.0 : best;
 }
 
+// models.formats.gguf.strings_reference
+nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
+    const auto* bytes = static_cast<const char*>(data.data());
+    const size_t size = data.size();
+    nb::list found;
+    for (; found.size() < count && at <= size && size - at >= 8;) {
+        uint64_t n;
+        std::memcpy(&n, bytes + at, 8);
+        if (n > size - at - 8) break;
+        PyObject* text = PyUnicode_DecodeUTF8(bytes + at + 8, static_cast<Py_ssize_t>(n), nullptr);
+        if (!text) throw nb::python_error();
+        found.append(nb::steal(text));
+        at += 8 + static_cast<size_t>(n);
+    }
+    return nb::make_tuple(found, at);
+}
+
 }  // namespace
 }  // namespace outpace
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 5;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 6;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
@@ -204,6 +221,7 @@ NB_MODULE(_native, m) {
             types[nb::int_(static_cast<int>(type.id))] = nb::make_tuple(type.name, type.values, type.bytes);
         return types;
     });
+    m.def("gguf_strings", &gguf_strings, "data"_a, "at"_a, "count"_a);
     bind_drafting(m);
     bind_packing(m);
     bind_policy(m);

@@ -362,6 +362,7 @@ def pack_batch(
 def pack_trees(trees: list[Tree], sourced: bool) -> tuple[_I32, _I32, _I32 | None, _F32, _U8 | None]:
     """See exact/tree.py, the reference: tokens, widths, parents, confidence, source."""
 
+def gguf_strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]: ...
 def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
     """See exact/tree.py, the reference: tokens, parents, gains and sources."""
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outpace.errors import ModelError
-from outpace.models.formats.gguf import TYPES, GGUFFile
+from outpace.models.formats import gguf as gguf_files
+from outpace.models.formats.gguf import TYPES, GGUFFile, strings_reference
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch import gguf as gguf_transformers
 
@@ -202,3 +206,22 @@ def test_mutations_only_raise_model_errors(
         except ModelError:
             refused += 1
     assert refused > 30
+
+
+@given(
+    st.lists(st.binary(max_size=6), max_size=6), st.integers(0, 40), st.integers(0, 7), st.integers(0, 12),
+    st.integers(0, 2**64 - 1),
+)  # fmt: skip
+def test_native_and_python_read_the_same_strings(
+    texts: list[bytes], end: int, count: int, at: int, length: int
+) -> None:
+    data = bytearray(b"".join(struct.pack("<Q", len(text)) + text for text in texts)[: 90 - end])
+    for damaged in (data, data + struct.pack("<Q", length)):
+
+        def read(strings: Any, damaged: bytearray = damaged) -> Any:
+            try:
+                return strings(damaged, at, count)
+            except UnicodeDecodeError as error:
+                return str(error)
+
+        assert read(gguf_files._strings) == read(strings_reference)

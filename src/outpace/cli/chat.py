@@ -6,13 +6,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from outpace.cli.command import flatten
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, spell, system_message
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
+    import typer
+
     from outpace.engine.results import Result
 
 

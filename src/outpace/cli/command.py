@@ -1,4 +1,8 @@
-"""How a function becomes a command: options from dataclasses, logging, and Ctrl-C as an error like any other."""
+"""How a function becomes a command: options from dataclasses, logging, and Ctrl-C as an error like any other.
+
+What a parameter says of itself (``option``, ``argument``) becomes typer's own once typer is needed: importing that
+takes as long as loading a small model, and a plainly spelled command line does without it (plainly.py).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,11 +21,60 @@ class Interrupted(Exception):
     """Ctrl-C ended a command; the message says what was kept."""
 
 
+class UsageError(Exception):
+    """A command line that means nothing; the message says why, and is empty where help was shown."""
+
+
 class ReaderLeft(Exception):
     """Whoever read our output has gone, as ``head`` does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a parameter is spelled on the command line. ``names``: none for an argument."""
+
+    names: tuple[str, ...]
+    help: str
+    metavar: str | None = None
+    parser: Callable[[str], Any] | None = None
+
+    def for_typer(self) -> Any:
+        """The same in typer's words."""
+        import typer
+
+        if not self.names:
+            return typer.Argument(help=self.help, metavar=self.metavar)
+        return typer.Option(*self.names, help=self.help, metavar=self.metavar, parser=self.parser)
+
+
+def option(*names: str, help: str, metavar: str | None = None, parser: Callable[[str], Any] | None = None) -> Any:
+    """An option's names and what help says of it; ``parser`` makes its value of a text."""
+    return Spelling(names, help, metavar, parser)
+
+
+def argument(*, help: str, metavar: str | None = None) -> Any:
+    """What help says of an argument."""
+    return Spelling((), help, metavar)
+
+
 def flatten(function: F) -> F:
+    """The command of a function, for typer."""
+    command = joined(function)
+    its = inspect.signature(command).parameters.values()
+    parameters = [parameter.replace(annotation=_for_typer(parameter.annotation)) for parameter in its]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _for_typer(hint: Any) -> Any:
+    if get_origin(hint) is not Annotated:
+        return hint
+    kind, *said = get_args(hint)
+    return Annotated[(kind, *(its.for_typer() if isinstance(its, Spelling) else its for its in said))]
+
+
+def joined(function: F) -> F:
     """Let every parameter whose type is a dataclass appear as that dataclass's fields."""
     hints = get_type_hints(function, include_extras=True)
     parameters, groups = [], {}
@@ -55,5 +108,4 @@ def flatten(function: F) -> F:
             raise ReaderLeft from error
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command  # type: ignore[return-value]

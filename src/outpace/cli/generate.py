@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import argument, flatten, option
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
+    import typer
+
     from outpace.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
@@ -38,29 +38,20 @@ def run(
     draft: Draft,
     sampling: Sampling,
     common: Common,
-    prompt: Annotated[str | None, typer.Argument(help="Default: read from standard input.")] = None,
-    n: Annotated[int, typer.Option("--n", "--samples", help="How many samples to draw.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="Log-probabilities, with so many alternatives.")
-    ] = None,
+    prompt: Annotated[str | None, argument(help="Default: read from standard input.")] = None,
+    n: Annotated[int, option("--n", "--samples", help="How many samples to draw.")] = 1,
+    logprobs: Annotated[int | None, option("--logprobs", help="Log-probabilities, with so many alternatives.")] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt's tokens (with --json).")
+        int | None, option("--prompt-logprobs", help="The same of the prompt's tokens (with --json).")
     ] = None,
     system: Annotated[str | None, SYSTEM] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Give the model the text itself, without a chat template.")
-    ] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode plainly, and assert identical tokens.")
-    ] = False,
+    raw: Annotated[bool, option("--raw", help="Give the model the text itself, without a chat template.")] = False,
+    compare: Annotated[bool, option("--compare", help="Also decode plainly, and assert identical tokens.")] = False,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
+        Path | None, option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
     ] = None,
 ) -> int:
     """Answer a prompt."""
-    from outpace.files import check_writable
-    from outpace.measure.compare import require_tokens
-
     if prompt is None:
         prompt = _standard_input()
     if not prompt.strip():
@@ -73,8 +64,12 @@ def run(
     if compare and n != 1:
         raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
     if compare:
+        from outpace.measure.compare import require_tokens
+
         require_tokens(draft.acceptance, params)
     if trace is not None:
+        from outpace.files import check_writable
+
         check_writable(trace)
     reused = 0 if compare else None  # a prefix that is found again would favour whoever comes second
     with (

@@ -1,54 +1,19 @@
-"""``outpace``: the commands, and how errors reach a person."""
+"""``outpace``: what runs a command, and how errors reach a person."""
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
 import sys
-from typing import Annotated, Any
 
-import typer
-
-from outpace.cli import bench, cache, chat, datastore, doctor, explain, generate, plan, trace, tune, verify
-from outpace.cli.command import Interrupted, ReaderLeft
-from outpace.cli.options import spell
+from outpace.cli import plainly
+from outpace.cli.command import Interrupted, ReaderLeft, UsageError
 from outpace.errors import OutpaceError
 
-# The base of typer's usage errors, wherever this version of typer keeps its click.
-_ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-
 _INTERRUPTED = 130
-
-app = typer.Typer(
-    name="outpace",
-    help="Speculative decoding of language models: the same tokens, sooner.",
-    epilog="Example: outpace generate 'Why is the sky blue?' --compare",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from outpace import __version__
-
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
-
-
-for command in (generate, bench, chat, verify, trace, explain, plan, datastore, tune, cache, doctor):
-    command.register(app)
+_LITTER = 50_000  # objects between two looks for garbage; loading makes many, and drops few
 
 
 def main() -> None:
@@ -56,6 +21,7 @@ def main() -> None:
 
     70 is a fault of Outpace itself.
     """
+    gc.set_threshold(_LITTER)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
@@ -67,8 +33,13 @@ def main() -> None:
 
 def _run(debug: bool) -> int:
     try:
-        return int(app(standalone_mode=False) or 0)
-    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        command = plainly.command(sys.argv[1:])
+        if command is None:
+            from outpace.cli import app
+
+            command = app.run
+        return int(command() or 0)
+    except (Interrupted, KeyboardInterrupt) as error:
         return _fail(str(error) or "interrupted", _INTERRUPTED)
     except ReaderLeft:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else the interpreter flushes into the pipe at exit
@@ -77,10 +48,11 @@ def _run(debug: bool) -> int:
         if debug:
             raise
         if isinstance(error, OutpaceError):
+            from outpace.cli.options import spell
+
             return _fail(error.told(spell), 2)
-        if isinstance(error, _ClickException):
-            message = error.format_message()
-            return _fail(f"{message} (see --help)", 2) if message else 2
+        if isinstance(error, UsageError):
+            return _fail(f"{error} (see --help)", 2) if str(error) else 2
         if isinstance(error, MemoryError):
             return _fail("out of memory: use a smaller model, --kv-memory, or --dtype bfloat16", 2)
         if isinstance(error, OSError):

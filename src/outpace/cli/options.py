@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from outpace.cli.command import option
 from outpace.drafters.catalogue import listed
 from outpace.errors import Argument, ParameterError
 
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
     from outpace.params import SamplingParams
 
 
-def _option(*names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, **more)
-
-
 def system_message(text: str | None) -> list[dict[str, str]]:
     """The messages that a conversation begins with."""
     return [] if text is None else [{"role": "system", "content": text}]
@@ -29,19 +24,15 @@ def system_message(text: str | None) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.")] = False
-    verbose: Annotated[bool, _option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = (
-        False
-    )
-    debug: Annotated[bool, _option("--debug", help="Show a traceback when something fails.")] = False
+    json: Annotated[bool, option("--json", help="Print one JSON object instead of text.")] = False
+    verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
+    debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class BenchCommon:
-    verbose: Annotated[bool, _option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = (
-        False
-    )
-    debug: Annotated[bool, _option("--debug", help="Show a traceback when something fails.")] = False
+    verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
+    debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +40,32 @@ class Load:
     """Which target to load, and how."""
 
     model: Annotated[
-        str, _option("--model", "-m", help="demo, demo-gemma, a Hugging Face id, a folder or a .gguf file.")
+        str, option("--model", "-m", help="demo, demo-gemma, a Hugging Face id, a folder or a .gguf file.")
     ] = "demo"
-    backend: Annotated[str, _option("--backend", help="auto, native (C++ on the CPU) or transformers.")] = "auto"
-    dtype: Annotated[str, _option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, _option("--device", help="auto, cpu or cuda.")] = "auto"
-    threads: Annotated[int | None, _option("--threads", "-t", help="CPU threads. Default: the cores there are.")] = None
+    backend: Annotated[str, option("--backend", help="auto, native (C++ on the CPU) or transformers.")] = "auto"
+    dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, option("--device", help="auto, cpu or cuda.")] = "auto"
+    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores there are.")] = None
     kv_memory: Annotated[
-        str | None, _option("--kv-memory", metavar="SIZE", help="Bound of the KV cache, such as 2GiB.")
+        str | None, option("--kv-memory", metavar="SIZE", help="Bound of the KV cache, such as 2GiB.")
     ] = None
-    kv_dtype: Annotated[str, _option("--kv-dtype", help="Of keys and values: bfloat16 (auto), float32, int8.")] = "auto"
+    kv_dtype: Annotated[str, option("--kv-dtype", help="Of keys and values: bfloat16 (auto), float32, int8.")] = "auto"
     quantize: Annotated[
-        str | None, _option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
+        str | None, option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
     ] = None
     prefix_rows: Annotated[
         int | None,
-        _option("--prefix-rows", metavar="N", help="Answers whose KV is kept for prompts that begin alike. 0: none."),
+        option("--prefix-rows", metavar="N", help="Answers whose KV is kept for prompts that begin alike. 0: none."),
     ] = None
-    max_length: Annotated[
-        int | None, _option("--max-length", help="Most positions of a row. Default: the model's.")
-    ] = None
-    revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit on Hugging Face.")] = None
-    trust_remote_code: Annotated[bool, _option("--trust-remote-code", help="Run code that comes with the model.")] = (
+    max_length: Annotated[int | None, option("--max-length", help="Most positions of a row. Default: the model's.")] = (
+        None
+    )
+    revision: Annotated[str | None, option("--revision", help="Branch, tag or commit on Hugging Face.")] = None
+    trust_remote_code: Annotated[bool, option("--trust-remote-code", help="Run code that comes with the model.")] = (
         False
     )
     allow_pickle: Annotated[
-        bool, _option("--allow-pickle", help="Read weights that are not safetensors; they can run code.")
+        bool, option("--allow-pickle", help="Read weights that are not safetensors; they can run code.")
     ] = False
 
     def engines(self, drafters: Sequence[str], **options: Any) -> list[Engine]:
@@ -106,12 +97,14 @@ def _size(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
     except ValueError:
+        import typer
+
         raise typer.BadParameter("give auto (what pays), or a number of tokens (0 decodes plainly)") from None
 
 
-SIZE = _option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
-SYSTEM = _option("--system", metavar="TEXT", help="A system message before the conversation.")
-ACCEPTANCE = _option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
+SIZE = option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
+SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
+ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
 
 
 DRAFTERS = "Who drafts; several are joined by + (options: docs/drafters.md).\n\n" + "\n\n".join(
@@ -123,7 +116,7 @@ DRAFTERS = "Who drafts; several are joined by + (options: docs/drafters.md).\n\n
 class Draft:
     """One drafter."""
 
-    drafter: Annotated[str, _option("--drafter", "-d", help=DRAFTERS)] = "auto"
+    drafter: Annotated[str, option("--drafter", "-d", help=DRAFTERS)] = "auto"
     size: Annotated[Any, SIZE] = None
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 
@@ -132,33 +125,31 @@ class Draft:
 class Sampling:
     """SamplingParams, option by option."""
 
-    max_tokens: Annotated[int, _option("--max-tokens", "-n", help="Most tokens to write.")] = 256
-    min_tokens: Annotated[int, _option("--min-tokens", help="So many tokens come before the answer may end.")] = 0
-    temperature: Annotated[float, _option("--temperature", "-T", help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, _option("--top-k", help="Keep the k likeliest tokens. 0: off.")] = 0
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens to write.")] = 256
+    min_tokens: Annotated[int, option("--min-tokens", help="So many tokens come before the answer may end.")] = 0
+    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, option("--top-k", help="Keep the k likeliest tokens. 0: off.")] = 0
     top_p: Annotated[
-        float, _option("--top-p", help="Keep the likeliest tokens that reach this probability. 1: off.")
+        float, option("--top-p", help="Keep the likeliest tokens that reach this probability. 1: off.")
     ] = 1.0
     min_p: Annotated[
-        float, _option("--min-p", help="Drop tokens less likely than this share of the likeliest. 0: off.")
+        float, option("--min-p", help="Drop tokens less likely than this share of the likeliest. 0: off.")
     ] = 0.0
-    repetition_penalty: Annotated[float, _option("--repetition-penalty", help="Counts prompt and output. 1: off.")] = (
-        1.0
-    )
-    presence_penalty: Annotated[float, _option("--presence-penalty", help="Counts the output. 0: off.")] = 0.0
-    frequency_penalty: Annotated[float, _option("--frequency-penalty", help="Counts the output. 0: off.")] = 0.0
+    repetition_penalty: Annotated[float, option("--repetition-penalty", help="Counts prompt and output. 1: off.")] = 1.0
+    presence_penalty: Annotated[float, option("--presence-penalty", help="Counts the output. 0: off.")] = 0.0
+    frequency_penalty: Annotated[float, option("--frequency-penalty", help="Counts the output. 0: off.")] = 0.0
     logit_bias: Annotated[
-        list[str] | None, _option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit. Repeatable.")
+        list[str] | None, option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit. Repeatable.")
     ] = None
     bad_word: Annotated[
-        list[str] | None, _option("--bad-word", metavar="TEXT", help="The answer must not contain it. Repeatable.")
+        list[str] | None, option("--bad-word", metavar="TEXT", help="The answer must not contain it. Repeatable.")
     ] = None
-    stop: Annotated[list[str] | None, _option("--stop", help="Stop before this text. Repeatable.")] = None
-    stop_id: Annotated[list[int] | None, _option("--stop-id", help="Stop after this token id. Repeatable.")] = None
-    include_stop: Annotated[bool, _option("--include-stop", help="What stopped the answer stays in its text.")] = False
-    ignore_eos: Annotated[bool, _option("--ignore-eos", help="Write on after the end-of-sequence token.")] = False
-    keep_special: Annotated[bool, _option("--keep-special", help="Show special tokens in the text.")] = False
-    seed: Annotated[int | None, _option("--seed", help="Default: a fresh one, which is reported.")] = None
+    stop: Annotated[list[str] | None, option("--stop", help="Stop before this text. Repeatable.")] = None
+    stop_id: Annotated[list[int] | None, option("--stop-id", help="Stop after this token id. Repeatable.")] = None
+    include_stop: Annotated[bool, option("--include-stop", help="What stopped the answer stays in its text.")] = False
+    ignore_eos: Annotated[bool, option("--ignore-eos", help="Write on after the end-of-sequence token.")] = False
+    keep_special: Annotated[bool, option("--keep-special", help="Show special tokens in the text.")] = False
+    seed: Annotated[int | None, option("--seed", help="Default: a fresh one, which is reported.")] = None
 
     def params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError that names the value."""

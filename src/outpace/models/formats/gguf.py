@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from outpace import _fast
 from outpace.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.formats.file_bytes import FileBytes, StoredTensor
@@ -43,6 +43,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 # ggml type -> (name, elements in a block, bytes of a block)
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -173,6 +174,24 @@ class GGUFFile:
         return quantised.reshape(info.shape)
 
 
+def strings_reference(data: bytearray, at: int, count: int) -> tuple[list[str], int]:
+    """Up to ``count`` strings from byte ``at`` on, as far as they are whole in ``data``, and where the next one starts.
+
+    Raises UnicodeDecodeError.
+    """
+    found: list[str] = []
+    while len(found) < count and at + 8 <= len(data):
+        end = at + 8 + _LENGTH.unpack_from(data, at)[0]
+        if end > len(data):
+            break
+        found.append(data[at + 8 : end].decode())
+        at = end
+    return found, at
+
+
+_strings = _fast.pick("gguf_strings", strings_reference)  # a vocabulary has up to half a million of them
+
+
 class _Reader:
     """Walks the header once, front to back."""
 
@@ -272,25 +291,22 @@ class _Reader:
         return np.frombuffer(self._data, dtype, count, start).copy()
 
     def _strings(self, count: int) -> list[str]:
-        """The hot loop: a vocabulary has up to half a million of them."""
-        data, size, at, have = self._data, self._size, self._at, len(self._data)
-        length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         out: list[str] = []
-        for _ in range(count):
+        at = self._at
+        while True:
+            found, at = _strings(self._data, at, count - len(out))
+            out += found
+            if len(out) == count:
+                self._at = at
+                return out
             start = at + 8
-            if start > size:
-                self._fail(f"it ends at byte {size}, inside a list of strings")
-            if start > have:
-                self._load(start)
-            at = start + length_at(data, at)[0]
-            if at > size:
-                self._fail(f"a string at byte {start} runs past the end of the file at {size}")
-            if at > have:
-                self._load(at)
-                have = len(data)
-            out.append(data[start:at].decode())
-        self._at = at
-        return out
+            if start > self._size:
+                self._fail(f"it ends at byte {self._size}, inside a list of strings")
+            self._load(start)
+            end = start + _LENGTH.unpack_from(self._data, at)[0]
+            if end > self._size:
+                self._fail(f"a string at byte {start} runs past the end of the file at {self._size}")
+            self._load(end)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._name("a tensor name")

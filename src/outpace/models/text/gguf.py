@@ -120,10 +120,9 @@ def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
     lines = gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise ModelError(f"{gguf.path.name} has no merges (tokenizer.ggml.merges): use the model's own folder")
-    merges = []
-    for line in lines:
-        left, _, right = str(line).partition(" ")
-        merges.append((left, right))
+    if lines and not isinstance(lines[0], str):  # a list has one type
+        raise ModelError(f"{gguf.path.name} has merges that are no text: get the file again")
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
     pre = gguf.text("tokenizer.ggml.pre", "default")
     if pre in _PLAIN:
         split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
