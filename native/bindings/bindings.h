@@ -40,6 +40,7 @@ std::vector<int32_t> copied(const Array& array) {
 class Model;
 
 void bind_drafting(nb::module_& m);                           // drafting.cpp
+void bind_eagle(nb::module_& m);                              // eagle.cpp
 void bind_output(nb::module_& m);                             // output.cpp
 void bind_packing(nb::module_& m);                            // packing.cpp
 void bind_policy(nb::module_& m);                             // policy.cpp

@@ -252,6 +252,9 @@ NB_MODULE(_native, m) {
              "tapped"_a.none(), "features"_a.none())
         .def_prop_ro("isa", [](const Model& x) { return x.kernels().name; })
         .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("embedding", [](const Model& x) { return x.weights().embedding; })
+        .def_prop_ro("head", [](const Model& x) { return x.weights().head; })
+        .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; })
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
         .def("time_phases",
              [](Model& x, bool on) {
@@ -272,4 +275,5 @@ NB_MODULE(_native, m) {
                  return named;
              });
     bind_step(m);
+    bind_eagle(m);
 }

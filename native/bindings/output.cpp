@@ -187,8 +187,8 @@ nb::object final_norm(const Model& model, const Matrixf& states) {
 nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& ids) {
     wide(normed, model.hidden());
     std::vector<int32_t> its;
-    if (ids) its = within(*ids, model.vocab());
-    const size_t n = normed.shape(0), count = ids ? its.size() : static_cast<size_t>(model.vocab());
+    if (ids) its = within(*ids, model.outputs());
+    const size_t n = normed.shape(0), count = ids ? its.size() : static_cast<size_t>(model.outputs());
     std::vector<float> out(n * count);
     {
         nb::gil_scoped_release release;

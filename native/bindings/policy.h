@@ -120,6 +120,7 @@ public:
         const Field<int32_t> parents(drafts.attr("parents"), "parents");
         const Field<float> said(drafts.attr("confidence"), "confidence");
         const Field<uint8_t> source(drafts.attr("source"), "source");
+        const Field<int32_t> levels(drafts.attr("levels"), "levels");
         const size_t w = tokens.shape(1);
         if (widths.shape(0) != b) throw std::invalid_argument("trim is for the rows of the last plan");
         widths.expect(b, std::nullopt, "widths");
@@ -127,6 +128,7 @@ public:
         parents.expect(b, w, "parents");
         said.expect(b, w, "confidence");
         source.expect(b, w, "source");
+        levels.expect(b, std::nullopt, "levels");
         const nb::object q = drafts.attr("q"), names = drafts.attr("sources");
         number(names);
         bool any = false;
@@ -140,7 +142,8 @@ public:
                 if (source.data() && source.data()[i * w + n] >= sources_.size()) throw std::invalid_argument("a source has no name");
             }
         }
-        policy_.trim({widths.data(), parents.data(), said.data(), source.data(), w, sources_.data(), !q.is_none()}, explain_);
+        policy_.trim({widths.data(), parents.data(), said.data(), source.data(), w, sources_.data(), !q.is_none(),
+                      levels.data()}, explain_);
         nb::list decisions;
         bool same = true;
         size_t widest = 0;

@@ -42,6 +42,8 @@ Layer layer_of(const nb::dict& d) {
     l.o_bias = floats(d, "o_bias");
     l.window = nb::cast<int>(d["window"]);
     l.rope = nb::cast<int>(d["rope"]);
+    l.embed_norm = floats(d, "embed_norm");
+    l.norm_first = d.contains("norm_first") && nb::cast<bool>(d["norm_first"]);
     return l;
 }
 
@@ -61,6 +63,7 @@ void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, cons
     if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("unknown activation '" + activation + "'");
     config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
     config.max_length = nb::cast<int>(c["max_length"]);
+    config.outputs = c.contains("outputs") ? nb::cast<int>(c["outputs"]) : config.vocab;
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<std::vector<float>> tables;

@@ -46,6 +46,7 @@ public:
         size_t width;
         const int* sources;  // what source numbers stand for
         bool drawn;          // nodes carry q
+        const int32_t* levels = nullptr;  // drafting forwards that rows had; null: as many as they were allowed
     };
     struct Seconds {
         double draft, body;
@@ -138,6 +139,7 @@ private:
     static int doublings(int n);
     double drafting() const;
     double level_seconds(const Asking& asking, int rows) const;
+    void count_levels(const int32_t* levels);
     void look(Step& step, const Proposal& drafts, size_t i, double floor, bool all);
     int worth(double& saved);
     int bearable(int count) const;

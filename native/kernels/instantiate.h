@@ -13,7 +13,7 @@
         namespace path = OUTPACE_NS;                                                               \
         static const Kernels table{label,       path::matmul,  path::encode,    path::rmsnorm,     \
                                    path::add_to, path::rotate, path::gate,      path::attention, path::merge_parts, path::put_key,     \
-                                   path::put_value, path::argmax, path::at_least,  path::weigh,     path::gumbel_survivors};                                 \
+                                   path::put_value, path::argmax, path::at_least,  path::weigh,     path::gumbel_survivors, path::gumbel_survivors_of};      \
         return table;                                                                              \
     }                                                                                              \
     }

@@ -87,6 +87,8 @@ struct Kernels {
     void (*weigh)(const float* x, int n, double temperature, double top, double* weights);
     int (*gumbel_survivors)(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
                             uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids);
+    int (*gumbel_survivors_of)(const float* x, const int32_t* tokens, int n, float inverse_temperature, float best, uint64_t key,
+                               uint32_t index, uint32_t sample, uint32_t stream, int32_t* places);
 };
 
 const Kernels& kernels_portable();

@@ -6,15 +6,15 @@
 
 namespace outpace {
 
-// Biases, head norms, rotation; queries to `rotated`, keys and values to the cache.
-void Model::Run::rope(const Seat& me, const Layer& l, int index) {
+// Biases, head norms, rotation; queries to `rotated`, keys and values to the cache. `from`: the first head, queries' first.
+void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded();
-    const int heads = c_.heads + 2 * c_.kv_heads;
+    const int heads = c_.heads + 2 * c_.kv_heads - from;
     const Rope& rope = m_.ropes_[static_cast<size_t>(l.rope)];
     const KVShape& shape = m_.kv_.shape();
     const Part part = me.of(n_ * heads);
     for (int unit = part.begin; unit < part.end; ++unit) {
-        const int t = unit / heads, head = unit % heads;
+        const int t = unit / heads, head = from + unit % heads;
         const Token& tok = token(t);
         uint8_t* block = const_cast<uint8_t*>(tok.blocks[tok.slot / kBlock]);
         const auto ready = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm, int h, float scale) {

@@ -10,13 +10,31 @@
 
 namespace outpace {
 
-bool Model::Run::layer(Seat& me, int index) {
-    const Layer& l = m_.layers_[static_cast<size_t>(index)];
-    Part part = tokens(me);
+void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
+    const Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
-        encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v});
+        if (l.embed_norm.empty())
+            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v});
+        else
+            encode_joined(me, t, l);
     }
+}
+
+// What a layer leaves in the cache, and no more: of tokens whose output nobody reads.
+bool Model::Run::store(Seat& me, int index) {
+    const Layer& l = m_.layers_[static_cast<size_t>(index)];
+    begin_layer(me, l, index);
+    if (!solo_ && !meet(me)) return false;
+    products(me, index, {{&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    if (!meet(me)) return false;
+    rope(me, l, index, c_.heads);
+    return true;
+}
+
+bool Model::Run::layer(Seat& me, int index) {
+    const Layer& l = m_.layers_[static_cast<size_t>(index)];
+    begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
 
@@ -28,7 +46,7 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!meet(me)) return false;
     clock(me, kQkv);
 
-    rope(me, l, index);
+    rope(me, l, index, 0);
     if (!meet(me)) return false;
     clock(me, kRope);
 
@@ -41,7 +59,7 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!meet(me)) return false;
     clock(me, kOutput);
 
-    part = tokens(me);  // the team may be another one by now
+    const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
         add_back(me, t, l.post_attn_norm, l.o_bias, l.o.out_padded());
         encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
@@ -104,7 +122,8 @@ void keep_better(Best& best, const Best& other) {
 
 }  // namespace
 
-void Model::Run::head(Seat& me) {
+// The last layer's outputs; those that are wanted are normed and encoded for the head.
+bool Model::Run::end_layers(Seat& me) {
     const int l = batch_.layers, wanted = static_cast<int>(wanted_.size());
     const Part part = tokens(me);
     int at = 0;
@@ -116,7 +135,12 @@ void Model::Run::head(Seat& me) {
         }
         at += is_wanted;
     }
-    if (!solo_ && !meet(me)) return;
+    return solo_ || meet(me);
+}
+
+void Model::Run::head(Seat& me) {
+    if (!end_layers(me)) return;
+    const int l = batch_.layers, wanted = static_cast<int>(wanted_.size());
     if (wanted > 0) {
         const Matrix& head = m_.head_;
         const int first = token(wanted_[0]).wanted;
@@ -125,7 +149,7 @@ void Model::Run::head(Seat& me) {
         std::fill(bests, bests + wanted, Best{-INFINITY, 0, false});
         share(me, kClaimQkv, l, head.blocks, [&](int from, int to) {
             k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, from, to, y, result_.stride_);
-            const int begin = from * kRows, end = std::min(to * kRows, c_.vocab);
+            const int begin = from * kRows, end = std::min(to * kRows, c_.outputs);
             for (int i = 0; begin < end && i < wanted; ++i) {
                 Best found = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
                 found.index += begin;
@@ -155,7 +179,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     Pool& pool = runtime_->pool();
     result->kernels = &kernels_;
     result->runtime = runtime_;
-    result->vocab = config_.vocab;
+    result->vocab = config_.outputs;
     result->hidden = config_.hidden;
     result->tokens = batch.tokens;
     result->tap_count = static_cast<int>(batch.taps.size());

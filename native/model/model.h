@@ -37,7 +37,7 @@ struct BatchView {
     std::vector<int> taps;
     int layers;             // run the first so many
     const uint8_t* tapped;  // [rows], 0: not; null: all
-    const float* features;  // [tokens][hidden], added to the embeddings; null: none
+    const float* features;  // [tokens][hidden], added to the embeddings (but see Layer::embed_norm); null: none
 };
 
 // Logits of the wanted tokens, hidden states of the tapped layers.
@@ -59,6 +59,7 @@ public:
     int tap_tokens = 0;
 
 private:
+    friend class Eagle;
     friend class Model;
     std::shared_ptr<Buffer<float>> logits_;
     int64_t stride_ = 0;
@@ -84,6 +85,7 @@ public:
     void head(const float* normed, int n, const int32_t* ids, int count, float* out);
     int hidden() const { return config_.hidden; }
     int vocab() const { return config_.vocab; }
+    int outputs() const { return config_.outputs; }
 
     KV& kv() { return kv_; }
     std::mutex& lock() { return runtime_->lock(); }
@@ -96,6 +98,7 @@ public:
     void time_phases(bool on) { timing_ = on; }
 
 private:
+    friend class Eagle;
     struct Token {
         int id, row, position, slot, cached;
         const int32_t* path;  // null: slots are positions

@@ -14,6 +14,7 @@ void Model::prepare(const BatchView& batch) {
     if (batch.layers < 1 || batch.layers > static_cast<int>(layers_.size())) wrong("layers is out of range");
     for (const int tap : batch.taps)
         if (tap < 0 || tap >= batch.layers) wrong("tap " + std::to_string(tap) + " is not a layer that runs");
+    if (!layers_[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
     std::vector<int> seen;
     std::vector<KV::Need> needs;

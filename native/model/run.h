@@ -32,6 +32,8 @@ public:
     void settle(int threads);  // on the caller's thread, after the region; how many ended it
 
 private:
+    friend class Eagle;
+
     // Narrow forwards: every thread computes norms and encodings for all tokens in its own buffers, which is cheaper than
     // a barrier. The numbers are the same.
     int mine(const Seat& me) const { return solo_ ? me.id : 0; }
@@ -51,7 +53,13 @@ private:
     void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
-        std::fill(line + c_.hidden, line + m_.hidden_stride_, 0.0f);
+        encode_line(me, c_.hidden, n, at, ms);
+    }
+
+    // The thread's line, of which `filled` values are set, encoded for matrices `ms`.
+    void encode_line(const Seat& me, int filled, int n, int at, std::initializer_list<const Matrix*> ms) {
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
+        std::fill(line + filled, line + m_.hidden_stride_, 0.0f);
         unsigned done = 0;
         for (const Matrix* m : ms) {
             const unsigned bit = 1u << static_cast<unsigned>(m->acts());
@@ -59,6 +67,22 @@ private:
             done |= bit;
             k_.encode(m->acts(), line, 0, m->groups, s_.in[static_cast<size_t>(mine(me))].get(m->acts()), n, at);
         }
+    }
+
+    // The same for a layer that reads its token's embedding beside x; x is what the layer adds to.
+    void encode_joined(const Seat& me, int t, const Layer& l) {
+        float *line = s_.line[static_cast<size_t>(me.id)].get(), *at = x(me, t);
+        embed(token(t).id, line);
+        k_.rmsnorm(line, l.embed_norm.data(), c_.eps, c_.hidden, line);
+        k_.rmsnorm(at, l.attn_norm.data(), c_.eps, c_.hidden, line + c_.hidden);
+        if (l.norm_first) std::memcpy(at, line + c_.hidden, static_cast<size_t>(c_.hidden) * 4);
+        encode_line(me, 2 * c_.hidden, n_, t, {&l.q, &l.k, &l.v});
+    }
+
+    void embed(int id, float* at) const {
+        unpack_row(m_.embedding_, id, at);
+        if (c_.embedding_scale != 1.0f)
+            for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
     }
 
     // x += y, y normed first where the model has such a norm.
@@ -90,11 +114,13 @@ private:
     void enter(const Seat& me, int t, int l) {
         if (l == 0) {
             float* at = x(me, t);
-            unpack_row(m_.embedding_, token(t).id, at);
-            if (c_.embedding_scale != 1.0f)
-                for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
-            if (batch_.features)
-                k_.add(at, batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden), c_.hidden);
+            const float* features = batch_.features ? batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden) : nullptr;
+            if (!m_.layers_[0].embed_norm.empty()) {
+                std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
+                return;
+            }
+            embed(token(t).id, at);
+            if (features) k_.add(at, features, c_.hidden);
             return;
         }
         const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
@@ -135,9 +161,12 @@ private:
         });
     }
 
+    void begin_layer(const Seat& me, const Layer& l, int index);
     bool layer(Seat& me, int index);
+    bool store(Seat& me, int index);
+    bool end_layers(Seat& me);
     const uint8_t* first_keys(int job, int layer) const;
-    void rope(const Seat& me, const Layer& l, int index);
+    void rope(const Seat& me, const Layer& l, int index, int from);
     bool attention(Seat& me, const Layer& l, int index);
     void gate_up(const Seat& me, const Layer& l, int index);
     void head(Seat& me);

@@ -21,16 +21,17 @@ void fits(const std::vector<float>& v, int n, bool required, const char* name) {
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
-    fits(w.head, c.vocab, c.hidden, "the output head");
+    fits(w.head, c.outputs, c.hidden, "the output head");
     fits(w.final_norm, c.hidden, true, "the final norm");
     const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
     for (const Layer& l : w.layers) {
-        fits(l.q, q, c.hidden, "a query matrix");
-        fits(l.k, kv, c.hidden, "a key matrix");
-        fits(l.v, kv, c.hidden, "a value matrix");
+        const int read = l.embed_norm.empty() ? c.hidden : 2 * c.hidden;
+        fits(l.q, q, read, "a query matrix");
+        fits(l.k, kv, read, "a key matrix");
+        fits(l.v, kv, read, "a value matrix");
         fits(l.o, c.hidden, q, "an attention output matrix");
         fits(l.gate, c.ffn, c.hidden, "a gate matrix");
         fits(l.up, c.ffn, c.hidden, "an up matrix");
@@ -45,6 +46,9 @@ void check(const Weights& w) {
         fits(l.k_bias, kv, false, "a key bias");
         fits(l.v_bias, kv, false, "a value bias");
         fits(l.o_bias, c.hidden, false, "an attention output bias");
+        fits(l.embed_norm, c.hidden, false, "an embedding norm");
+        if (!l.embed_norm.empty() && &l != &w.layers[0])
+            throw std::invalid_argument("only the first layer can read embeddings beside features");
         if (l.window < 0 || l.rope < 0 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }

@@ -39,7 +39,7 @@ struct Seat {
 
 class Pool {
 public:
-    static constexpr unsigned kSampling = 8;  // a kind of runs of its own; forwards have those below
+    static constexpr unsigned kSampling = 8, kDrafting = 9;  // kinds of runs of their own; forwards have those below
 
     explicit Pool(int threads);  // fewer where the system gives no more, at the least the caller's own
     ~Pool();
@@ -77,7 +77,7 @@ private:
         Clock::duration used{}, slept{}, away{};
     };
 
-    static constexpr unsigned kKinds = kSampling + 1;
+    static constexpr unsigned kKinds = kDrafting + 1;
 
     void close();
     void calibrate();

@@ -45,11 +45,6 @@ uint32_t philox_word(const Sampling& s, uint32_t token) {
     return words[token % 4];
 }
 
-double gumbel(const Sampling& s, int token) {
-    const double u = (static_cast<double>(philox_word(s, static_cast<uint32_t>(token))) + 0.5) * 0x1p-32;
-    return -natural_log(-natural_log(u));
-}
-
 void check(int32_t id, int vocab) {
     if (id < 0 || id >= vocab)
         throw std::out_of_range("a rule names token " + std::to_string(id) + ", which is not in the vocabulary");
@@ -275,6 +270,11 @@ struct Choice {
 };
 
 }  // namespace
+
+double gumbel(const Sampling& s, int token) {
+    const double u = (static_cast<double>(philox_word(s, static_cast<uint32_t>(token))) + 0.5) * 0x1p-32;
+    return -natural_log(-natural_log(u));
+}
 
 void Edit::advance(int32_t token) {
     if (kind != Penalties) return;

@@ -40,6 +40,9 @@ struct Workspace {
 
 enum : int { kNoneAllowed = -1, kNaN = -2, kUndecided = -3 };
 
+// The Gumbel noise of a token at the sampling's output index, as noise.py has it.
+double gumbel(const Sampling& sampling, int token);
+
 // The argmax as a choice: kNaN for NaN or infinity.
 int greedy(const Best& best);
 

@@ -336,6 +336,42 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
     return m;
 }
 
+namespace {
+
+// One row's share of numbers that lie by lane: `each` bytes of every `stride`, `total` in all.
+void copy_lane(const uint8_t* from, int lane, uint8_t* to, int to_lane, int each, int stride, int total) {
+    for (int at = 0; at < total; at += stride)
+        std::memcpy(to + at + to_lane * each, from + at + lane * each, static_cast<size_t>(each));
+}
+
+}  // namespace
+
+Matrix gather(Arena& arena, const Matrix& m, const int32_t* ids, int n) {
+    Matrix its = shape_of(m.format, n, m.cols);
+    std::shared_ptr<uint8_t> memory = arena.take(its.bytes());
+    uint8_t* out = memory.get();
+    its.data = out;
+    its.memory = memory;
+    const Layout at = layout_of(m.format);
+    // Vectors of 64 bytes have four bytes a row (of float16 two such vectors' halves: 32 bytes, two a row).
+    const int each = m.format == Format::H16 ? 2 : 4;
+    const int scale = at.acts != Acts::I8 ? 0 : at.d >= 0 ? 1 : 2;
+    for (int row = 0; row < n; ++row) {
+        const uint8_t* from = m.data + static_cast<size_t>(ids[row] / kRows) * m.block_bytes;
+        uint8_t* to = out + static_cast<size_t>(row / kRows) * its.block_bytes;
+        const int lane = ids[row] % kRows, to_lane = row % kRows;
+        for (size_t s = 0; s < m.block_bytes; s += static_cast<size_t>(at.bytes), from += at.bytes, to += at.bytes) {
+            copy_lane(from, lane, to, to_lane, each, each * kRows, at.group_bytes * at.groups);
+            for (int g = 0; g < at.groups && scale > 0; ++g)
+                for (const int offset : {at.scale, at.second})
+                    if (offset >= 0) copy_lane(from + offset + at.stride * g, lane, to + offset + at.stride * g, to_lane, scale, scale * kRows, scale * kRows);
+            for (const int offset : {at.d, at.dmin})
+                if (offset >= 0) copy_lane(from + offset, lane, to + offset, to_lane, 2, kHalves, kHalves);
+        }
+    }
+    return its;
+}
+
 Matrix matrix_at(std::shared_ptr<const PackedFile> file, size_t offset, int source, int rows, int cols, Target target) {
     row_bytes(source, cols);
     Matrix m = shape_of(format_of(source_of(source), target), rows, cols);

@@ -65,6 +65,9 @@ private:
 // keeps query and key rows of Llama models, undone, so that there is one kind of rotation.
 Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, int heads, Target target, int threads);
 
+// Rows `ids` [n] of a matrix, each value and scale as it is. The caller has checked ids.
+Matrix gather(Arena& arena, const Matrix& m, const int32_t* ids, int n);
+
 // One row as float32 [cols].
 void unpack_row(const Matrix& m, int row, float* out);
 

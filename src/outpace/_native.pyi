@@ -19,6 +19,7 @@ INTERFACE: int
 KV_BLOCK: int
 
 class MemoryLimit(RuntimeError): ...
+class NotFinite(ArithmeticError): ...
 
 class Arena:
     """Memory for packed weights, in large mappings."""
@@ -145,6 +146,14 @@ class Model:
     @property
     def isa(self) -> str: ...
     @property
+    def embedding(self) -> Matrix: ...
+    @property
+    def head(self) -> Matrix: ...
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by when they enter."""
+
+    @property
     def threads(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
@@ -167,6 +176,29 @@ class Model:
     def kv_rows(self) -> list[int]: ...
     def kv_check(self) -> None: ...
     def kv_poison(self) -> None: ...
+
+_Ask = tuple[int, _I32, _F32, int, int, int, tuple[float, int, int, int] | None]
+
+class Eagle:
+    """An EAGLE-3 drafter's network; see native/model/eagle.h. Raises ValueError, IndexError, MemoryLimit, NotFinite."""
+
+    def __init__(self, model: Model, fuse: Matrix, norms: list[_F32], tokens: _I32, norm_output: bool) -> None:
+        """``model``: its first layer has an ``embed_norm``. ``tokens`` int32 [D]: the target's ids, ascending."""
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, the embedding aside."""
+
+    def draft(self, asks: list[_Ask]) -> tuple[_I32, _I32, _I32 | None, _F32]:
+        """Append entries to rows and draft after each row's last: (row, tokens [n], taps [n, T, H], nodes (0: none),
+        levels, branch, None or temperature, seed, sample and output index). Tokens [B, W], widths [B], parents [B, W]
+        (None: chains) and path probabilities [B, W]."""
+
+    def fuse(self, taps: _F32) -> _F32:
+        """Features [n, H] of taps [n, T, H]."""
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
 
 class SuffixIndex:
     """The index of ``suffix``; see drafters/lookup/suffix_index.py, the reference. Raises ValueError."""
@@ -345,6 +377,9 @@ def checksum(data: _U8) -> int:
 
 def mapped_matrix(file: PackedFile, offset: int, source: int, rows: int, cols: int, target: str = "keep") -> Matrix:
     """What ``pack`` would make of such a matrix, found in a file. Raises ValueError where it does not lie within it."""
+
+def gather(arena: Arena, matrix: Matrix, ids: _I32) -> Matrix:
+    """Rows ``ids`` of a matrix, with the same values, as a matrix. Raises ValueError."""
 
 def embed(model: Model, tokens: _I32) -> _F32: ...
 def final_norm(model: Model, states: _F32) -> _F32: ...

@@ -90,5 +90,17 @@ class NotFiniteError(OutpaceError, FloatingPointError):
         super().__init__(*(parts or ("the model produced NaN or infinite logits: try ", *remedy)))
 
 
+class DataError(OutpaceError, ValueError):
+    """Training data cannot be read, written, or used with this target."""
+
+
+class TrainingError(OutpaceError):
+    """A training cannot go on: its numbers are not finite, or its snapshot belongs to another one."""
+
+
+class MissingExtraError(OutpaceError, ImportError):
+    """A part of Outpace needs packages that were not installed with it."""
+
+
 class RuleError(OutpaceError):
     """A logit rule, or a foreign logits processor, raised or returned nonsense: its request ends, and no other."""

@@ -20,7 +20,9 @@ from outpace import Engine, SamplingParams
 from outpace.arrays import F32, I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
+from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.results import TARGET, Delta, Result
 from outpace.errors import MemoryLimitError, NoTokenAllowedError, ParameterError
@@ -29,8 +31,10 @@ from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from tests.toy import BYTES, ToyError, ToyKV, ToyModel, ToyTokenizer
+from tests.toy_head import ToyHead
 
 VOCAB, LONGEST, SIZE = 6, 72, 6
+EAGLES = ["eagle", "eagle chain", "eagle short", "eagle+"]
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,11 @@ def make_drafter(kind: str, target: ToyModel, seed: int, *, taps: bool = False) 
     if kind.startswith("model"):
         draft = ToyModel(VOCAB, seed=1, blur=0.3, memory=target._memory, max_length=40 if "short" in kind else LONGEST)
         return ModelDrafter(draft, kind, VOCAB)
+    if kind.startswith("eagle"):
+        guesses = ToyModel(VOCAB, seed=1, blur=0.3, memory=2)
+        head = ToyHead(guesses, [0, 1, 2, 4, 5], limit=60 if "short" in kind else None, max_length=LONGEST)
+        eagle = EagleDrafter(head, (0, 2), "eagle", VOCAB, branch=1 if "chain" in kind else 3)
+        return ComposedDrafter([NgramDrafter(), eagle]) if "+" in kind else eagle
     return Scripted(target, kind, seed, taps=taps)
 
 
@@ -224,6 +233,8 @@ class World:
             if delta.result is not None:
                 self.results[key] = delta.result
                 self.judge(delta.result)
+        faults = self.engine._core.drafting.faults  # which no request would tell of
+        assert not faults, faults
         self.engine.check()
 
     def cancel(self, which: int) -> None:
@@ -321,7 +332,9 @@ operations = st.lists(
 )
 configs = st.fixed_dictionaries(
     {
-        "drafter": st.sampled_from(["perfect", "wrong", "chain", "tree", "tree", "ngram", "model", "model short"]),
+        "drafter": st.sampled_from(
+            ["perfect", "wrong", "chain", "tree", "tree", "ngram", "model", "model short", *EAGLES]
+        ),
         "memory": st.sampled_from([2, 100]),  # 100: every slot of the cache counts
         "taps": st.booleans(),
         "seed": st.integers(0, 99),
@@ -382,7 +395,7 @@ CALM = {
 }
 
 
-@pytest.mark.parametrize("kind", ["perfect", "wrong", "chain", "tree", "ngram", "model", "model short"])
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "chain", "tree", "ngram", "model", "model short", *EAGLES])
 @pytest.mark.parametrize("memory", [2, 100])
 def test_every_parameter_under_every_drafter(kind: str, memory: int) -> None:
     """All at once in one ragged batch, a third of the requests with two samples: ``judge`` compares each with plain."""

@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from outpace.drafters.learned.configs import Config
 from outpace.drafters.lookup import datastore
 from outpace.models.formats.gguf import TYPES
+from outpace.training import export
+from tests import learned
+
+RECORDED = Path(__file__).parents[1] / "recorded"
 
 Files = dict[str, bytes]
 
@@ -202,5 +207,23 @@ def datastores() -> dict[str, Files]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "store"
             datastore.build(path, texts, vocabulary="v", model="toy", segment=segment)
+            made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+    return made
+
+
+@cache
+def drafters() -> dict[str, Files]:
+    """Learned drafters: as speculators wrote them, and as we do."""
+    made = {}
+    for folder in sorted(path for path in RECORDED.iterdir() if path.is_dir()):
+        made[folder.name] = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    configs: dict[str, tuple[str, Config]] = {
+        "ours": ("eagle", learned.eagle()),
+        "medusa": ("medusa", learned.medusa()),
+    }
+    for name, (method, config) in configs.items():
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place)
+            export.write(path, method, config, learned.random_tensors(config, head=True), {}, {})
             made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
     return made

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace import _fast
+from outpace.drafters.learned import checkpoint
 from outpace.drafters.lookup.datastore import Datastore, Search
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
@@ -90,10 +91,18 @@ def datastore(folder: Path) -> None:
     store.check()
 
 
+def drafter(folder: Path) -> None:
+    """A learned drafter's checkpoint, every tensor of it."""
+    its = checkpoint.read(folder)
+    for name in its.tensors:
+        assert its.tensors[name].size >= 0
+
+
 TARGETS = {
     "gguf": Target(seeds.gguf, gguf_header, 4),
     "tokenizer": Target(seeds.gguf, gguf_tokenizer, 3),
     "native-gguf": Target(seeds.gguf, native_gguf, 4),
     "safetensors": Target(seeds.folders, native_folder, 4),
     "datastore": Target(seeds.datastores, datastore, 3),
+    "drafter": Target(seeds.drafters, drafter, 2),
 }

@@ -8,6 +8,8 @@ import pytest
 
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
+from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.torch_head import TorchHead
 from outpace.drafters.registry import build, parse
 from outpace.engine.results import Result
 from outpace.exact.noise import Noise
@@ -16,7 +18,7 @@ from outpace.models.base import Model
 from outpace.models.load import load
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
-from tests.tap_drafter import TapDrafter
+from tests import eagles
 
 PROMPTS = [
     "Count from one to twenty, separated by commas.",
@@ -104,12 +106,12 @@ def test_what_bfloat16_does(device: str, record_property: Any) -> None:
 
 
 def test_a_drafter_that_reads_taps_on_the_card(demo: tuple[Model, Tokenizer]) -> None:
-    """With the demo model as its own draft model: what it drafts means little, what is said is the target's."""
+    """Of random weights: what it drafts means little, what is said is the target's."""
     model, tokenizer = demo
     params = SamplingParams(max_tokens=16)
-    draft, _ = load("demo", LoadOptions(backend="transformers", device=model.info.device, dtype="float32"))
     plain = Engine(model, tokenizer, prefix_rows=0)
-    drafter = TapDrafter(model, draft, 3)
+    checkpoint = eagles.random(model, range(0, model.info.vocab_size, 16), (1, 14, 26), fc_norm=True)
+    drafter = EagleDrafter(TorchHead(model, checkpoint), (1, 14, 26), "eagle", model.info.vocab_size)
     engine = Engine(model, tokenizer, drafter=drafter, size=3, prefix_rows=0)
     for prompt in PROMPTS[:2]:
         expected, found = plain.generate(prompt, params), engine.generate(prompt, params)

@@ -82,6 +82,7 @@ def test_help_and_import_load_nothing_heavy() -> None:
         "plan",
         "datastore build",
         "datastore answers",
+        "export vllm",
         "tune layers",
         "cache",
         "doctor",

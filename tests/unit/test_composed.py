@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from outpace.arrays import I32
-from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import ComposedDrafter, follow
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
@@ -237,3 +238,39 @@ def test_parts_are_built_with_their_options_and_closed() -> None:
     parts = [Fixed("a", A), Fixed("b", B)]
     ComposedDrafter(parts).close()
     assert all(part.closed for part in parts)
+
+
+class Network(Drafter):
+    """Pays by the level; notes whom it was asked for."""
+
+    name, needs, cost = "network", DrafterNeeds(draws=True), DraftCost(levels="network", nodes=True)
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        self.asked.append([view.row for view in rows])
+        drafts = pack([Tree.chain([7, 8], [0.6, 0.3])] * len(rows), (self.name,))
+        return replace(drafts, levels=np.array([view.depth for view in rows], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("gains", "levels", "asked"),
+    [
+        ([0.9, 0.8, 0.7, 0.5], 6, False),  # sure for as long as it matters
+        ([0.9, 0.8, 0.7, 0.4], 6, True),
+        ([0.9, 0.8, 0.7], 6, True),  # too short
+        ([0.9, 0.8], 2, False),  # but as long as the network's
+        ([0.9, 0.8, 0.7, 0.5], 0, True),  # no level is allowed: the network itself sees to that
+    ],
+)
+def test_a_network_is_not_asked_where_a_lookup_is_sure(gains: list[float], levels: int, asked: bool) -> None:
+    network = Network()
+    drafter = ComposedDrafter([Fixed("a", Tree.chain([1, 2, 3, 4][: len(gains)], gains)), network])
+    rows = [view(0)._replace(depth=levels, adaptive=True), view(1)._replace(depth=levels)]  # 1 has a size of its own
+    drafts = drafter.propose(rows, sizes(6, 6))
+    assert network.asked == [[0, 1] if asked else [1]]
+    assert drafts.levels is not None
+    assert drafts.levels.tolist() == [levels if asked else 0, levels]
+    assert drafts.sources_of(0).count("network") == 2 * asked
+    assert drafts.sources_of(1).count("network") == 2

@@ -4,12 +4,16 @@ table says. Bounds are on true means; what the policy sees is noisy (tests/simul
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean, median
 
 import numpy as np
 import pytest
 
+from outpace.control.adaptive import Adaptive
 from outpace.control.auto import AUTO_SIZE
+from outpace.control.cost import Cost
+from outpace.control.policy import Load
 from outpace.drafters.base import DraftCost, RowView
 from tests.simulated import (
     CPU,
@@ -22,10 +26,12 @@ from tests.simulated import (
     adaptive,
     best_fixed,
     best_known,
+    chains,
     fixed,
     run,
     steady,
     text,
+    verdicts,
     view,
 )
 
@@ -224,3 +230,29 @@ def test_what_it_learnt_of_the_machine_is_right() -> None:
     assert curve.plain == pytest.approx(bare, rel=0.1)
     for nodes, more, _ in curve.more[1:6]:
         assert more == pytest.approx(machine.body(1, nodes, 300.0, 0) / bare - 1, abs=0.15)
+
+
+@pytest.mark.parametrize(("level", "chance"), [(0.3, 0.5), (0.6, 0.7)])
+def test_levels_that_were_not_drafted_teach_nothing_of_what_one_takes(level: float, chance: float) -> None:
+    """Three steps in four a lookup is sure, and the network beside it rests: it is no cheaper for that."""
+
+    def levels(tells: bool) -> float:
+        rng, policy = np.random.default_rng(0), Adaptive(Cost((1, 64), (1.0, 1.3)))
+        its, planned = view(cost=DraftCost(levels="net", nodes=True)), []
+        for step in range(300):
+            sizes = policy.plan([its], [12], Load([300]))
+            sure = step % 4 > 0
+            planned.append(sizes.levels[0])
+            drafted = 0 if sure else sizes.levels[0]
+            offer = min(4, sizes.nodes[0]) if sure else drafted
+            drafts = chains([offer], [0.97 if sure else chance], "lookup" if sure else "net")
+            drafts = replace(drafts, levels=np.array([drafted], np.int32)) if tells else drafts
+            kept, _ = policy.trim([its], drafts, Load([300]))
+            width = int(kept.widths[0])
+            accepted = width if sure else min(width, int(rng.geometric(1 - chance)) - 1)
+            seconds = {"draft": 0.001 + level * drafted, "target": 1.0 + 0.005 * width, "verify": 0.0, "other": 0.0}
+            policy.learn([its], kept, verdicts([accepted]), seconds)
+        return float(np.mean(planned[150:]))
+
+    assert levels(True) < 1.5
+    assert levels(False) > 4

@@ -22,9 +22,9 @@ from outpace.exact.drafts import Draft, Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.measure.facts import fingerprint
 from outpace.measure.trace import TraceWriter, _kept, pieces, rows_of, tracing
 from outpace.measure.tracefile import VERSION, read, row_from
+from outpace.models.fingerprint import fingerprint
 from outpace.params import SamplingParams
 from tests.toy import ToyModel
 from tests.tracing import REQUESTS, VOCAB, Spelled, engine, ids, record

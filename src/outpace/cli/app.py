@@ -6,7 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import bench, cache, chat, datastore, doctor, explain, generate, plan, trace, tune, verify
+from outpace.cli import (
+    bench,
+    cache,
+    chat,
+    datastore,
+    doctor,
+    explain,
+    export,
+    generate,
+    plan,
+    trace,
+    train,
+    tune,
+    verify,
+)
 from outpace.cli.command import Interrupted, UsageError
 
 # The base of typer's usage errors, wherever this version of typer keeps its click.
@@ -39,7 +53,7 @@ def _root(
     pass
 
 
-for command in (generate, bench, chat, verify, trace, explain, plan, datastore, tune, cache, doctor):
+for command in (generate, bench, chat, verify, trace, explain, plan, datastore, train, export, tune, cache, doctor):
     command.register(app)
 
 

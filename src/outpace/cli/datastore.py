@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outpace.cli.command import flatten
 from outpace.cli.options import Load
+from outpace.cli.progress import progress
 from outpace.errors import ParameterError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 app = typer.Typer(help="Make and fill the datastore that --drafter retrieval:PATH searches.", no_args_is_help=True)
 
@@ -48,7 +45,7 @@ def build(
     if not 1000 <= segment <= 1 << 30:
         raise ParameterError(f"--segment-tokens {segment} is out of range: give 1,000 to {1 << 30:,}")
     size = sum(path.stat().st_size for path in corpus if path.exists())
-    with load.engine("none") as engine, _progress("bytes", size) as advance:
+    with load.engine("none") as engine, progress("bytes", size) as advance:
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise ParameterError(f"{load.model} has no tokenizer: a datastore needs one")
@@ -89,7 +86,7 @@ def answers(
     params = SamplingParams(max_tokens=max_tokens)
     rows = read_prompts(prompts, limit)
     check_writable(out)
-    with load.engine("auto", max_rows=concurrency) as engine, _progress("prompts", len(rows)) as advance:
+    with load.engine("auto", max_rows=concurrency) as engine, progress("prompts", len(rows)) as advance:
         count = write_answers(engine, rows, out, params, concurrency, advance, _say)
     print(f"{out}: {count} answers")
     return 0
@@ -97,15 +94,3 @@ def answers(
 
 def _say(what: str) -> None:
     print(f"outpace: {what}", file=sys.stderr)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    shown = sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda n: progress.advance(task, n)

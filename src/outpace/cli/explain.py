@@ -57,8 +57,8 @@ def run(
 def _target(trace: Trace, model: str | None, stack: ExitStack) -> Target | None:
     """The model to measure gaps with; None, with a word on standard error, when the trace's own cannot be had."""
     from outpace.errors import OutpaceError
-    from outpace.measure.facts import fingerprint_of
     from outpace.measure.replay import load_options, model_name
+    from outpace.models.fingerprint import fingerprint_of
     from outpace.models.load import load
 
     options = load_options(trace)

@@ -184,7 +184,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise ParameterError(name, " is malformed: write a token id and a number, like 42=-1.5") from None
 
 
-_ELSEWHERE = ("n", "raw", "limit", "add", "system", "prompt_logprobs")  # options of single commands
+_ELSEWHERE = ("n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard")  # options of single commands
 
 
 def spell(argument: Argument) -> str:

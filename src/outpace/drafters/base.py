@@ -99,6 +99,7 @@ class Drafter:
     cost: DraftCost = DraftCost()
     lookup: Any = None  # a ``_native.Lookup`` that proposes the same, for steps in C++; None: there is none
     names: tuple[str, ...] = ()  # of what ``lookup`` numbers its sources by
+    retires: bool = False  # whether ``retire`` keeps anything
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""
@@ -120,6 +121,11 @@ class Drafter:
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         """The row is gone; keep nothing of it. ``tokens``: all that it committed, where its request ended well."""
+
+    def retire(self, row: int, tokens: I32 | None = None) -> None:
+        """As ``release``, but the target's KV of the row stays, under its number, for rows that begin alike: what a
+        ``fork`` of it would take may be kept until ``release``, which then follows."""
+        self.release(row, tokens)
 
     def growth(self, row: int, positions: int) -> int:
         """KV bytes more that drafting takes once the row has so many positions (the row may be unknown yet)."""

@@ -47,6 +47,13 @@ METHODS: Mapping[str, Method] = {
         short="ID",
         example="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
+    "eagle": Method(
+        "a small layer that was trained on the target's hidden states",
+        ("branch", "levels", "quantize"),
+        argument="a trained drafter's folder",
+        short="PATH",
+        example="/data/demo-eagle",
+    ),
 }
 
 

@@ -227,6 +227,14 @@ def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return LayersDrafter(context.target, layers)
 
 
+def _eagle(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.learned.load import load_eagle
+
+    assert spec.argument is not None
+    options = {name: spec.integer(name, None) for name in ("branch", "levels")}
+    return load_eagle(spec.argument, context, quantize=spec.options.get("quantize"), **options)
+
+
 _BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # of every method but ``auto``
     "none": _none,
     "ngram": _ngram,
@@ -235,4 +243,5 @@ _BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # o
     "retrieval": _retrieval,
     "layers": _layers,
     "model": _model,
+    "eagle": _eagle,
 }

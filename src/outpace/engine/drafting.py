@@ -52,6 +52,7 @@ class Drafting:
         self._explains = False
         # Whether some drafter has KV of its own, which grows with its rows.
         self.keeps_cache = any(type(drafter).growth is not Drafter.growth for drafter in drafters.values())
+        self._retired: dict[int, str] = {}  # rows of which KV alone is left, and whose drafter keeps its part of it
         self._unreleased: dict[tuple[str, int], I32 | None] = {}  # rows whose release failed: tried again
         self._asked: dict[int, Draft] = {}  # of this step, by row, where a drafter reads choices: as it was proposed,
         self._verified: dict[int, Draft] = {}  # and as it was verified
@@ -246,26 +247,53 @@ class Drafting:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def fork(self, source: Sequence, sequence: Sequence, n: int) -> None:
-        """A row begins with the first n tokens of another one."""
-        if self.drafts_for(sequence) and source.row >= 0 and source.drafter == sequence.drafter:
+    def fork(self, src: int, source: Sequence | None, sequence: Sequence, n: int) -> None:
+        """A row begins with the first n tokens of the row ``src``, in which ``source`` runs; None: it is retired."""
+        if self.knows(src, source, sequence):
             try:
-                self._drafters[sequence.drafter].fork(source.row, sequence.row, n)
+                self._drafters[sequence.drafter].fork(src, sequence.row, n)
             except MemoryLimitError:
                 return  # it catches up by itself, once there is room
             except Exception as error:
                 self._drafter_failed(sequence.drafter, error, [sequence])
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence's row is gone (call this while it still has its number)."""
+    def knows(self, src: int, source: Sequence | None, sequence: Sequence) -> bool:
+        """Whether the drafter of ``sequence`` served the row ``src``, which runs or is retired."""
+        name = self._retired.get(src) if source is None else source.drafter
+        return self.drafts_for(sequence) and sequence.drafter == name
+
+    def reads_from(self, src: int, source: Sequence | None, sequence: Sequence) -> bool:
+        """Whether the drafter of ``sequence`` reads taps, each with the token after it, and has those of the row
+        ``src``."""
+        return bool(self.needs_of(sequence).taps) and self.knows(src, source, sequence)
+
+    def release(self, sequence: Sequence, *, kept: bool = False) -> None:
+        """The sequence's row is gone (call this while it still has its number), or its KV alone is ``kept``."""
         whole = sequence.finish_reason in ("stop", "length")
         tokens = sequence.tokens.copy() if whole else None
-        if sequence.drafter in self._drafters:
-            self._release(sequence.drafter, sequence.row, tokens)
+        name, row = sequence.drafter, sequence.row
+        if name in self._drafters:
+            if kept and self._drafters[name].retires and sequence.size:
+                self._retire(name, row, tokens)
+            else:
+                self._release(name, row, tokens)
         try:
-            self._policy.release(sequence.row)
+            self._policy.release(row)
         except Exception as error:
             self._policy_failed(error, ())
+
+    def _retire(self, name: str, row: int, tokens: I32 | None) -> None:
+        self._retired[row] = name
+        try:
+            self._drafters[name].retire(row, tokens)
+        except Exception as error:
+            self._say(f"the drafter {name} failed to keep a row ({_brief(error)})")
+            self.forget(row)
+
+    def forget(self, row: int) -> None:
+        """The KV of a row that was kept is gone."""
+        if (name := self._retired.pop(row, None)) is not None:
+            self._release(name, row, None)
 
     def give_up(self, sequence: Sequence, why: str) -> None:
         """The row goes on plainly, and its drafter gives back what it holds for it."""
@@ -301,9 +329,11 @@ class Drafting:
         del self._unreleased[name, row]
 
     def check(self, rows: SequenceOf[int]) -> None:
-        """Assert that drafters hold nothing but rows that are alive, or whose release is still to be tried again."""
+        """Assert that drafters hold nothing but rows that are alive or retired, or whose release is still to be tried
+        again."""
         for name, drafter in self._drafters.items():
-            drafter.check([*rows, *(row for its, row in self._unreleased if its == name)])
+            unreleased = [row for its, row in self._unreleased if its == name]
+            drafter.check([*rows, *unreleased, *(row for row, its in self._retired.items() if its == name)])
 
     # -- faults ------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,10 @@ class PrefixCache:
         shared = common_prefix(tokens, self._rows[found])  # hashes may collide; tokens do not
         return (found, shared) if shared >= PIECE else (-1, 0)
 
+    def tokens(self, row: int) -> I32:
+        """What a kept row has KV of, int32 [n]."""
+        return self._rows[row]
+
     def used(self, row: int) -> None:
         """The row has just served."""
         self._rows.move_to_end(row)

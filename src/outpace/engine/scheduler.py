@@ -201,6 +201,7 @@ class Scheduler:
                 return False
             donor, shared = (-1, None), 0  # alone, it fits: what is kept makes way
             self.close()
+        shared, common = self._known(sequence, *donor, shared)
         row = self._kv.alloc()
         try:
             if shared:
@@ -211,13 +212,25 @@ class Scheduler:
             raise
         sequence.row = row
         self.running.append(self._waiting.pop(0)[2])
-        if sequence.cached and donor[1] is not None:
-            self._drafting.fork(donor[1], sequence, sequence.cached)
-            if donor[1].request is sequence.request:
+        if sequence.cached:
+            self._drafting.fork(*donor, sequence, common)
+            if donor[1] is None:
+                self.prefixes.used(donor[0])
+            elif donor[1].request is sequence.request:
                 sequence.prompt_logprobs = list(donor[1].prompt_logprobs)
-        elif sequence.cached:
-            self.prefixes.used(donor[0])
         return True
+
+    def _known(self, sequence: Sequence, donor: int, source: Sequence | None, shared: int) -> tuple[int, int]:
+        """How many positions to share, and of how many tokens a drafter may know from the donor."""
+        if not shared or not self._drafting.reads_from(donor, source, sequence):
+            return shared, shared
+        tokens = self.prefixes.tokens(donor) if source is None else source.tokens
+        common = common_prefix(sequence.tokens, tokens)
+        if (
+            common == shared and 1 < shared < sequence.length - 1
+        ):  # the last one again, with the token that follows here
+            return shared - 1, shared
+        return shared, min(common, shared + 1)
 
     def _share(self, row: int, donor: int, shared: int, sequence: Sequence) -> None:
         """Fork the first ``shared`` positions; where that fails, the row begins empty."""
@@ -276,18 +289,25 @@ class Scheduler:
         for row in self.prefixes.rows:
             if row == spare:
                 continue
-            before = self._kv.bytes
-            self.prefixes.forget(row)
-            self._kv.free(row)
-            if before > self._kv.bytes:
-                return before - self._kv.bytes
+            before = self._kv.bytes + self._drafting.bytes
+            self._forget(row)
+            if (freed := before - self._kv.bytes - self._drafting.bytes) > 0:
+                return freed
         return 0
+
+    def _forget(self, row: int) -> None:
+        """A kept row is gone."""
+        self.prefixes.forget(row)
+        try:
+            self._drafting.forget(row)
+        finally:
+            self._kv.free(row)
 
     def make_room(self) -> bool:
         """Free every kept prefix; whether that freed anything."""
-        before = self._kv.bytes
+        before = self._kv.bytes + self._drafting.bytes
         self.close()
-        return self._kv.bytes < before
+        return self._kv.bytes + self._drafting.bytes < before
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's row away; it waits again, before those that came later."""
@@ -321,8 +341,7 @@ class Scheduler:
     def close(self) -> None:
         """Give back what is kept."""
         for row in self.prefixes.rows:
-            self.prefixes.forget(row)
-            self._kv.free(row)
+            self._forget(row)
 
     def check(self) -> None:
         """Assert that memory is accounted for and that no row leaks."""
@@ -340,17 +359,16 @@ class Scheduler:
     def _leave(self, sequence: Sequence, keep: bool = False) -> None:
         """The sequence gives up its row; whatever interrupts this, the row is not lost."""
         row = sequence.row
+        keep = keep and self._kv.length(row) >= PIECE
         try:
-            self._drafting.release(sequence)
+            self._drafting.release(sequence, kept=keep)
         finally:
             self.running.remove(sequence)
             sequence.row, sequence.native = -1, None
-            if keep and self._kv.length(row) >= PIECE:
+            if keep:
                 self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)])
                 if len(self.prefixes) > self.prefixes.most:
-                    oldest = self.prefixes.rows[0]
-                    self.prefixes.forget(oldest)
-                    self._kv.free(oldest)
+                    self._forget(self.prefixes.rows[0])
             else:
                 self._kv.free(row)
 

@@ -50,7 +50,8 @@ class Drafts:
 
     ``tokens`` int32 [B, W]; ``widths`` int32 [B]: nodes in use; ``parents`` int32 [B, W], each smaller than its own
     index, -1 the pending token (None: chains); ``q`` float64 [B, W, V], the distribution each node was drawn from
-    (None: one-hot, a deterministic drafter); ``confidence`` float32 [B, W]; ``source`` uint8 [B, W] into ``sources``.
+    (None: one-hot, a deterministic drafter); ``confidence`` float32 [B, W]; ``source`` uint8 [B, W] into ``sources``;
+    ``levels`` int32 [B]: drafting forwards that a row had (None: as many as the policy allowed, or none that count).
     """
 
     tokens: I32
@@ -60,6 +61,7 @@ class Drafts:
     confidence: F32 | None = None
     source: npt.NDArray[np.uint8] | None = None
     sources: tuple[str, ...] = ()
+    levels: I32 | None = None
 
     @staticmethod
     def empty(rows: int) -> Drafts:
@@ -94,7 +96,7 @@ class Drafts:
 
         return Drafts(
             taken(self.tokens), taken(self.widths), taken(self.parents), taken(self.q), taken(self.confidence),
-            taken(self.source), self.sources,
+            taken(self.source), self.sources, taken(self.levels),
         )  # fmt: skip
 
     def among(self, where: Sequence[int], rows: int) -> Drafts:
@@ -117,6 +119,7 @@ class Drafts:
         confidence = None if any(d.confidence is None for _, d in parts) else np.zeros((rows, w), np.float32)
         sources = tuple(dict.fromkeys(name for _, d in parts for name in (d.sources or (UNNAMED,))))
         source = np.zeros((rows, w), np.uint8) if len(sources) > 1 else None
+        levels = np.zeros(rows, np.int32) if any(d.levels is not None for _, d in parts) else None
         for where, drafts in parts:
             at, n = np.asarray(where, np.intp), drafts.tokens.shape[1]
             tokens[at, :n], widths[at] = drafts.tokens, drafts.widths
@@ -126,10 +129,12 @@ class Drafts:
                 q[at, :n] = drafts.one_hot(q.shape[2]) if drafts.q is None else drafts.q
             if confidence is not None and drafts.confidence is not None:
                 confidence[at, :n] = drafts.confidence
+            if levels is not None and drafts.levels is not None:
+                levels[at] = drafts.levels
             if source is not None:
                 names = np.array([sources.index(name) for name in drafts.sources or (UNNAMED,)], np.uint8)
                 source[at, :n] = names[0] if drafts.source is None else names[drafts.source]
-        return Drafts(tokens, widths, parents, q, confidence, source, sources)
+        return Drafts(tokens, widths, parents, q, confidence, source, sources, levels)
 
     def one_hot(self, vocab: int) -> F64:
         """q float64 [B, W, vocab] of a deterministic drafter."""
@@ -156,7 +161,7 @@ class Drafts:
 
         return Drafts(
             kept(self.tokens), widths, None if chains else parents, kept(self.q), kept(self.confidence),
-            kept(self.source), self.sources,
+            kept(self.source), self.sources, self.levels,
         )  # fmt: skip
 
     def sources_of(self, i: int) -> list[str]:

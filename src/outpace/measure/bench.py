@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class Bench:
             done(len(group))
 
     def _group(self, group: Sequence[PromptRow]) -> None:
-        histories: list[list[dict[str, str]]] = [[] for _ in group]
+        histories: list[list[Mapping[str, str]]] = [list(p.messages[:-1]) for p in group]
         for turn in range(max(len(p.turns) for p in group) if self.all_turns else 1):
             asked = [i for i, p in enumerate(group) if turn < len(p.turns)]
             rows = [group[i] for i in asked]

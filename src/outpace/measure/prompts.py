@@ -1,4 +1,5 @@
-"""Files of prompts: JSON lines with ``turns`` (texts), ``prompt`` (one text) or ``token_ids``, perhaps an ``id``."""
+"""Files of prompts: JSON lines with ``turns`` (texts), ``prompt`` (one text), ``messages`` (a conversation so far) or
+``token_ids``, perhaps an ``id``; or, in a .txt file, a prompt a line."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outpace.errors import Argument, ParameterError
 
@@ -22,6 +23,7 @@ class PromptRow:
     category: str
     turns: tuple[str, ...]
     token_ids: tuple[int, ...] = ()  # instead of turns: what the model reads, as it is
+    messages: tuple[Message, ...] = ()  # what is to be answered, if more than a first turn; ``turns`` has the last one
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
@@ -32,12 +34,17 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would break at U+2028 inside a string
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} cannot be read ({error}): give a JSON lines file of prompts") from error
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    read = _text if path.suffix == ".txt" else _row
+    rows = [read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ParameterError(f"{path} has no prompts: write one JSON object a line, with turns or prompt")
     if limit is not None and limit < len(rows):
         rows = [rows[i * len(rows) // limit] for i in range(limit)]
     return rows
+
+
+def _text(path: Path, number: int, line: str) -> PromptRow:
+    return PromptRow(str(number), "all", (line.strip(),))
 
 
 def _row(path: Path, number: int, line: str) -> PromptRow:
@@ -50,23 +57,36 @@ def _row(path: Path, number: int, line: str) -> PromptRow:
         ) from error
     if not isinstance(value, dict):
         raise ParameterError(f'{where}: not an object: write {{"prompt": ...}} or {{"turns": [...]}}')
+    own = str(value.get("id", number)), str(value.get("category", value.get("source", "all")))
     if "token_ids" in value:
         ids = value["token_ids"]
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids) or "turns" in value:
             raise ParameterError(f"{where}: token_ids is a list of ids, not empty, and stands instead of turns")
-        return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), ("",), tuple(ids))
+        return PromptRow(*own, ("",), tuple(ids))
+    if "messages" in value:
+        messages = value["messages"]
+        if "turns" in value or not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise ParameterError(f"{where}: messages is a list of objects with role and content, and stands alone")
+        if messages[-1]["role"] == "assistant":
+            raise ParameterError(f"{where}: the last message is the assistant's: end with what is to be answered")
+        return PromptRow(*own, (messages[-1]["content"],), messages=tuple(messages))
     turns = value.get("turns", [value["prompt"]] if "prompt" in value else None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ParameterError(f"{where}: needs turns (a list of texts) or prompt (a text), not empty")
-    return PromptRow(str(value.get("id", number)), str(value.get("category", "all")), tuple(turns))
+    return PromptRow(*own, tuple(turns))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def encode_turns(engine: Engine, row: PromptRow, history: Sequence[Message] = ()) -> I32:
-    """Token ids int32 [n] of a conversation (by default the row's first turn); without a chat template, its texts.
+    """Token ids int32 [n] of a conversation; without a chat template, of its texts.
 
-    Raises ParameterError that names the row, also when no room for an answer is left.
+    ``history``: by default the row's messages, or its first turn. Raises ParameterError that names the row,
+    also when no room for an answer is left.
     """
-    messages = list(history) or [{"role": "user", "content": row.turns[0]}]
+    messages = list(history) or list(row.messages) or [{"role": "user", "content": row.turns[0]}]
     try:
         if row.token_ids:
             tokens = engine.encode(row.token_ids)

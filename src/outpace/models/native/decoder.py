@@ -6,7 +6,6 @@ on both sides, GeGLU, scaled embeddings, windowed and global layers with a rope 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from outpace.arrays import F32
-from outpace.errors import ModelError
+from outpace.models.formats.facts import Facts, read_config
 from outpace.models.formats.gguf import GGUFFile
 
 MAX_HEAD = 256  # native/kernels/table.h
@@ -56,35 +55,11 @@ class Decoder:
         return len(self.windows)
 
 
-class _Facts:
-    """Numbers of a model's description, checked. ``facts`` is untrusted."""
-
-    def __init__(self, name: str, facts: Mapping[str, Any], prefix: str = "") -> None:
-        self.name, self._facts, self._prefix = name, facts, prefix
-
-    def fail(self, problem: str) -> ModelError:
-        return ModelError(f"{self.name} cannot be served by the native backend: {problem}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._facts.get(self._prefix + key)
-        return default if value is None else value
-
-    def whole(self, key: str, default: int | None = None, most: int = 1 << 30) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a whole number from 1 to {most}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a positive number")
-        return float(value)
+_VERDICT = "cannot be served by the native backend"
 
 
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"a {type(value).__name__}"
+def _described(name: str, facts: Mapping[str, Any], prefix: str = "") -> Facts:
+    return Facts(name, facts, prefix, _VERDICT)
 
 
 def inverse_frequencies(base: float, head_dim: int) -> F32:
@@ -96,7 +71,7 @@ def inverse_frequencies(base: float, head_dim: int) -> F32:
 def from_gguf(gguf: GGUFFile) -> Decoder:
     """The decoder that a GGUF file describes. Raises ModelError when it is not one this runtime knows."""
     architecture = gguf.architecture
-    facts = _Facts(gguf.path.name, gguf.metadata, f"{architecture}.")
+    facts = _described(gguf.path.name, gguf.metadata, f"{architecture}.")
     if architecture not in GGUF_ARCHITECTURES:
         raise facts.fail(f"the architecture {architecture!r} is not one of {', '.join(GGUF_ARCHITECTURES)}")
     if facts.get("expert_count", 0):
@@ -160,13 +135,8 @@ def from_gguf(gguf: GGUFFile) -> Decoder:
 
 def from_folder(folder: Path) -> Decoder:
     """The decoder that a Hugging Face folder's config.json describes. Raises ModelError as from_gguf does."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}): download it again") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} is not an object: download it again")
-    facts = _Facts(str(folder), config)
+    config = read_config(folder)
+    facts = _described(str(folder), config)
     named = next(iter(config.get("architectures") or [None]))
     if named not in HF_ARCHITECTURES:
         raise facts.fail(f"the architecture {named!r} is not one of {', '.join(HF_ARCHITECTURES)}")
@@ -214,7 +184,7 @@ def from_folder(folder: Path) -> Decoder:
     )
 
 
-def _windows(facts: _Facts, layers: int, gemma: bool) -> list[int]:
+def _windows(facts: Facts, layers: int, gemma: bool) -> list[int]:
     window = facts.get("sliding_window")
     kinds = facts.get("layer_types")
     if window is None or (not gemma and facts.get("use_sliding_window") is False):
@@ -231,19 +201,19 @@ def _windows(facts: _Facts, layers: int, gemma: bool) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _folder_ropes(facts: _Facts, head_dim: int, gemma: bool) -> Iterator[F32]:
+def _folder_ropes(facts: Facts, head_dim: int, gemma: bool) -> Iterator[F32]:
     """Rope tables: for Gemma the global one, then the local one."""
     parameters = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise facts.fail("rope_parameters is not an object")
     full = parameters.get("full_attention", parameters)
-    yield _rope(_Facts(facts.name, full), facts.number("rope_theta", 1e6 if gemma else 1e4), head_dim)
+    yield _rope(_described(facts.name, full), facts.number("rope_theta", 1e6 if gemma else 1e4), head_dim)
     if gemma:
         local = parameters.get("sliding_attention", {})
-        yield _rope(_Facts(facts.name, local), facts.number("rope_local_base_freq", 1e4), head_dim)
+        yield _rope(_described(facts.name, local), facts.number("rope_local_base_freq", 1e4), head_dim)
 
 
-def _rope(facts: _Facts, base: float, head_dim: int) -> F32:
+def _rope(facts: Facts, base: float, head_dim: int) -> F32:
     frequencies = inverse_frequencies(facts.number("rope_theta", base), head_dim)
     kind = facts.get("rope_type", facts.get("type", "default"))
     if facts.get("partial_rotary_factor", 1.0) != 1.0:
@@ -265,7 +235,7 @@ def _rope(facts: _Facts, base: float, head_dim: int) -> F32:
     return np.where(wavelength < context / high, frequencies, stretched).astype(np.float32)
 
 
-def _checked(facts: _Facts, decoder: Decoder) -> Decoder:
+def _checked(facts: Facts, decoder: Decoder) -> Decoder:
     if decoder.head_dim > MAX_HEAD:
         raise facts.fail(f"its heads are {decoder.head_dim} wide, and {MAX_HEAD} is the most")
     if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Protocol
 
@@ -58,6 +57,12 @@ class Weights(Protocol):
     def matrix(self, layer: int | None, name: str) -> StoredTensor:
         """Raises ModelError when it is missing."""
 
+    def values(self, layer: int | None, name: str, heads: int = 0) -> F32:
+        """A matrix dequantised, float32 [rows, cols]; of queries and keys, ``heads`` of them, in Hugging Face's order.
+
+        Raises ModelError when it is missing or of a type that cannot be unpacked.
+        """
+
     def vector(self, layer: int | None, name: str) -> F32 | None:
         """A norm or bias, float32 [n], as it is multiplied or added; None when the model has none."""
 
@@ -76,8 +81,16 @@ class GGUFWeights:
         return sorted(self._gguf.tensors.keys() - read)
 
     def matrix(self, layer: int | None, name: str) -> StoredTensor:
-        full = _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[0], "blk.", "weight")
-        return self._gguf.stored(full)
+        return self._gguf.stored(self._matrix_name(layer, name))
+
+    def values(self, layer: int | None, name: str, heads: int = 0) -> F32:
+        found = self._gguf.dequantize(self._matrix_name(layer, name))
+        if name in ("q", "k") and self.interleaved:
+            found = found.reshape(heads, -1, 2, found.shape[-1]).swapaxes(1, 2).reshape(found.shape)
+        return found
+
+    def _matrix_name(self, layer: int | None, name: str) -> str:
+        return _full(layer, (MATRICES[name] if layer is not None else _OUTER[name])[0], "blk.", "weight")
 
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names("gemma3" in self._gguf.architecture, layer, name)[0], "blk.", _kind(name))
@@ -100,21 +113,7 @@ class FolderWeights:
         self.name = folder.name
         self.interleaved = False
         self._gemma = architecture == "gemma3"
-        self._tensors: dict[str, StoredTensor] = {}
-        shards = _shards(folder)
-        self.files = list(shards)
-        for path, names in shards.items():
-            found = safetensors_file.read(path)
-            missing = [name for name in names or () if name not in found]
-            if missing:
-                raise ModelError(f"{path} has no tensor {missing[0]!r}, which its index promises: download it again")
-            chosen = found if names is None else {name: found[name] for name in names}
-            if twice := sorted(self._tensors.keys() & chosen.keys()):
-                raise ModelError(
-                    f"{self.name} has the tensor {twice[0]!r} in two files and no index that says which counts: "
-                    "keep the files of one download"
-                )
-            self._tensors |= chosen
+        self.files, self._tensors = safetensors_file.read_folder(folder)
 
     def unused(self, layers: int) -> list[str]:
         read = _names(1, layers, self._gemma, "model.layers.")
@@ -127,44 +126,21 @@ class FolderWeights:
             raise ModelError(f"{self.name} has no tensor {full!r}, so the model is incomplete: get all of its files")
         return tensor
 
+    def values(self, layer: int | None, name: str, heads: int = 0) -> F32:
+        tensor = self.matrix(layer, name)
+        return safetensors_file.plain(tensor, name).reshape(tensor.shape)
+
     def vector(self, layer: int | None, name: str) -> F32 | None:
         full = _full(layer, _vector_names(self._gemma, layer, name)[1], "model.layers.", _kind(name))
         tensor = self._tensors.get(full)
         if tensor is None:
             return None
-        values = _plain(tensor, full)
+        values = safetensors_file.plain(tensor, full).reshape(-1)
         return values + np.float32(1) if self._gemma and name.endswith("norm") else values
 
     @property
     def has_head(self) -> bool:
         return "lm_head.weight" in self._tensors
-
-
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
-    """The files that make up a folder's weights, with the tensors that each has to give (None: all that it has)."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return {whole: None}
-    if not index.is_file():
-        return dict.fromkeys(sorted(folder.glob("*.safetensors")))
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(file)) for name, file in where.items()]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read ({error!r}): download it again") from error
-    found: dict[Path, list[str] | None] = {}
-    for name, file in pairs:
-        path = folder / Path(file).name
-        try:
-            there = path.is_file()
-        except (OSError, ValueError) as error:  # no name that a file can have
-            raise ModelError(f"{index} wants {name!r} from {file[:80]!r} ({error}): download it again") from error
-        if not there:
-            raise ModelError(f"{path} is missing, and {index.name} wants {name!r} from it: download it")
-        names = found.setdefault(path, [])
-        assert names is not None
-        names.append(name)
-    return found
 
 
 def _names(spelling: int, layers: int, gemma: bool, prefix: str) -> set[str]:
@@ -189,11 +165,3 @@ def _kind(name: str) -> str:
 
 def _full(layer: int | None, part: str, prefix: str, kind: str) -> str:
     return f"{part}.{kind}" if layer is None else f"{prefix}{layer}.{part}.{kind}"
-
-
-def _plain(tensor: StoredTensor, name: str) -> F32:
-    if tensor.type == "BF16":
-        return (tensor.data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if tensor.type in ("F32", "F16"):
-        return tensor.data.view("<f4" if tensor.type == "F32" else "<f2").astype(np.float32)
-    raise ModelError(f"tensor {name!r} is of type {tensor.type}: use float32, float16 or bfloat16")

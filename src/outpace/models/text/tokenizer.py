@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.arrays import I32
 from outpace.errors import Argument, ModelError, ParameterError
-from outpace.files import cache_dir
+from outpace.files import cache_dir, write_bytes, write_json
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
@@ -63,6 +63,7 @@ class Tokenizer:
             tokens.setdefault("bos_token", fast.id_to_token(bos_id) or "")
         if self.eos_ids:
             tokens.setdefault("eos_token", fast.id_to_token(self.eos_ids[0]) or "")
+        self._template_tokens = tokens
         self._template = None if chat_template is None else ChatTemplate(chat_template, tokens)
 
     @classmethod
@@ -112,6 +113,19 @@ class Tokenizer:
             chat_template=_folder_template(folder, config),
             template_tokens=texts,
         )
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which ``from_folder`` makes this tokenizer again. Raises OSError."""
+        with self._lock:
+            text = self._fast.to_str()
+        write_bytes(folder / "tokenizer.json", text.encode("utf-8"))
+        config: dict[str, Any] = {**self._template_tokens, "add_eos_token": self._add_eos}
+        if self._add_bos is not None:
+            config["add_bos_token"] = self._add_bos
+        if self._template is not None:
+            config["chat_template"] = self._template.source
+        write_json(folder / "tokenizer_config.json", config)
+        write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_ids)})
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> I32:
         """Token ids int32 [n].

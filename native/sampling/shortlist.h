@@ -1,0 +1,55 @@
+// The likeliest few of a drafter's logits, and what all of them weigh together, from stretches that threads take in any order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sampling/choose.h"
+
+namespace outpace {
+
+constexpr int kStretch = 256;  // logits that are looked at together: what they weigh is summed within one, then over all
+
+constexpr int kRivals = 16;    // scores, at the least, among which noise leaves the choice open
+
+// What a stretch's logits weigh: sum of e^(logit - top).
+struct Mass {
+    float top;  // NaN: one of them is NaN
+    double sum;
+};
+
+// Of all stretches together, added in their order. A top of NaN: a logit is NaN or infinite.
+Mass whole(const Mass* stretches, int count);
+
+// The first few by score (logit, or, with a temperature, logit / temperature + the request's noise), ties to the lower place.
+class Shortlist {
+public:
+    struct Entry {
+        double score;
+        float logit;
+        int32_t place;  // among the draft vocabulary
+    };
+
+    void begin(int most);  // empties it, and takes the memory that `consider` needs
+    // Of each entry, the chance that it is what the target chooses. Without noise its probability, e^(logit - top) of `whole`.
+    // With noise, which the target will use too, that says little: the draft's largest score is chosen far more often than its
+    // own probability, and others as theirs come near. So it is e^score over the sum of that in the list.
+    std::vector<double> shares(const Mass& whole, bool sampled) const;
+    const std::vector<Entry>& entries() const { return entries_; }
+
+    // Logits x [n], n <= kStretch, of places first, first + 1 ... with the target's ids `tokens` [n], ascending. Returns their
+    // mass; its sum only where there is no noise.
+    Mass consider(const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels);
+    void add(const Shortlist& other) {
+        for (const Entry& entry : other.entries_) insert(entry);
+    }
+
+private:
+    void insert(const Entry& entry);
+    bool full() const { return static_cast<int>(entries_.size()) == most_; }
+
+    int most_ = 0;
+    std::vector<Entry> entries_;  // best first
+};
+
+}  // namespace outpace

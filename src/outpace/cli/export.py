@@ -1,0 +1,60 @@
+"""``outpace export``: a learned drafter for other programs."""
+
+from __future__ import annotations
+
+import json as json_
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.command import flatten
+from outpace.cli.options import Common
+from outpace.errors import ParameterError
+
+app = typer.Typer(help="Write a learned drafter for other programs.", no_args_is_help=True)
+
+
+def register(root: typer.Typer) -> None:
+    root.add_typer(app, name="export", epilog="Example: outpace export vllm drafter --model demo --out served")
+    app.command("vllm", epilog="Example: outpace export vllm drafter --model demo --out served")(flatten(vllm))
+
+
+def vllm(
+    common: Common,
+    path: Annotated[Path, typer.Argument(help="The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to make. Default: PATH-vllm.")] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="The target that it was trained beside.")] = "demo",
+    verifier: Annotated[
+        str | None, typer.Option("--verifier", help="The target as vLLM serves it: a folder or id. Default: --model.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens drafted a step (eagle).")] = 4,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+) -> int:
+    """Write a drafter as vLLM and speculators read it, nothing left to the target, and print how to serve it."""
+    from outpace.drafters.learned.checkpoint import read
+    from outpace.models.load import resolve
+    from outpace.training.export import TargetRows, to_vllm, verifier_of
+
+    if not 1 <= tokens <= 64:
+        raise ParameterError(f"--tokens {tokens} is out of range: give 1 to 64")
+    out = path.with_name(f"{path.resolve().name}-vllm") if out is None else out
+    if out.exists() and out.resolve() == path.resolve():
+        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
+    drafter = read(path)
+    source = resolve(model)
+    rows = TargetRows.of(source)
+    served = verifier_of(source, verifier)
+    said = to_vllm(out, drafter, rows, served, tokens=tokens, dtype=dtype)
+    if common.json:
+        print(json_.dumps({"target": served.name, "out": str(out), "speculative_config": said}))
+        return 0
+    if served.name is None:
+        print(
+            f"outpace: vLLM does not serve {model}, a GGUF file: name its folder or id with --verifier", file=sys.stderr
+        )
+    target = served.name or "MODEL"
+    print(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json_.dumps(said))}")
+    return 0

@@ -1,0 +1,57 @@
+"""``outpace train cache``: keep the target's hidden states beside its answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.command import Interrupted, flatten
+from outpace.cli.options import Common
+from outpace.cli.progress import progress
+from outpace.cli.train.shared import say
+
+
+def register(app: typer.Typer) -> None:
+    app.command("cache", epilog="Example: outpace train cache DIR")(flatten(run))
+
+
+def run(
+    common: Common,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that outpace train data or import made.")],
+    layer: Annotated[
+        list[int] | None,
+        typer.Option("--layer", help="Layers whose outputs are kept, from 0. Default: EAGLE-3's three."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads. Default: the cores.")] = None,
+) -> int:
+    """Compute the hidden states that a drafter reads, once for all training. Run it again to go on after any end."""
+    from outpace.training import taps
+    from outpace.units import format_bytes
+
+    cache = taps.Cache(folder, layer)
+    missing = cache.missing
+    say(f"{folder}: states take {format_bytes(cache.bytes)}, of which {format_bytes(missing)} are to be written")
+    cache.check_room()
+    begun = time.perf_counter()
+    model = taps.open_target(cache.answers.meta, threads) if not cache.complete else None
+    try:
+        with progress("answers", len(cache.answers), speed=True) as advance:
+            tokens = 0 if model is None else cache.fill(model, advance)
+    except KeyboardInterrupt as error:
+        raise Interrupted("interrupted: what was computed is kept; the same command goes on") from error
+    finally:
+        if model is not None:
+            model.close()
+    seconds = time.perf_counter() - begun
+    found = {"out": str(folder), "layers": list(cache.layers[:-1]), "bytes": cache.bytes, "tokens": tokens}
+    if common.json:
+        print(json.dumps({**found, "seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds, 1)}))
+    else:
+        print(
+            f"{folder}: {format_bytes(cache.bytes)} of states; {tokens:,} tokens now, {tokens / seconds:,.0f} a second"
+        )
+    return 0

@@ -1,0 +1,91 @@
+"""``outpace train data``: let the target answer prompts, for drafters to learn from."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.command import flatten
+from outpace.cli.options import Common, Load
+from outpace.cli.progress import progress
+from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.errors import ParameterError
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "data",
+        epilog="Example: outpace train data --prompts prompts.jsonl --out DIR -T 0 -T 0.8 --samples 2 --limit 500",
+    )(flatten(run))
+
+
+def run(
+    load: Load,
+    common: Common,
+    prompts: Annotated[
+        Path,
+        typer.Option("--prompts", help="JSON lines with prompt, turns or messages, perhaps id; or .txt, one a line."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to make, or to go on with.")],
+    samples: Annotated[int, typer.Option("--samples", metavar="N", help="Answers a prompt where it samples.")] = 1,
+    temperature: Annotated[
+        list[float] | None, typer.Option("--temperature", "-T", help="Repeatable; 0 is greedy, one answer. Default: 0.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 256,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Answers that are written together.")] = 16,
+    limit: Annotated[int | None, typer.Option("--limit", help="So many prompts, spread evenly over the file.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Keep the hidden states, too, as outpace train cache.")
+    ] = False,
+    shard: Annotated[int, typer.Option("--shard", metavar="N", help="Answers a file.")] = 512,
+    drafter: Annotated[str, typer.Option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
+) -> int:
+    """Let the model answer prompts, with the weights it is served with. Run it again to go on after any end."""
+    from outpace.measure.prompts import read_prompts
+    from outpace.training import generate as answers
+    from outpace.training import taps
+    from outpace.training.data import Answers
+    from outpace.units import format_bytes
+
+    if rows < 1:
+        raise ParameterError(f"--rows {rows} is out of range: give at least 1")
+    plan = answers.Plan(samples, tuple([0.0] if temperature is None else temperature), max_tokens)
+    asked = read_prompts(prompts, limit)
+    options = plan.options(asked)
+    begun = time.perf_counter()
+    with load.engine(drafter, max_rows=rows) as engine:
+        writer = writer_for(out, engine, load, options, shard)
+        before = writer.counts
+        todo = answers.jobs(asked, plan, writer)
+        info = engine.model.info
+        if cache:
+            layers = len(taps.with_last(taps.default_layers(info.layers), info.layers))
+            most = before["tokens"] + answers.most_tokens(engine, todo, max_tokens)
+            size = most * taps.state_bytes(layers, info.hidden_size)
+            say(f"the states of at most {most:,} tokens take {format_bytes(size)}")
+            taps.check_room(out, size, "the states")
+        with kept(writer), progress("answers", len(todo), speed=True) as advance:
+            left_out = answers.generate(engine, todo, writer, max_tokens, done=advance, say=say)
+        seconds = time.perf_counter() - begun
+        found = {"out": str(out), "new": len(writer) - before["answers"], "left_out": left_out, **writer.counts}
+        said = writer.counts["answer_tokens"] - before["answer_tokens"]
+        found |= {"seconds": round(seconds, 1), "tokens_per_second": round(said / seconds, 1)}
+        if cache:
+            kept_states = taps.Cache(out)
+            with progress("states", len(writer), speed=True) as advance:
+                kept_states.fill(engine.model, advance)
+            found["taps_bytes"] = kept_states.bytes
+    if len(writer):
+        found["hash"] = Answers.open(out).hash
+    if common.json:
+        print(json.dumps(found))
+        return 0
+    print(told(out, writer.counts))
+    print(f"  {found['new']:,} new, {left_out:,} left out, {said / seconds:,.0f} tokens/s")
+    if cache:
+        print(f"  states: {format_bytes(kept_states.bytes)}")
+    return 0

@@ -1,0 +1,53 @@
+"""``outpace train import``: answers that something else had the target give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.command import flatten
+from outpace.cli.options import Common, Load
+from outpace.cli.progress import progress
+from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.errors import ParameterError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("import", epilog="Example: outpace train import answers.jsonl --model demo --out DIR")(flatten(run))
+
+
+def run(
+    load: Load,
+    common: Common,
+    files: Annotated[
+        list[Path], typer.Argument(help='JSON lines: {"id": ..., "prompt": [ids], "answer": [ids], "finish": "stop"}.')
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to make, or to add to.")],
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-T", help="At which they were said, where a line does not tell.")
+    ] = 0.0,
+    shard: Annotated[int, typer.Option("--shard", metavar="N", help="Answers a file.")] = 512,
+) -> int:
+    """Take over answers of the same target, token by token. What the folder has already is not added again."""
+    from outpace.training import foreign
+
+    for path in files:
+        if not path.is_file():
+            raise ParameterError(f"{path} is not there: give files of JSON lines")
+    with load.engine("none") as engine:
+        writer = writer_for(out, engine, load, foreign.OPTIONS, shard)
+        room = engine.model.info.max_length
+    with kept(writer), progress("bytes", sum(path.stat().st_size for path in files)) as advance:
+        new, known = foreign.import_answers(
+            files, writer, temperature=temperature, max_length=room, done=advance, say=say
+        )
+    found = {"out": str(out), "new": new, "known": known, **writer.counts}
+    print(
+        json.dumps(found)
+        if common.json
+        else f"{told(out, writer.counts)}; {new:,} of them new, {known:,} known already"
+    )
+    return 0

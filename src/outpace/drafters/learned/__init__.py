@@ -1,0 +1,1 @@
+"""Drafters that were trained beside their target: EAGLE-3, block-parallel, Medusa."""

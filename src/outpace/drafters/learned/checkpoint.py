@@ -1,0 +1,282 @@
+"""A learned drafter's checkpoint: a folder with config.json and safetensors, in any layout of layouts.py.
+
+Whatever the layout, what is read has one form: the tensors of ``tensor_shapes`` by their canonical names, float32;
+``d2t`` int64 [D] (the target's id of draft token i is ``i + d2t[i]``, ascending) and ``t2d`` bool [V]; the output rows
+(``head_shapes``) and the embedding where the file has them, otherwise they are the target's.
+
+Ours is speculators' layout (Medusa: vLLM's) with an object ``outpace`` in config.json: format, method, head ("target":
+the head is the target's rows ``d2t``, the embedding the target's), target, recipe, tree, and a checksum of the tensors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from outpace.drafters.learned import layouts
+from outpace.drafters.learned.configs import (
+    Config,
+    Decoder,
+    EagleConfig,
+    MedusaConfig,
+    ParallelConfig,
+    eagle_taps,
+    embedding_shape,
+    head_shapes,
+    hidden_of,
+    tensor_shapes,
+)
+from outpace.errors import DrafterError, ModelError
+from outpace.models.base import ModelInfo
+from outpace.models.formats import safetensors
+from outpace.models.formats.facts import Facts, read_config
+from outpace.models.formats.file_bytes import StoredTensor
+
+__all__ = [
+    "FORMAT",
+    "Checkpoint",
+    "Config",
+    "Decoder",
+    "EagleConfig",
+    "MedusaConfig",
+    "ParallelConfig",
+    "checksum",
+    "eagle_taps",
+    "fit",
+    "fit_shape",
+    "read",
+]
+
+FORMAT = 1
+WEIGHTS = "model.safetensors"
+
+_Array = Any  # a numpy array: float32, int64 or bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A trained drafter. ``tensors``: canonical name -> numpy array; from a file, read when asked for, each time.
+
+    ``target``, ``recipe``: what it was trained beside and how; empty for one that was not trained here.
+    """
+
+    method: str  # "eagle", "parallel" or "medusa"
+    config: Config
+    tensors: Mapping[str, _Array]
+    target: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(path: str | Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises ModelError that names the file, the problem and the remedy."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder: give a drafter's, with config.json and {WEIGHTS}")
+    config = read_config(folder)
+    facts = Facts(str(folder / "config.json"), config, verdict="is no drafter that can be read")
+    files, stored = safetensors.read_folder(folder)
+    if not files:
+        pickled = sorted(p.name for kind in ("*.bin", "*.pt") for p in folder.glob(kind))
+        other = f"{pickled[0]} is a pickle, which can run code: convert it" if pickled else f"get its {WEIGHTS}"
+        raise ModelError(f"{folder} has no safetensors weights: {other}")
+    own = facts.part("outpace")
+    if config.get("outpace"):
+        _check_own(own, folder)
+    names = layouts.canonical(stored, config)
+    found = {name: stored[its] for name, its in names.items()}
+    method, described = _describe(facts, own, config, {name: tensor.shape for name, tensor in found.items()})
+    if own.get("method", method) != method:
+        raise own.fail(f"its method is {own.get('method')!r}, but its layout is of {method!r}: export it again")
+    tensors = _tensors(facts, described, found, head_needed=_head_needed(own, described))
+    return Checkpoint(method, described, tensors, _object(own, "target"), _object(own, "recipe"))
+
+
+def fit(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None, *, training: bool = False) -> Checkpoint:
+    """The checkpoint as it is used beside a target: default taps become the target's layers.
+
+    Raises DrafterError where hidden size, vocabulary or taps do not fit, and, for ``training``, beside another target
+    than the one it was trained for. To run it there costs acceptance only: see ``stranger``.
+    """
+    fitted = fit_shape(checkpoint, info.name, (info.vocab_size, info.hidden_size), info.layers)
+    if training and (problem := stranger(checkpoint, info, fingerprint)):
+        raise DrafterError(f"{problem}: start a new one, or train beside its own target")
+    return fitted
+
+
+def fit_shape(checkpoint: Checkpoint, name: str, rows: tuple[int, ...], layers: int) -> Checkpoint:
+    """``fit`` beside a target that is known by its output head [V, h] and its layers."""
+    config, (vocab, hidden) = checkpoint.config, rows
+    remedy = "use a drafter that was trained for this target"
+    if hidden_of(config) != hidden:
+        own = hidden_of(config)
+        raise DrafterError(f"the drafter reads hidden states of {own} numbers, and {name} has {hidden}: {remedy}")
+    if config.vocab != vocab:
+        raise DrafterError(f"the drafter's vocabulary has {config.vocab} tokens, and {name}'s {vocab}: {remedy}")
+    if isinstance(config, MedusaConfig):
+        return checkpoint
+    if isinstance(config, EagleConfig) and not config.taps:
+        config = replace(config, taps=eagle_taps(layers))
+    low, high = min(config.taps), max(config.taps)
+    if low < 0 or high >= layers or list(config.taps) != sorted(set(config.taps)):
+        raise DrafterError(
+            f"the drafter reads the outputs of layers {list(config.taps)}, and {name} has layers 0 to {layers - 1}: "
+            f"{remedy}"
+        )
+    return replace(checkpoint, config=config)
+
+
+def stranger(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None) -> str | None:
+    """What to tell where the drafter was trained beside another target (even another quantisation of it), or None."""
+    trained = checkpoint.target.get("fingerprint")
+    if trained is None or fingerprint is None or trained == fingerprint:
+        return None
+    name = checkpoint.target.get("name", "another target")
+    return f"the drafter was trained beside {name} ({trained}), and this is {info.name} ({fingerprint})"
+
+
+def checksum(path: Path) -> str:
+    """8 hexadecimal digits that tell whether a file of tensors belongs to its config.json. Raises OSError."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            value = zlib.crc32(piece, value)
+    return f"{value:08x}"
+
+
+def _check_own(own: Facts, folder: Path) -> None:
+    if own.get("format") != FORMAT:
+        raise own.fail(f"its format is {own.get('format')!r}, and {FORMAT} is read: use the version that wrote it")
+    if own.get("head") not in ("target", "own"):
+        raise own.fail(f"its head is {own.get('head')!r}, neither 'target' nor 'own': export it again")
+    try:
+        found = checksum(folder / WEIGHTS)
+    except OSError as error:
+        raise ModelError(f"{folder / WEIGHTS} cannot be read ({error}): export it again") from error
+    if found != own.get("weights"):
+        raise ModelError(
+            f"{folder / WEIGHTS} is not the file that config.json was written for (checksum {found}, "
+            f"not {own.get('weights')}): writing was interrupted, or a file was replaced; export it again"
+        )
+
+
+def _describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: layouts.Shapes) -> tuple[str, Config]:
+    if "speculators_model_type" in config:
+        return layouts.speculators(facts, shapes)
+    if layouts.is_medusa(config):
+        return layouts.medusa(facts, own, shapes)
+    if layouts.is_eagle(facts, shapes):
+        return layouts.flat_eagle(facts, shapes)
+    named = config.get("architectures") or config.get("model_type")
+    raise facts.fail(f"it describes {named!r}: give a drafter in the layout of speculators, EAGLE-3 or Medusa")
+
+
+def _head_needed(own: Facts, config: Config) -> bool:
+    """Of other makers, only a drafter of the whole vocabulary may leave its output rows to the target."""
+    head = own.get("head")
+    return head == "own" if head else config.draft_vocab < config.vocab
+
+
+def _tensors(
+    facts: Facts, config: Config, found: Mapping[str, StoredTensor], head_needed: bool
+) -> Mapping[str, _Array]:
+    where = Path(facts.name).parent
+    needed, heads, embedding = tensor_shapes(config), head_shapes(config), embedding_shape(config)
+    has_heads = head_needed or any(name in found for name in heads)
+    wanted = {**needed, **(heads if has_heads else {})}
+    optional = {**embedding, "d2t": (config.draft_vocab,), "t2d": (config.vocab,), "token_map": (config.draft_vocab,)}
+    for name, shape in wanted.items():
+        if name not in found:
+            raise ModelError(f"{where} has no tensor {name!r}, so the drafter is incomplete: get all of its files")
+        if not (name in heads and "token_map" in found and found[name].shape == (config.vocab, shape[1])):
+            _shaped(where, name, found[name], shape)
+        if found[name].type not in safetensors.FLOATS:
+            raise ModelError(f"{where}: {name} is of type {found[name].type}: use float32, float16 or bfloat16")
+    for name, shape in optional.items():
+        if name in found:
+            _shaped(where, name, found[name], shape)
+    if unknown := sorted(found.keys() - wanted.keys() - optional.keys()):
+        raise ModelError(
+            f"{where} has the tensor {unknown[0]!r}, which a drafter of its description does not: it would draft "
+            "something else without it"
+        )
+    ids = _target_ids(where, config, found)
+    order = np.argsort(ids)  # rows lie in the order of the target's ids: ties go to the lower one
+    d2t = ids[order] - np.arange(len(ids), dtype=np.int64)
+    t2d = np.zeros(config.vocab, bool)
+    t2d[ids] = True
+    if "t2d" in found and (safetensors.whole(found["t2d"], "t2d").astype(bool) != t2d).any():
+        raise ModelError(f"{where}: t2d does not mark the tokens that d2t leads to: get the files of one download")
+    by_token = {*heads, "markov_head.markov_w2.weight"}
+    reads: dict[str, Callable[[], _Array]] = {"d2t": lambda: d2t, "t2d": lambda: t2d}
+    for name in (*wanted, *(name for name in embedding if name in found)):
+        every = found[name].shape[0] > len(ids)  # rows of all of the target's tokens, of which token_map chooses
+        reads[name] = _reader(found[name], name, (ids[order] if every else order) if name in by_token else None)
+    return _Lazy(reads)
+
+
+def _target_ids(where: Path, config: Config, found: Mapping[str, StoredTensor]) -> _Array:
+    """The target's id of each draft token, int64 [D], in the file's order."""
+    own = np.arange(config.draft_vocab, dtype=np.int64)
+    if "token_map" in found:
+        ids = safetensors.whole(found["token_map"], "token_map")
+    elif "d2t" in found:
+        ids = own + safetensors.whole(found["d2t"], "d2t")
+    elif config.draft_vocab == config.vocab:
+        ids = own
+    else:
+        name = "token_map" if isinstance(config, MedusaConfig) else "d2t"
+        raise ModelError(f"{where} has no tensor {name!r}, so the drafter is incomplete: get all of its files")
+    if ids.min() < 0 or ids.max() >= config.vocab or len(np.unique(ids)) < len(ids):
+        raise ModelError(
+            f"{where}: its draft tokens lead to {ids.min()} to {ids.max()}, not each to a token of its own of the "
+            f"target's {config.vocab}: get all of its files again"
+        )
+    return ids
+
+
+def _shaped(where: Path, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ModelError(
+            f"{where}: {name} is {list(tensor.shape)}, but must be {list(shape)} by config.json: get the files of one "
+            "download"
+        )
+
+
+def _reader(tensor: StoredTensor, name: str, order: _Array | None) -> Callable[[], _Array]:
+    def values() -> _Array:
+        read = safetensors.plain(tensor, name)
+        return read if order is None else read[order]
+
+    return values
+
+
+def _object(own: Facts, key: str) -> Mapping[str, Any]:
+    own.part(key)
+    return dict(own.get(key, {}))
+
+
+T = TypeVar("T")
+
+
+class _Lazy(Mapping[str, T]):
+    """Values that are made when they are asked for: an embedding of gigabytes that nobody wants is not read."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> T:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers

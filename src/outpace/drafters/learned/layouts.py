@@ -1,0 +1,208 @@
+"""The layouts in which learned drafters are published: what config.json says, and what the tensors are called.
+
+speculators 0.9 (eagle3, dspark), EAGLE-3's own flat one, Medusa's (vLLM's names, and the older ones of its authors). A
+file is untrusted: what it says is either understood or refused by name, since a drafter that is misread drafts badly
+without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
+from outpace.models.formats.facts import Facts
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of the file's tensors, by canonical name
+
+METHODS = {"eagle3": "eagle", "dspark": "parallel"}  # speculators' names, and ours
+_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+# What training leaves in a file although the target has it, or it follows from the description.
+IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
+MAX_VOCAB = 1 << 22
+_REMEDY = "use a drafter without it"
+
+
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of Medusa heads; their authors' has no model_type."""
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
+def is_eagle(facts: Facts, shapes: Shapes) -> bool:
+    """Whether a config.json in the style of a Llama model is an EAGLE-3 drafter's: its authors call it a Llama."""
+    named = {*facts.listed("architectures")}
+    return bool(named & {*_EAGLE}) or ("LlamaForCausalLM" in named and {"fc.weight", "d2t"} <= shapes.keys())
+
+
+def canonical(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Canonical name -> the file's, of the tensors that count. ``d2t``, ``t2d`` and ``token_map`` keep their names."""
+    medusa = is_medusa(config)
+    found = {}
+    for name in names:
+        if not name.endswith(IGNORED):
+            found[_medusa_name(name) if medusa else name.replace("midlayer.", "layers.0.")] = name
+    if medusa and config.get("original_lm_head") and "lm_head.weight" not in found and "lm_heads.0.weight" in found:
+        shared = found["lm_heads.0.weight"]  # one head for all, although each is listed
+        found = {name: its for name, its in found.items() if not name.startswith("lm_heads.")}
+        found["lm_head.weight"] = shared
+    return found
+
+
+def _medusa_name(name: str) -> str:
+    name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+    parts = name.split(".")
+    if len(parts) < 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return name
+    head, layer = parts[:2]
+    if parts[2] == "linear":
+        return f"blocks.{head}.layers.{layer}.{'.'.join(parts[3:])}"
+    return f"lm_heads.{head}.{'.'.join(parts[2:])}"
+
+
+def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
+    """The method and shape of a speculators config. Raises ModelError for what this library does not run."""
+    kind = facts.get("speculators_model_type")
+    if not isinstance(kind, str) or kind not in METHODS:
+        raise facts.fail(f"speculators_model_type is {kind!r}: {', '.join(METHODS)} and Medusa are read")
+    its = facts.part("transformer_layer_config")
+    model = its.get("model_type", "llama")
+    if model not in ("llama", "qwen3"):
+        raise its.fail(f"its layers are those of {model!r}: llama and qwen3 are read")
+    _same_hidden(facts, its)
+    vocab = its.whole("vocab_size", most=MAX_VOCAB)
+    draft = facts.whole("draft_vocab_size", vocab, most=vocab)
+    if METHODS[kind] == "eagle":
+        decoder = _decoder(its, model == "qwen3", 1)
+        flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output", "norm_before_fc")}
+        return "eagle", _eagle(facts, decoder, vocab, draft, _taps(facts, "eagle_aux_hidden_state_layer_ids"), flags)
+    if facts.get("markov_head_type", "vanilla") != "vanilla":
+        raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
+    taps = _taps(facts, "aux_hidden_state_layer_ids")
+    if not taps:
+        raise facts.fail("aux_hidden_state_layer_ids is missing: name the target's layers that it reads")
+    rank, head = facts.whole("markov_rank", 256, least=0), facts.flag("enable_confidence_head", True)
+    decoder = _decoder(its, True, None)  # its layers are Qwen3's, whatever the model_type
+    block, anchor = facts.whole("block_size", most=1024), facts.flag("sample_from_anchor")
+    mask = facts.whole("mask_token_id", most=vocab - 1, least=0)
+    reads = facts.flag("confidence_head_with_markov", True)
+    if head and reads and not rank:
+        raise facts.fail("confidence_head_with_markov needs a markov_rank above 0")
+    return "parallel", ParallelConfig(decoder, vocab, draft, taps, block, mask, rank, head, reads, anchor)
+
+
+def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
+    """An EAGLE-3 drafter whose config.json is a Llama model's with ``draft_vocab_size``."""
+    nested = facts.part("eagle_config")
+    if nested.get("use_aux_hidden_state", True) is not True:
+        raise facts.fail("it reads no taps (use_aux_hidden_state), as EAGLE-1 and 2 do: only EAGLE-3 is read")
+    key = "eagle_aux_hidden_state_layer_ids"
+    taps = _taps(nested if nested.get(key) else facts, key)
+    vocab = facts.whole("vocab_size", most=MAX_VOCAB)
+    draft = facts.whole("draft_vocab_size", vocab, most=vocab)
+    flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output")}
+    flags["norm_before_fc"] = (nested if nested.get("norm_before_fc") is not None else facts).flag(
+        "norm_before_fc", False
+    )
+    _same_hidden(facts, facts)
+    if "layers.1.self_attn.q_proj.weight" in shapes:
+        raise facts.fail(f"it has more than one layer: {_REMEDY}")
+    return "eagle", _eagle(facts, _decoder(facts, False, 1, counted=False), vocab, draft, taps, flags, False)
+
+
+def medusa(facts: Facts, own: Facts, shapes: Shapes) -> tuple[str, Config]:
+    """Medusa heads; what an older config.json leaves out follows from the tensors. ``own``: our object in it."""
+    listed = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    # The authors' config.json names fewer heads than their files have.
+    heads = facts.whole("num_heads", len(listed), most=64)
+    layers = facts.whole("num_hidden_layers", facts.get("medusa_num_layers", 1), most=64)
+    first = shapes.get("blocks.0.layers.0.weight", ())
+    hidden = facts.whole("hidden_size", first[0] if first else None)
+    own_heads = "lm_heads.0.weight" in shapes
+    rows = shapes.get("lm_heads.0.weight" if own_heads else "lm_head.weight", ())
+    known = shapes.get("token_map", ())
+    vocab = facts.whole("vocab_size", rows[0] if rows else None, most=MAX_VOCAB)
+    draft = facts.whole("truncated_vocab_size", known[0] if known else vocab, most=vocab)
+    if facts.number("logit_scale", 1.0) != 1.0:
+        raise facts.fail(f"it scales its logits (logit_scale): {_REMEDY}")
+    bias = "blocks.0.layers.0.bias" in shapes
+    return "medusa", MedusaConfig(hidden, vocab, draft, heads, layers, _tree(own, heads), bias, own_heads)
+
+
+def _tree(facts: Facts, heads: int) -> tuple[tuple[int, ...], ...]:
+    """The static tree of a Medusa checkpoint of ours: paths of ranks from 0."""
+    tree = facts.get("tree", [])
+    fits = isinstance(tree, list) and all(
+        isinstance(path, list) and 1 <= len(path) <= heads and all(type(rank) is int and rank >= 0 for rank in path)
+        for path in tree
+    )
+    if not fits:
+        raise facts.fail(f"its tree is not a list of paths of 1 to {heads} ranks from 0: export it again")
+    return tuple(tuple(path) for path in tree)
+
+
+def _eagle(
+    facts: Facts, decoder: Decoder, vocab: int, draft: int, taps: tuple[int, ...], flags: dict[str, bool],
+    absent: bool | None = None,
+) -> EagleConfig:  # fmt: skip
+    # speculators takes a missing norm_before_residual for false, vLLM for true: so it has to be there. In the flat
+    # layout both take it for false (``absent``).
+    if absent is None and facts.get("norm_before_residual") is None:
+        raise facts.fail(
+            "it does not say norm_before_residual, and readers differ: write true or false, as it was trained"
+        )
+    if flags["fc_norm"] and flags["norm_before_fc"]:
+        raise facts.fail("fc_norm and norm_before_fc exclude each other: keep the one that it was trained with")
+    if taps and len(taps) != 3:
+        raise facts.fail(f"it reads {len(taps)} taps, and EAGLE-3 reads 3: name three layers")
+    return EagleConfig(decoder, vocab, draft, taps, facts.flag("norm_before_residual", absent), **flags)
+
+
+def _taps(facts: Facts, key: str) -> tuple[int, ...]:
+    """Outputs of layers, from 0. speculators and vLLM count a layer's input: their k is the output of layer k - 1."""
+    ids = facts.get(key)
+    if ids is None:
+        return ()
+    whole = isinstance(ids, list) and all(type(i) is int and i >= 1 for i in ids)
+    if not whole or ids != sorted(set(ids)):
+        raise facts.fail(f"{key} is {ids!r}: it must be whole numbers from 1, ascending, since vLLM sorts them")
+    return tuple(i - 1 for i in ids)
+
+
+def _same_hidden(facts: Facts, its: Facts) -> None:
+    hidden = its.whole("hidden_size")
+    if facts.whole("target_hidden_size", hidden) != hidden:
+        raise facts.fail(f"target_hidden_size is not its own hidden_size, {hidden}: {_REMEDY}")
+
+
+def _decoder(its: Facts, qk_norm: bool, layers: int | None, counted: bool = True) -> Decoder:
+    """``layers``: how many there must be; not ``counted``: whatever num_hidden_layers says (some have the target's)."""
+    for key in ("attention_bias", "mlp_bias", "quantization_config"):
+        if its.get(key):
+            raise its.fail(f"it has {key}: {_REMEDY}")
+    if its.get("hidden_act", "silu") != "silu":
+        raise its.fail(f"its activation is {its.get('hidden_act')!r}: silu is read")
+    if "sliding_attention" in its.listed("layer_types"):
+        raise its.fail(f"it has sliding windows: {_REMEDY}")
+    hidden, heads = its.whole("hidden_size"), its.whole("num_attention_heads", most=1 << 16)
+    found = its.whole("num_hidden_layers", 1, most=1024) if counted else 1
+    if layers is not None and found != layers:
+        raise its.fail(f"it has {found} layers: {layers} is read")
+    kv_heads = its.whole("num_key_value_heads", heads, most=heads)
+    head_dim = its.whole("head_dim", max(1, hidden // heads), most=1 << 12)
+    if heads % kv_heads or head_dim % 2:
+        raise its.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
+    return Decoder(
+        hidden, found, heads, kv_heads, head_dim, its.whole("intermediate_size"), its.number("rms_norm_eps", 1e-6),
+        _rope_theta(its), its.whole("max_position_embeddings", 2048), qk_norm,
+    )  # fmt: skip
+
+
+def _rope_theta(its: Facts) -> float:
+    rope = its.part("rope_parameters" if its.get("rope_parameters") else "rope_scaling")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise its.fail(
+            f"its rope is of the kind {kind!r} or turns a part of each head: only whole, unscaled ones are read"
+        )
+    return rope.number("rope_theta", its.number("rope_theta", 1e4))

@@ -1,0 +1,69 @@
+"""From a checkpoint's path to a drafter beside a target: does it fit, and what computes it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from outpace.drafters.learned.checkpoint import Checkpoint, EagleConfig, fit, read, stranger
+from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.errors import DrafterError
+from outpace.models.fingerprint import fingerprint_of
+
+if TYPE_CHECKING:
+    from outpace.drafters.base import DraftContext
+    from outpace.drafters.learned.head import Head
+
+log = logging.getLogger(__name__)
+
+MOST_BRANCH, MOST_LEVELS = 16, 63
+
+
+def load_eagle(
+    path: str,
+    context: DraftContext,
+    *,
+    branch: int | None = None,
+    levels: int | None = None,
+    quantize: str | None = None,
+) -> EagleDrafter:
+    """``eagle:PATH``. ``quantize``: int8 or int4 for its weights, beside a native target.
+
+    Raises ModelError for what cannot be read, DrafterError for what does not fit ``context.target`` or is out of range.
+    """
+    name = f"eagle:{path}"
+    for option, value, most in (("branch", branch, MOST_BRANCH), ("levels", levels, MOST_LEVELS)):
+        if value is not None and not 1 <= value <= most:
+            raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
+    checkpoint = read(path)
+    if checkpoint.method != "eagle":
+        raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
+    info = context.target.info
+    fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
+    checkpoint = fit(checkpoint, info, fingerprint)
+    if said := stranger(checkpoint, info, fingerprint):
+        log.warning("%s: %s, so its drafts may rarely be accepted: train one beside this target", name, said)
+    config = checkpoint.config
+    assert isinstance(config, EagleConfig)
+    if config.decoder.layers != 1:
+        raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
+    options = {} if branch is None else {"branch": branch}
+    head = head_for(checkpoint, context, quantize, name)
+    return EagleDrafter(head, config.taps, name, info.vocab_size, most_levels=levels, **options)
+
+
+def head_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> Head:
+    """What computes the network: the target's own backend. Raises DrafterError."""
+    from outpace.models.native.model import QUANTIZE, NativeModel
+
+    if quantize is not None and quantize not in QUANTIZE:
+        raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
+    if isinstance(context.target, NativeModel):
+        from outpace.drafters.learned.native_head import NativeHead
+
+        return NativeHead(context.target, checkpoint, quantize)
+    if quantize is not None:
+        raise DrafterError(f"{name}: quantize={quantize} needs a target on the native backend: leave it out")
+    from outpace.drafters.learned.torch_head import TorchHead
+
+    return TorchHead(context.target, checkpoint)

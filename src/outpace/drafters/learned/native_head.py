@@ -1,0 +1,302 @@
+"""EAGLE-3 on its target's native runtime: a whole draft, chain or tree, in one call; see native/model/eagle.h.
+
+The network shares the target's threads, working memory, embedding and, where the checkpoint has no head of its own, the
+stored values of the head's rows. Torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from outpace import _fast
+from outpace.arrays import F32, I32
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import EagleConfig
+from outpace.drafters.learned.head import Ask
+from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError
+from outpace.exact.drafts import Drafts
+from outpace.exact.sampling import Chooser
+from outpace.models.native.decoder import inverse_frequencies
+from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
+
+_native = _fast.native
+
+_F32_TYPE = 0  # as GGUF counts types
+_PLAIN = {"float32": "f32", "bfloat16": "bf16"}
+_MATRICES = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+
+
+class NativeHead:
+    """See ``Head``. ``checkpoint``: one of method "eagle" that fits the target (``checkpoint.fit``).
+
+    ``quantize``: int8 or int4, in groups of 32; None keeps weights as ``dtype`` says: float32 or bfloat16; "auto" is
+    int8 beside a quantised target, else the target's own type. Rows of the head that are the target's stay as they are
+    stored, but for int4. ``limit``: hard bound in bytes on the KV.
+    Raises ParameterError for options, DrafterError for what does not fit.
+    """
+
+    def __init__(
+        self,
+        target: NativeModel,
+        checkpoint: Checkpoint,
+        quantize: str | None = None,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "bfloat16",
+        limit: int | None = None,
+    ) -> None:
+        for name, value, known in (
+            ("quantize", quantize, (None, *QUANTIZE)), ("dtype", dtype, ("auto", *_PLAIN)),
+            ("kv_dtype", kv_dtype, KV_DTYPES),
+        ):  # fmt: skip
+            if value not in known:
+                raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(map(str, known))}")
+        if quantize is not None and dtype != "auto":
+            raise ParameterError(Argument("quantize", quantize), " and ", Argument("dtype", dtype), ": give one")
+        to = quantize or _PLAIN.get(_auto(target) if dtype == "auto" else dtype, "int8")
+        try:
+            self._model, self._eagle, self.ids = _build(target, checkpoint, to, kv_dtype, limit)
+        except (KeyError, ValueError, TypeError, MemoryError) as error:
+            problem = f"has no tensor {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
+            raise DrafterError(
+                f"the drafter {problem}: export it again, or use one that was trained for this target"
+            ) from error
+        config = _eagle(checkpoint)
+        self.max_length = config.decoder.max_length
+        self.weight_bytes: int = self._eagle.bytes
+        self._last = config.decoder.layers - 1
+        self._norm_output = config.norm_output
+        self._rows: dict[int, int] = {}  # the target's row -> our cache's
+        self._said: dict[int, F32] = {}  # what follows the last entries of rows that are extended reads, float32 [1, H]
+
+    def feed(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> None:
+        """See ``Head.feed``."""
+        self._call([(row, its, states, 0, 0, 0, None) for row, its, states in zip(rows, tokens, taps, strict=True)])
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        """See ``Head.draft``. A request's filters and rules are ignored; its temperature and noise are not.
+
+        Under noise, ``confidence`` is made of each child's share of e^score (logit / T + g) among its parent's 16
+        largest or so: what the target will choose depends on the same noise, and q alone says little of it.
+        """
+        tokens, widths, parents, confidence = self._call(
+            [(a.row, a.tokens, a.taps, a.nodes, min(a.levels, a.nodes), a.branch, _noise(a.chooser)) for a in asks]
+        )
+        return Drafts(tokens, widths, parents, confidence=confidence)
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> F32:
+        """See ``Head.extend``. float32 [B, D]."""
+        features = []
+        for row, its, states in zip(rows, tokens, taps, strict=True):
+            if states is None and (row not in self._said or len(its) != 1):
+                raise ValueError(f"row {row}: a predicted entry is one, and follows what was extended")
+            features.append(self._said[row] if states is None else self._live().fuse(_states(states)))
+        fresh = self._take(rows)
+        starts = [self.length(row) for row in rows]
+        counts = [len(its) for its in tokens]
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        last = ends[1:] - 1
+        try:
+            result = self._model.forward(
+                np.concatenate([np.asarray(its, np.int32) for its in tokens]),
+                np.repeat(np.array([self._rows[row] for row in rows], np.int32), counts),
+                np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, counts, strict=True)]),
+                np.concatenate([np.arange(-1, n - 1, dtype=np.int32) for n in counts]),
+                ends, last, (self._last,), self._last + 1, None, np.concatenate(features),
+            )  # fmt: skip
+        except _native.MemoryLimit as error:
+            self._drop(fresh)
+            raise MemoryLimitError(str(error)) from error
+        except BaseException:
+            self._drop(fresh)
+            raise
+        outputs = np.ascontiguousarray(result.tapped()[result.tap_places(last), 0])
+        if self._norm_output:
+            outputs = _native.final_norm(self._model, outputs)
+        self._said |= {row: outputs[i : i + 1] for i, row in enumerate(rows)}
+        logits: F32 = result.logits(last)
+        return logits
+
+    def _call(self, asks: list[tuple[Any, ...]]) -> Any:
+        eagle, fresh = self._live(), self._take([ask[0] for ask in asks])
+        try:
+            drafted = eagle.draft(
+                [(self._rows[row], np.ascontiguousarray(tokens, np.int32), _states(taps), *plan)
+                 for row, tokens, taps, *plan in asks]
+            )  # fmt: skip
+        except _native.MemoryLimit as error:
+            self._drop(fresh)
+            raise MemoryLimitError(str(error)) from error
+        except _native.NotFinite as error:
+            self._drop(fresh)
+            raise NotFiniteError(str(error)) from error
+        except BaseException:
+            self._drop(fresh)
+            raise
+        for ask in asks:
+            self._said.pop(ask[0], None)
+        return drafted
+
+    def _take(self, rows: Sequence[int]) -> list[int]:
+        """Make those rows that are not there; which they were."""
+        self._live()
+        fresh = [row for row in dict.fromkeys(rows) if row not in self._rows]
+        self._rows |= {row: self._model.kv_alloc() for row in fresh}
+        return fresh
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._model.kv_free(self._rows.pop(row))
+
+    def length(self, row: int) -> int:
+        """See ``Head.length``."""
+        n: int = self._model.kv_length(self._rows[row]) if row in self._rows else 0
+        return n
+
+    def truncate(self, row: int, n: int) -> None:
+        """See ``Head.truncate``. Raises ValueError where the row has fewer."""
+        self._said.pop(row, None)
+        if row in self._rows:
+            self._model.kv_truncate(self._rows[row], n)
+        elif n:
+            raise ValueError(f"row {row} has no entries, so {n} cannot be kept")
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        """See ``Head.fork``. Entries are shared. Raises ValueError where ``dst`` is there, or ``src`` shorter."""
+        if dst in self._rows or n > self.length(src):
+            raise ValueError(
+                f"cannot fork {n} entries of row {src}, which has {self.length(src)}, into row {dst}: "
+                "it must not be there"
+            )
+        self._take([dst])
+        if n:
+            self._model.kv_fork(self._rows[src], self._rows[dst], n)
+
+    def release(self, row: int) -> None:
+        """See ``Head.release``."""
+        self._said.pop(row, None)
+        self._drop([row] if row in self._rows else [])
+
+    def growth(self, row: int, positions: int) -> int:
+        """See ``Head.growth``. What a draft takes for as long as it grows is not in it."""
+        more = min(positions, self.max_length) - self.length(row)
+        its = self._rows.get(row)
+        n: int = self._model.kv_bytes_for(more) if its is None else self._model.kv_growth(its, max(0, more))
+        return n
+
+    @property
+    def bytes(self) -> int:
+        """See ``Head.bytes``."""
+        n: int = 0 if self._eagle is None else self._model.kv_bytes
+        return n
+
+    def check(self, rows: Sequence[int]) -> None:
+        """See ``Head.check``."""
+        assert set(self._rows) <= set(rows), f"rows {sorted(set(self._rows) - set(rows))} were not released"
+        assert set(self._said) <= set(self._rows), "an output is kept of a row that is gone"
+        assert sorted(self._rows.values()) == self._model.kv_rows, "the cache's rows are not the drafter's"
+        try:
+            self._model.kv_check()
+        except RuntimeError as error:
+            raise AssertionError(str(error)) from error
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds since the last call: of whole phases, and of those of ``levels`` where the model's are measured."""
+        return {**self._live().take_timings(), **self._model.take_timings()}
+
+    def time_phases(self, on: bool = True) -> None:
+        """Measure the phases of ``levels``, too."""
+        self._live()
+        self._model.time_phases(on)
+
+    def close(self) -> None:
+        """See ``Head.close``. The threads are the target's."""
+        self._eagle = self._model = None
+        self._rows.clear()
+        self._said.clear()
+
+    def _live(self) -> Any:
+        if self._eagle is None:
+            raise ValueError("this drafter is closed: build it again")
+        return self._eagle
+
+
+def _auto(target: NativeModel) -> str:
+    """float32, bfloat16 (float16 targets', too), or the name of a quantised type."""
+    return "bfloat16" if target.info.dtype == "float16" else target.info.dtype
+
+
+def _states(taps: Any) -> F32:
+    return np.ascontiguousarray(taps, np.float32)
+
+
+def _noise(chooser: Chooser | None) -> tuple[float, int, int, int] | None:
+    if chooser is None or chooser.params.greedy:
+        return None
+    return float(chooser.params.temperature), chooser.noise.seed, chooser.noise.sample, chooser.index
+
+
+def _eagle(checkpoint: Checkpoint) -> EagleConfig:
+    if not isinstance(checkpoint.config, EagleConfig):
+        raise DrafterError(f"a drafter of method {checkpoint.method} is not EAGLE's: name it {checkpoint.method}:PATH")
+    return checkpoint.config
+
+
+def _build(
+    target: NativeModel, checkpoint: Checkpoint, to: str, kv_dtype: str, limit: int | None
+) -> tuple[Any, Any, I32]:
+    """The runtime's model and drafter, and the draft vocabulary int32 [D]."""
+    config, handle = _eagle(checkpoint), target.native
+    decoder = config.decoder
+    tensors: Mapping[str, Any] = dict(checkpoint.tensors)  # each is read once
+    arena = _native.Arena()
+
+    def matrix(values: F32, kind: str = to) -> Any:
+        raw = np.ascontiguousarray(values, np.float32)
+        return _native.pack(arena, raw.view(np.uint8).reshape(-1), _F32_TYPE, *raw.shape, 0, kind, target.threads)
+
+    def vector(name: str) -> F32:
+        return np.ascontiguousarray(tensors[name], np.float32)
+
+    layers = []
+    for i in range(decoder.layers):
+        at = f"layers.{i}."
+        layer: dict[str, Any] = {"window": 0, "rope": 0}
+        layer |= {name: matrix(tensors[f"{at}{its}.weight"]) for name, its in _MATRICES.items()}
+        layer["attn_norm"] = vector(at + ("hidden_norm.weight" if i == 0 else "input_layernorm.weight"))
+        layer["ffn_norm"] = vector(at + "post_attention_layernorm.weight")
+        if decoder.qk_norm:
+            layer |= {name: vector(f"{at}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
+        if i == 0:
+            layer |= {"embed_norm": vector(at + "input_layernorm.weight"), "norm_first": config.norm_before_residual}
+        layers.append(layer)
+    ids = (np.arange(config.draft_vocab) + tensors.get("d2t", 0)).astype(np.int32)
+    own = tensors.get("lm_head.weight")
+    if own is not None:
+        head = matrix(own)
+    else:
+        head = _native.gather(arena, handle.head, ids)
+        if to == "int4" and head.format not in ("I4S", "I4M", "I4C", "K4", "K4C"):
+            head = matrix(head.unpack())
+    embedding, scale = handle.embedding, handle.embedding_scale
+    if "embed_tokens.weight" in tensors:
+        embedding, scale = matrix(tensors["embed_tokens.weight"]), 1.0
+    sizes = {
+        "vocab": config.vocab, "outputs": config.draft_vocab, "hidden": decoder.hidden, "heads": decoder.heads,
+        "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "ffn": decoder.ffn, "eps": decoder.eps,
+        "attention_scale": decoder.head_dim**-0.5, "embedding_scale": scale, "activation": "silu",
+        "max_length": decoder.max_length,
+    }  # fmt: skip
+    ropes = [inverse_frequencies(decoder.rope_theta, decoder.head_dim)]
+    weights = _native.Weights(sizes, layers, embedding, head, vector("norm.weight"), ropes)
+    model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1 if limit is None else limit)
+    norms = [vector(f"fc_norm.{t}.weight") for t in range(len(config.taps))] if config.fc_norm else []
+    if config.norm_before_fc:
+        norms = [vector("input_norm.weight")]
+    return model, _native.Eagle(model, matrix(tensors["fc.weight"]), norms, ids, config.norm_output), ids

@@ -1,0 +1,72 @@
+"""Numbers of a description that somebody else wrote (GGUF metadata, config.json), checked as they are read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import ModelError
+
+
+class Facts:
+    """Values by key, untrusted. ``verdict``: what a message says of ``name`` before the problem."""
+
+    def __init__(self, name: str, facts: Mapping[str, Any], prefix: str = "", verdict: str = "cannot be read") -> None:
+        self.name, self._facts, self._prefix, self._verdict = name, facts, prefix, verdict
+
+    def fail(self, problem: str) -> ModelError:
+        return ModelError(f"{self.name} {self._verdict}: {problem}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._facts.get(self._prefix + key)
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None, most: int = 1 << 30, least: int = 1) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, neither true nor false")
+        return value
+
+    def listed(self, key: str) -> list[str]:
+        """The texts of a list; none where there is no list."""
+        value = self.get(key)
+        return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+    def part(self, key: str) -> Facts:
+        """The object at ``key``; an empty one where there is none."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not an object")
+        return Facts(self.name, value, verdict=self._verdict)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises ModelError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not an object: download it again")
+    return config
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -1,0 +1,80 @@
+"""Where an EAGLE network begins: at random, from the target's last layer, with ``fc`` fitted to what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.errors import ParameterError
+from outpace.training.networks.eagle import EagleNetwork
+from outpace.training.target import TargetParts, TargetWeights
+
+INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
+_RIDGE = 1e-3  # of the mean square of the inputs
+
+
+def initialise(
+    network: EagleNetwork, init: str, weights: TargetWeights, parts: TargetParts, states: Iterable[Tensor], seed: int
+) -> None:
+    """``layer``: the last layer's matrices read the features, and ``fc`` passes the top tap through. ``now``: ``fc`` is
+    the linear map from taps to the target's last state at that position, ``next``: at the one after, which is what the
+    entry has to say. ``states`` [L, T + 1, h]: a sample. Raises ParameterError.
+    """
+    if init not in INITS:
+        raise ParameterError(f"the initialisation {init!r} is not known: use one of {', '.join(INITS)}")
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0, module.in_features**-0.5, generator=draw)
+        for matrix in (network.layer.self_attn.o_proj, network.layer.mlp.down_proj):
+            matrix.weight.mul_(0.5)  # what is added to the features begins small beside them
+        network.norm.weight.copy_(parts.final_norm)
+        if init == "fresh":
+            return
+        sequences = [its.float() for its in states]
+        sample = torch.cat([its[:-1] for its in sequences])
+        if init.startswith("layer"):
+            _from_layer(network, weights, sample)
+        if init.endswith("now"):
+            _fit(network, sample[:, :-1], sample[:, -1])
+        elif init.endswith("next"):
+            _fit(network, sample[:, :-1], torch.cat([its[1:, -1] for its in sequences]))
+
+
+def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -> None:
+    its, layer = network.config.decoder, network.layer
+    last = weights.layer(weights.decoder.layers - 1)
+    attention, mlp = layer.self_attn, layer.mlp
+    targets = {
+        "q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj,
+        "gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj,
+    }  # fmt: skip
+    for name, matrix in targets.items():
+        if matrix.weight[:, -last[name].shape[1] :].shape != last[name].shape:
+            raise ParameterError(f"the drafter's {name} has another shape than the target's: initialise it fresh")
+        if name in "qkv":
+            matrix.weight[:, : its.hidden] *= 0.1
+        matrix.weight[:, -last[name].shape[1] :] = last[name]
+    layer.hidden_norm.weight.copy_(last["attn_norm"])
+    layer.post_attention_layernorm.weight.copy_(last["ffn_norm"])
+    top = sample[:, -2]
+    size = top.square().mean(-1).sqrt().median() if network.fc_norm is not None else 1.0
+    network.fc.weight.mul_(0.1)
+    network.fc.weight[:, -its.hidden :] += torch.eye(its.hidden) * size
+
+
+def _fit(network: EagleNetwork, taps: Tensor, wanted: Tensor) -> None:
+    """Ridge regression of ``wanted`` [n, h], each at unit size, on ``taps`` [n, T, h] as ``fc`` reads them."""
+    if network.fc_norm is not None:
+        taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(network.fc_norm)], 1)
+    x = taps.flatten(1)
+    if network.input_norm is not None:
+        x = network.input_norm(x)
+    x, y = x.double(), F.rms_norm(wanted, wanted.shape[-1:]).double()
+    squares = x.T @ x
+    squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
+    network.fc.weight.copy_(torch.linalg.solve(squares, x.T @ y).T.float())

@@ -1,0 +1,292 @@
+"""The training loop: steps of packed batches, evaluations on held-out answers, snapshots, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.errors import Argument, ParameterError, TrainingError
+from outpace.files import write_json
+from outpace.training import curves, export, snapshots
+from outpace.training.objective import Objective, Simulated
+from outpace.training.optimisers import Optimiser, schedule
+from outpace.training.packing import Packing
+from outpace.training.processes import Team
+
+_MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
+CURVE = "curve.json"
+PICTURE = "curve.png"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """How long and how fast. One of ``steps``, ``epochs`` and ``minutes`` says when it ends.
+
+    ``gather``: batches a step, of all processes together. ``evaluate``: steps between two evaluations, ``snapshot``:
+    seconds between two snapshots (an evaluation makes one, too). ``patience``: evaluations without a gain until it
+    stops (0: never). ``report``: seconds between two lines.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    lr: float = 1e-3
+    optimiser: str = "muon"
+    weight_decay: float = 0.01
+    warm_up: int = 40
+    clip: float = 1.0
+    gather: int = 1
+    bfloat16: bool = False
+    evaluate: int = 200
+    patience: int = 0
+    snapshot: float = 300.0
+    report: float = 10.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ParameterError."""
+        given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ParameterError(
+                "how long to train is said once: give one of ",
+                Argument("steps"), ", ", Argument("epochs"), ", ", Argument("minutes"),
+            )  # fmt: skip
+        if getattr(self, given[0]) <= 0:
+            raise ParameterError(Argument(given[0], getattr(self, given[0])), " is out of range: give more than 0")
+        for name, low in (("gather", 1), ("evaluate", 1), ("warm_up", 1), ("patience", 0)):
+            if getattr(self, name) < low:
+                raise ParameterError(Argument(name, getattr(self, name)), f" is out of range: give at least {low}")
+        if not 0 < self.lr < 1:
+            raise ParameterError(Argument("lr", self.lr), " is out of range: give more than 0 and less than 1")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a training is; what a snapshot keeps beside weights and the optimiser's state."""
+
+    step: int = 0
+    epoch: int = 0
+    inside: int = 0  # steps of it
+    total: int | None = None  # steps; None until the speed is known
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    stale: int = 0  # evaluations since
+    loss: float = math.nan  # smoothed
+
+
+class Loop:
+    """Trains ``objective`` on ``train``, keeps the best by simulated tokens per step on ``held_out`` in ``out``.
+
+    ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
+    ``say`` hears a line now and then.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        train: Packing,
+        held_out: Packing,
+        out: Path,
+        options: LoopOptions,
+        identity: Mapping[str, Any],
+        target: Mapping[str, Any],
+        team: Team,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        options.check()
+        self.objective, self.train, self.held_out = objective, train, held_out
+        self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
+        self.team, self._say = team, say if team.rank == 0 else lambda line: None
+        self.optimiser = Optimiser(objective.network, options.optimiser, options.lr, options.weight_decay)
+        self.at = Progress()
+        self.rows: list[dict[str, Any]] = []
+        self._measured_from = 0.0
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        if options.steps is not None:
+            self.at.total = options.steps
+        elif options.epochs is not None:
+            self.at.total = max(1, round(options.epochs * self._steps_in(0)))
+
+    def resume(self) -> bool:
+        """Go on from the last snapshot, where there is one; whether there was. Raises TrainingError."""
+        state = snapshots.load(self.out, self.identity)
+        if state is None:
+            return False
+        self.objective.network.load_state_dict(state["network"])
+        self.optimiser.restore(state["optimiser"])
+        self.at, self.rows = Progress(**state["at"]), state["rows"]
+        return True
+
+    def run(self) -> Progress:
+        """Train to the end. Raises TrainingError when a loss is not finite: the last snapshot and the best stay."""
+        since_report = since_snapshot = time.perf_counter()
+        reported = self.at.tokens
+        self._plan()
+        while self.at.total is None or self.at.step < self.at.total:
+            begun = time.perf_counter()
+            figures = self._step()
+            now = time.perf_counter()
+            self.at.seconds += now - begun
+            self._measure(begun if self.at.step == _MEASURED[0] + 1 else None, now)
+            if now - since_report >= self.options.report:
+                self._report(figures, (self.at.tokens - reported) / (now - since_report))
+                since_report, reported = now, self.at.tokens
+            last = self.at.step == self.at.total
+            if last or self.at.step % self.options.evaluate == 0:
+                stop = self._evaluate()
+                since_report = since_snapshot = time.perf_counter()
+                reported = self.at.tokens
+                if stop:
+                    break
+            elif self.team.rank == 0 and now - since_snapshot >= self.options.snapshot:
+                self._snapshot()
+                since_snapshot = time.perf_counter()
+        return self.at
+
+    def _step(self) -> dict[str, float]:
+        groups = self._batches()
+        total = sum(len(members) for members in groups)
+        network = self.objective.network
+        network.train()
+        for p in network.parameters():
+            p.grad = None
+        loss, figures, tokens = 0.0, dict[str, float](), 0
+        for j, members in enumerate(groups):
+            if j % self.team.size != self.team.rank:
+                continue
+            batch = self.train.batch(members, self._seed(j))
+            tokens += len(batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.options.bfloat16):
+                its, figures = self.objective.loss(batch)
+            share = len(members) / total
+            if its.requires_grad:
+                (its * share).backward()
+            loss += float(its.detach()) * share
+        loss, tokens_all = self.team.add([loss, tokens])
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {self.at.step + 1}: give a smaller ", Argument("lr"),
+                f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
+            )  # fmt: skip
+        self.team.add_gradients(network)
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.options.clip)
+        if not math.isfinite(float(norm)):
+            raise TrainingError(
+                f"the gradient is {float(norm)} at step {self.at.step + 1}: give a smaller ", Argument("lr"),
+                f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
+            )  # fmt: skip
+        known = self.at.total if self.at.total is not None else 1 << 30
+        self.optimiser.step(schedule(self.at.step, known, self.options.warm_up))
+        self.at.step, self.at.inside = self.at.step + 1, self.at.inside + 1
+        self.at.tokens += int(tokens_all)
+        self.at.loss = loss if math.isnan(self.at.loss) else 0.95 * self.at.loss + 0.05 * loss
+        return figures
+
+    def _measure(self, begun: float | None, now: float) -> None:
+        """With ``minutes``: how many steps fit, once the speed is known. Every process takes the same number."""
+        if self.at.total is not None:
+            return
+        if begun is not None:
+            self._measured_from = begun
+        if self.at.step == _MEASURED[1]:
+            assert self.options.minutes is not None
+            each = (now - self._measured_from) / (_MEASURED[1] - _MEASURED[0])
+            (each,) = (value / self.team.size for value in self.team.add([each]))
+            left = self.options.minutes * 60 - self.at.seconds
+            self.at.total = self.at.step + max(1, int(left / each))
+
+    def _evaluate(self) -> bool:
+        """Simulate, keep what is best, and draw; whether it is time to stop."""
+        found = self.simulate()
+        row = {
+            "step": self.at.step, "tokens": self.at.tokens, "seconds": round(self.at.seconds, 1),
+            "loss": self.at.loss, "tokens_per_step": found.tokens_per_step, "acceptance": found.acceptance,
+        }  # fmt: skip
+        self.rows.append(row)
+        better = found.tokens_per_step > self.at.best
+        self.at.stale = 0 if better else self.at.stale + 1
+        self.at.best = max(self.at.best, found.tokens_per_step)
+        stop = bool(self.options.patience) and self.at.stale >= self.options.patience
+        if self.team.rank == 0:
+            if better:
+                self._keep()
+            self._snapshot()
+            write_json(self.out / CURVE, self.rows)
+            curves.draw(self.out / PICTURE, self.rows)
+        by_position = " ".join(f"{value:.3f}" for value in found.acceptance)
+        line = curves.sparkline([its["tokens_per_step"] for its in self.rows])
+        self._say(
+            f"step {self.at.step}: {found.tokens_per_step:.3f} tokens a step on held-out answers (accepted "
+            f"{by_position}) {line}{'' if better else ', no gain'}"
+        )
+        return stop
+
+    def simulate(self) -> Simulated:
+        """Held-out answers, shared among the processes."""
+        self.objective.network.eval()
+        batches = self.held_out.cut(range(len(self.held_out.answers)))
+        mine = batches[self.team.rank :: self.team.size]
+        self.held_out.plan(mine)
+        found: Simulated | None = None
+        for members in mine:
+            its = self.objective.simulate(self.held_out.batch(members))
+            found = its if found is None else found + its
+        # A process may have had none.
+        count, depths = self.team.add([found is not None, 0 if found is None else len(found.tried)])
+        nothing = [0.0] * (2 + 2 * round(depths / max(count, 1)))
+        return Simulated.of(self.team.add(nothing if found is None else found.sums()))
+
+    def _keep(self) -> None:
+        method, config, tensors = self.objective.export()
+        recipe = {**self.identity, "loop": asdict(self.options), "steps": self.at.step, "tokens": self.at.tokens}
+        recipe["tokens_per_step"] = self.at.best
+        export.write(self.out, method, config, tensors, self.target, recipe)
+
+    def _snapshot(self) -> None:
+        snapshots.save(
+            self.out,
+            self.identity,
+            {
+                "network": self.objective.network.state_dict(),
+                "optimiser": self.optimiser.state(),
+                "at": asdict(self.at),
+                "rows": self.rows,
+            },
+        )
+
+    def _report(self, figures: Mapping[str, float], speed: float) -> None:
+        total = self.at.total
+        seconds = 0.0 if total is None else (total - self.at.step) * self.at.seconds / self.at.step
+        left = "" if total is None else f", {timedelta(seconds=round(seconds))} left"
+        said = " ".join(f"{name} {value:.3f}" for name, value in figures.items() if name.startswith("agree"))
+        self._say(f"step {self.at.step}/{total or '?'}: loss {self.at.loss:.3f}, {said}, {speed:,.0f} tokens/s{left}")
+
+    def _steps_in(self, epoch: int) -> int:
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self.train.epoch(epoch)
+        return -(-len(self._epoch[1]) // self.options.gather)
+
+    def _batches(self) -> Sequence[list[int]]:
+        """The batches of the next step, of all processes."""
+        if self.at.inside == self._steps_in(self.at.epoch):
+            self.at.epoch, self.at.inside = self.at.epoch + 1, 0
+            self._plan()
+        return self._epoch[1][self.at.inside * self.options.gather :][: self.options.gather]
+
+    def _plan(self) -> None:
+        """Say which states this process wants in the rest of the epoch."""
+        self._steps_in(self.at.epoch)
+        gather, size, rank = self.options.gather, self.team.size, self.team.rank
+        rest = self._epoch[1][self.at.inside * gather :]
+        self.train.plan([members for j, members in enumerate(rest) if (j % gather) % size == rank])
+
+    def _seed(self, j: int) -> int:
+        return (self.options.seed * 1_000_003 + self.at.step) * 4096 + j

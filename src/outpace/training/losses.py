@@ -1,0 +1,175 @@
+"""Losses between a target's p and a drafter's q over the same ids, a row each; and the frozen head that forms q.
+
+``p`` and ``q`` [n, K] are probabilities. A loss is a pure function of ``p`` and the logits of q, [n]; ``slope`` is its
+derivative in those logits, written out, so that a head's product and its gradient are formed block by block and
+[N, V] never exists. LK: arXiv 2602.23881; total variation is one minus the acceptance of lossless verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.errors import ParameterError
+
+_DECAY = 3.0  # of the hybrid's weight in the acceptance: arXiv 2602.23881
+_LEAST = 1e-12
+
+
+def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """-sum p log q."""
+    return -(p * torch.log_softmax(logits, -1)).sum(-1)
+
+
+def kl(logits: Tensor, p: Tensor) -> Tensor:
+    """KL(p | q)."""
+    return torch.xlogy(p, p).sum(-1) + soft_cross_entropy(logits, p)
+
+
+def reverse_kl(logits: Tensor, p: Tensor) -> Tensor:
+    """KL(q | p): says only what the target might say."""
+    log_q = torch.log_softmax(logits, -1)
+    return (log_q.exp() * (log_q - p.clamp_min(_LEAST).log())).sum(-1)
+
+
+def acceptance(logits: Tensor, p: Tensor) -> Tensor:
+    """sum min(p, q): how often lossless verification accepts a token drawn from q."""
+    return torch.minimum(torch.softmax(logits, -1), p).sum(-1)
+
+
+def total_variation(logits: Tensor, p: Tensor) -> Tensor:
+    """1 - acceptance, for p and q that sum to 1."""
+    return 0.5 * (torch.softmax(logits, -1) - p).abs().sum(-1)
+
+
+def likelihood(logits: Tensor, p: Tensor) -> Tensor:
+    """-log of the acceptance."""
+    return -torch.log(acceptance(logits, p).clamp_min(_LEAST))
+
+
+def hybrid(logits: Tensor, p: Tensor) -> Tensor:
+    """l KL + (1 - l) TV with l = exp(-3 acceptance), which is held constant: KL while far, TV once near."""
+    share = torch.exp(-_DECAY * acceptance(logits, p).detach())
+    return share * kl(logits, p) + (1 - share) * total_variation(logits, p)
+
+
+def expected_length(accepted: Tensor) -> Tensor:
+    """[n] of acceptances [n, S] along a chain: how many drafted tokens are kept, sum over k of prod over i <= k."""
+    return accepted.cumprod(-1).sum(-1)
+
+
+def _cross_entropy_slope(q: Tensor, p: Tensor) -> Tensor:
+    return torch.addcmul(-p, q, p.sum(-1, keepdim=True))
+
+
+def _reverse_slope(q: Tensor, p: Tensor) -> Tensor:
+    apart = q.clamp_min(_LEAST).log() - p.clamp_min(_LEAST).log()
+    return q * (apart - (q * apart).sum(-1, keepdim=True))
+
+
+def _total_variation_slope(q: Tensor, p: Tensor) -> Tensor:
+    side = 0.5 * torch.sign(q - p)
+    return q * (side - (q * side).sum(-1, keepdim=True))
+
+
+def _likelihood_slope(q: Tensor, p: Tensor) -> Tensor:
+    below = (q < p).to(q.dtype)
+    inside = q * (below - (q * below).sum(-1, keepdim=True))
+    return -inside / torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(_LEAST)
+
+
+def _hybrid_slope(q: Tensor, p: Tensor) -> Tensor:
+    share = torch.exp(-_DECAY * torch.minimum(p, q).sum(-1, keepdim=True))
+    return share * _cross_entropy_slope(q, p) + (1 - share) * _total_variation_slope(q, p)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, tuple[Loss, Loss]] = {
+    "ce": (soft_cross_entropy, _cross_entropy_slope),
+    "kl": (kl, _cross_entropy_slope),
+    "reverse": (reverse_kl, _reverse_slope),
+    "tv": (total_variation, _total_variation_slope),
+    "lk": (likelihood, _likelihood_slope),
+    "hybrid": (hybrid, _hybrid_slope),
+}
+
+
+def loss_named(name: str) -> tuple[Loss, Loss]:
+    """The loss as a function of (logits, p), and its slope as a function of (q, p). Raises ParameterError."""
+    if name not in LOSSES:
+        raise ParameterError(f"the loss {name!r} is not known: use one of {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+class FrozenHead(torch.autograd.Function):
+    """sum of weight_i loss_i over rows, for q = softmax(hidden head^T + offset); the head learns nothing.
+
+    Returns the sum and, without gradients, figures [n, 2]: the acceptance, and whether both agree on the likeliest id.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, h], normed
+        head: Tensor,  # [K, h]
+        offset: Tensor | None,  # [K]
+        p: Tensor,  # [n, K]
+        weight: Tensor,  # [n]
+        name: str,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        _, slope = loss_named(name)
+        grads = torch.empty_like(hidden)
+        figures = hidden.new_empty(len(hidden), 2)
+        values = hidden.new_empty(len(hidden))
+        rows = head.T
+        for i in range(0, len(hidden), block):
+            its = slice(i, i + block)
+            logits = hidden[its] @ rows if offset is None else torch.addmm(offset, hidden[its], rows)
+            q, theirs = torch.softmax(logits, -1), p[its]
+            # log q at its greatest, from which the normaliser follows: a second pass of exponentials is saved.
+            top = q.max(-1)
+            log_total = logits.gather(1, top.indices[:, None])[:, 0] - top.values.log()
+            figures[its, 0] = accepted = torch.minimum(q, theirs).sum(-1)
+            figures[its, 1] = (top.indices == theirs.argmax(-1)).to(q.dtype)
+            cross = log_total * theirs.sum(-1) - torch.linalg.vecdot(theirs, logits)
+            values[its] = _value(name, cross, q, theirs, accepted)
+            torch.mm(slope(q, theirs), head, out=grads[its])
+        grads *= weight[:, None]
+        total = torch.dot(values, weight)
+        ctx.save_for_backward(grads)
+        ctx.mark_non_differentiable(figures)
+        return total, figures
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (saved,) = ctx.saved_tensors
+        return grads[0] * saved, None, None, None, None, None, None
+
+
+def _value(name: str, cross: Tensor, q: Tensor, p: Tensor, accepted: Tensor) -> Tensor:
+    """The loss from what is there already: its cross entropy, probabilities and acceptance."""
+    if name == "ce":
+        return cross
+    if name == "lk":
+        return -torch.log(accepted.clamp_min(_LEAST))
+    if name == "tv":
+        return 0.5 * (q - p).abs().sum(-1)
+    if name == "reverse":
+        return (torch.xlogy(q, q) - q * p.clamp_min(_LEAST).log()).sum(-1)
+    divergence = torch.xlogy(p, p).sum(-1) + cross
+    if name == "kl":
+        return divergence
+    share = torch.exp(-_DECAY * accepted)
+    return share * divergence + (1 - share) * 0.5 * (q - p).abs().sum(-1)
+
+
+def frozen_head_loss(
+    hidden: Tensor, head: Tensor, offset: Tensor | None, p: Tensor, weight: Tensor, name: str, block: int = 256
+) -> tuple[Tensor, Tensor]:
+    """See ``FrozenHead``; ``block``: rows of logits that exist at once."""
+    total, figures = FrozenHead.apply(hidden, head, offset, p, weight, name, block)
+    return total, figures

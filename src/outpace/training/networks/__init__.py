@@ -1,0 +1,1 @@
+"""The networks of learned drafters, in torch."""

@@ -1,0 +1,232 @@
+"""A block of tokens from one small forward: DSpark (arXiv 2607.05147) on DFlash's decoder (arXiv 2602.06036).
+
+The block's first slot is the anchor, the last token that is known, the others are mask tokens; slot k says what follows
+the anchor by k + 1. Slots see each other both ways, and the target's taps of positions before the anchor, which every
+layer reads as keys and values of its own. A low-rank Markov head adds what the token before makes likely, a confidence
+head says how likely a slot is to be accepted. Names and arithmetic are those of speculators 0.9's ``dspark``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outpace.drafters.learned.configs import Decoder, ParallelConfig
+from outpace.training.networks.layers import Mlp, Norm, Rope, initialise, rotate
+
+Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_heads, head_dim] of n positions
+Pick = Callable[[Tensor, int], Tensor]
+
+
+class BlockAttention(nn.Module):
+    """Projections of a block's slots, and of the context's taps, which have keys and values only."""
+
+    def __init__(self, its: Decoder) -> None:
+        super().__init__()
+        inner, kv = its.heads * its.head_dim, its.kv_heads * its.head_dim
+        self.head_dim = its.head_dim
+        self.q_proj = nn.Linear(its.hidden, inner, bias=False)
+        self.k_proj = nn.Linear(its.hidden, kv, bias=False)
+        self.v_proj = nn.Linear(its.hidden, kv, bias=False)
+        self.o_proj = nn.Linear(inner, its.hidden, bias=False)
+        self.q_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
+        self.k_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Of states [n, h]: keys, rotated, and values, both [n, kv_heads, head_dim]."""
+        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        return rotate(keys, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Of states [n, h]: [n, heads, head_dim]."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotate(queries if self.q_norm is None else self.q_norm(queries), cos, sin)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, seen: Tensor) -> Tensor:
+    """Attention of A blocks of K slots beside one context.
+
+    ``q`` [A, K, heads, d]; ``k``, ``v`` [A, K, kv_heads, d] of the blocks; ``context_k``, ``context_v``
+    [L, kv_heads, d]; ``seen`` int64 [A]: the first so many positions are seen. Returns [A, K, heads * d].
+    """
+    blocks, slots, heads, d = q.shape
+    groups, length = k.shape[2], len(context_k)
+    rows = slots * heads // groups
+    q = q.view(blocks, slots, groups, heads // groups, d).permute(2, 0, 1, 3, 4) * d**-0.5
+    q = q.reshape(groups, blocks, rows, d)
+    far = (q.flatten(1, 2) @ context_k.permute(1, 2, 0)).view(groups, blocks, rows, length)
+    hidden = torch.arange(length, device=q.device) >= seen[:, None]
+    scores = torch.cat((far.masked_fill(hidden[None, :, None], -torch.inf), q @ k.permute(2, 0, 3, 1)), -1)
+    far, near = scores.softmax(-1).split((length, slots), -1)
+    out = (far.flatten(1, 2) @ context_v.transpose(0, 1)).view(groups, blocks, rows, d) + near @ v.permute(2, 0, 1, 3)
+    return out.view(groups, blocks, slots, heads // groups, d).permute(1, 2, 0, 3, 4).reshape(blocks, slots, -1)
+
+
+class BlockLayer(nn.Module):
+    """One decoder layer over the slots; the context enters attention only."""
+
+    def __init__(self, its: Decoder) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(its)
+        self.mlp = Mlp(its)
+        self.input_layernorm = Norm(its.hidden, its.eps)
+        self.post_attention_layernorm = Norm(its.hidden, its.eps)
+
+
+class MarkovHead(nn.Module):
+    """What the token before adds to the logits: ``markov_w2(markov_w1(token))``."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of being accepted."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.decoder.hidden + config.confidence_markov * config.markov_rank, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """What B rows' blocks say. ``tokens`` int64 [B, K], target ids; ``confidence`` [B, K]: the chance that a slot is
+    accepted when those before it are; ``logits`` [B, K, D] with the Markov head's share."""
+
+    tokens: Tensor
+    confidence: Tensor
+    logits: Tensor
+
+
+class ParallelNetwork(nn.Module):
+    """DSpark's drafter, less what it shares with its target: embedding and head, which are handed in."""
+
+    def __init__(self, config: ParallelConfig, seed: int = 0) -> None:
+        super().__init__()
+        its = config.decoder
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * its.hidden, its.hidden, bias=False)
+        self.hidden_norm = Norm(its.hidden, its.eps)
+        self.layers = nn.ModuleList(BlockLayer(its) for _ in range(its.layers))
+        self.norm = Norm(its.hidden, its.eps)
+        self.rope = Rope(its.head_dim, its.rope_theta)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        draw = torch.Generator().manual_seed(seed)
+        initialise(self, draw)
+        with torch.no_grad():
+            self.fc.weight[:, -its.hidden :] += torch.eye(its.hidden)  # the highest tap passes through
+            if self.markov_head is not None:
+                nn.init.normal_(self.markov_head.markov_w1.weight, std=0.01, generator=draw)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a block gives: K."""
+        return self.config.block - (not self.config.sample_from_anchor)
+
+    def context(self, taps: Tensor, position: Tensor) -> Context:
+        """Every layer's keys and values of the target's taps [n, T, h] at positions int64 [n]."""
+        fused = self.hidden_norm(self.fc(taps.flatten(1)))
+        cos, sin = self.rope(position)
+        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]
+
+    def inputs(self, anchor: Tensor) -> Tensor:
+        """What stands in blocks with anchors int64 [A]: tokens [A, block]."""
+        tokens = anchor[:, None].repeat(1, self.config.block)
+        tokens[:, 1:] = self.config.mask_token
+        return tokens
+
+    def blocks(self, embedded: Tensor, position: Tensor, contexts: Sequence[Context], seen: Sequence[Tensor]) -> Tensor:
+        """Normed states [A, K, h] of A blocks' slots.
+
+        ``embedded`` [A, block, h]: the embeddings of ``inputs``; ``position`` int64 [A]: where the anchors stand. The
+        blocks lie beside ``contexts`` in turn: ``len(seen[b])`` of them beside context b, of which the a-th sees the
+        first ``seen[b][a]`` positions.
+        """
+        size = self.config.block
+        x = embedded.flatten(0, 1)
+        cos, sin = self.rope((position[:, None] + torch.arange(size, device=position.device)).flatten())
+        counts = [len(its) for its in seen]
+        for i, layer in enumerate(self.layers):
+            attention: BlockAttention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            k, v = (part.unflatten(0, (-1, size)) for part in attention.keys_values(normed, cos, sin))
+            q = attention.queries(normed, cos, sin).unflatten(0, (-1, size))
+            parts = zip(q.split(counts), k.split(counts), v.split(counts), contexts, seen, strict=True)
+            found = [attend(a, b, c, *context[i], its) for a, b, c, context, its in parts]
+            x = x + attention.o_proj(torch.cat(found).flatten(0, 1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x.unflatten(0, (-1, size))
+        normed_out: Tensor = self.norm(x if self.config.sample_from_anchor else x[:, 1:])
+        return normed_out
+
+    def before(self, tokens: Tensor) -> Tensor | None:
+        """The Markov head's embedding [..., rank] of the tokens before each slot; None without that head."""
+        if self.markov_head is None:
+            return None
+        found: Tensor = self.markov_head.markov_w1(tokens)
+        return found
+
+    def confidence(self, normed: Tensor, before: Tensor | None) -> Tensor | None:
+        """Logits [...] of being accepted, of normed states [..., h]; None without that head."""
+        if self.confidence_head is None:
+            return None
+        reads = before is not None and self.config.confidence_markov
+        found: Tensor = self.confidence_head.proj(torch.cat((normed, before), -1) if reads else normed)
+        return found.squeeze(-1)
+
+    @torch.no_grad()
+    def decide(
+        self, anchor: Tensor, normed: Tensor, logits: Tensor, ids: Tensor, pick: Pick | None = None
+    ) -> BlockDraft:
+        """From normed states [B, K, h] to tokens, slot by slot.
+
+        ``anchor`` int64 [B]; ``logits`` [B, K, D]: the head's, of ``ids`` int64 [D], the target's ids of the draft
+        vocabulary, ascending. ``pick(logits [B, D], slot)`` gives indices int64 [B] into it (None: the likeliest, the
+        lowest id on ties). Without a confidence head the drafter's own probability stands for it.
+        """
+        token, tokens, sure = anchor, [], []
+        biased = logits if self.markov_head is None else logits.clone()
+        for slot in range(self.slots):
+            before, found = self.before(token), biased[:, slot]
+            if before is not None and self.markov_head is not None:
+                found += self.markov_head.markov_w2(before)
+            index = found.argmax(-1) if pick is None else pick(found, slot)
+            chance = self.confidence(normed[:, slot], before)
+            if chance is None:
+                sure.append(found.softmax(-1).gather(-1, index[:, None])[:, 0])
+            else:
+                sure.append(chance.sigmoid())
+            token = ids[index]
+            tokens.append(token)
+        return BlockDraft(torch.stack(tokens, 1), torch.stack(sure, 1), biased)
+
+    @torch.no_grad()
+    def draft(
+        self,
+        anchor: Tensor,
+        position: Tensor,
+        contexts: Sequence[Context],
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        ids: Tensor,
+        pick: Pick | None = None,
+    ) -> BlockDraft:
+        """A block for each of B rows, which sees all of its row's context: what serving calls.
+
+        ``anchor``, ``position`` int64 [B]: the pending tokens and where they stand. ``embed``: tokens int64 [n] to what
+        enters the target's first layer [n, h]; ``head``: normed states [n, h] to logits [n, D] of ``ids``.
+        """
+        tokens = self.inputs(anchor)
+        embedded = embed(tokens.flatten()).view(*tokens.shape, -1)
+        seen = [torch.tensor([len(context[0][0])], device=anchor.device) for context in contexts]
+        normed = self.blocks(embedded, position, contexts, seen)
+        logits = head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
+        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
+        return draft

@@ -1,0 +1,157 @@
+"""A small Llama, as a draft model of its own: distilled from the target, served like any other model.
+
+Names are those of Hugging Face's ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` where query and key heads have norms,
+without ``model.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.drafters.learned.configs import Decoder
+from outpace.errors import Argument, ParameterError
+from outpace.training.networks.layers import Mlp, Norm, Rope, initialise, rotate
+
+Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, kv_heads, n, head_dim]
+Choice = Literal["first", "last", "even"]
+CHOICES = ("first", "last", "even")
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Decoder) -> None:
+        super().__init__()
+        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, inner, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, kv, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, kv, bias=False)
+        self.o_proj = nn.Linear(inner, shape.hidden, bias=False)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = Norm(shape.head_dim, shape.eps), Norm(shape.head_dim, shape.eps)
+        self.qk_norm = shape.qk_norm
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [n, heads, head_dim] of states [n, h]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Decoder) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+
+
+class Student(nn.Module):
+    """``embedding``, ``head`` [V, h] are the model's own; one tensor given as both is tied. ``frozen``: they do not
+    learn, which is cheaper and lets little data go further."""
+
+    def __init__(self, shape: Decoder, embedding: Tensor, head: Tensor, *, frozen: bool, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tied = head is embedding
+        self.embed_tokens = nn.Parameter(embedding, requires_grad=not frozen)
+        self.lm_head = self.embed_tokens if self.tied else nn.Parameter(head, requires_grad=not frozen)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.hidden, shape.eps)
+        self.rope = Rope(shape.head_dim, shape.rope_theta)
+        initialise(self, torch.Generator().manual_seed(seed))
+
+    def take(self, layers: Sequence[Mapping[str, Tensor]], norm: Tensor) -> None:
+        """Begin as these layers of a target (``q`` .. ``down``, ``attn_norm``, ``ffn_norm``, perhaps ``q_norm``,
+        ``k_norm``) under its final ``norm`` [h]. Raises ParameterError for layers of another size or kind."""
+        with torch.no_grad():
+            self.norm.weight.copy_(norm)
+            for i, (layer, given) in enumerate(zip(self.layers, layers, strict=True)):
+                attention, mlp = layer.self_attn, layer.mlp
+                own = {name: getattr(attention, f"{name}_proj").weight for name in "qkvo"}
+                own |= {name: getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")}
+                own |= {"attn_norm": layer.input_layernorm.weight, "ffn_norm": layer.post_attention_layernorm.weight}
+                if self.shape.qk_norm:
+                    own |= {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
+                for name in sorted(own.keys() | given.keys()):
+                    if name not in own or name not in given or own[name].shape != given[name].shape:
+                        raise ParameterError(
+                            f"layer {i} cannot begin as a layer of the target, whose {name} differs: give ",
+                            Argument("init", "scratch"),
+                        )
+                    own[name].copy_(given[name])
+
+    def forward(self, tokens: Tensor, position: Tensor, starts: Sequence[int]) -> Tensor:
+        """Normed states [N, h] of packed sequences: ``tokens``, ``position`` int64 [N], ``starts`` B + 1 bounds."""
+        lengths = [stop - start for start, stop in pairwise(starts)]
+        cos, sin = self.rope(position)
+        x = self.embed_tokens[tokens]
+        for layer in self.layers:
+            q, k, v = layer.self_attn.heads(layer.input_layernorm(x), cos, sin)
+            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            found = [_attend(*(t.transpose(0, 1)[None] for t in part), causal=True)[0] for part in parts]
+            x = x + layer.self_attn.o_proj(torch.cat([t.transpose(0, 1) for t in found]).flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        out: Tensor = self.norm(x)
+        return out
+
+    def step(self, tokens: Tensor, position: int, cache: Cache) -> tuple[Tensor, Cache]:
+        """Normed states [B, h] after one token each of B rows of one length, and their cache with it."""
+        cos, sin = self.rope(torch.full((len(tokens),), position))
+        x, grown = self.embed_tokens[tokens], []
+        for i, layer in enumerate(self.layers):
+            q, k, v = (t[:, :, None] for t in layer.self_attn.heads(layer.input_layernorm(x), cos, sin))
+            if cache:
+                k, v = torch.cat((cache[i][0], k), 2), torch.cat((cache[i][1], v), 2)
+            grown.append((k, v))
+            x = x + layer.self_attn.o_proj(_attend(q, k, v, causal=False).flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x), grown
+
+    @torch.no_grad()
+    def continued(self, prompt: Tensor, count: int, draw: torch.Generator | None = None) -> Tensor:
+        """``prompt`` int64 [n] and ``count`` words of its own at temperature 1 (``draw`` None: the likeliest)."""
+        cos, sin = self.rope(torch.arange(len(prompt)))
+        x, cache, said = self.embed_tokens[prompt], [], []
+        for layer in self.layers:
+            q, k, v = (t.transpose(0, 1)[None] for t in layer.self_attn.heads(layer.input_layernorm(x), cos, sin))
+            cache.append((k, v))
+            x = x + layer.self_attn.o_proj(_attend(q, k, v, causal=True)[0].transpose(0, 1).flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        hidden = self.norm(x[-1:])
+        for i in range(count):
+            logits = hidden @ self.lm_head.T
+            drawn = None if draw is None else torch.multinomial(logits.softmax(-1), 1, generator=draw)[:, 0]
+            token = logits.argmax(-1) if drawn is None else drawn
+            said.append(token)
+            if i + 1 < count:
+                hidden, cache = self.step(token, len(prompt) + i, cache)
+        return torch.cat((prompt, *said))
+
+
+def chosen_layers(layers: int, wanted: int, how: Choice) -> list[int]:
+    """Which of ``layers`` layers a student of ``wanted`` begins as; "even" has the first and the last.
+
+    Raises ParameterError when there are not so many.
+    """
+    if not 1 <= wanted <= layers:
+        raise ParameterError(Argument("layers", wanted), f" is out of range: the target has {layers}")
+    if how == "first":
+        return list(range(wanted))
+    if how == "last":
+        return list(range(layers - wanted, layers))
+    if wanted == 1:
+        return [layers - 1]
+    return [round(i * (layers - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """[B, heads, n, d] of ``q`` [B, heads, n, d] and ``k``, ``v`` [B, kv_heads, m, d]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])

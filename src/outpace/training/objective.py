@@ -1,0 +1,116 @@
+"""The seam between the training loop and what is trained: a batch of packed sequences, an objective, its simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """B sequences, packed one after the other without padding: N tokens in all.
+
+    ``tokens`` int64 [N]; ``starts`` bounds the sequences (B + 1 numbers); ``position`` int64 [N] within the sequence.
+    ``loss_mask`` bool [N]: whether what the target says *after* this position counts, so an answer's are the prompt's
+    last position to its own last but one. ``states`` float32 or bfloat16 [N, T + 1, h]: the taps, then the state before
+    the final norm. ``seed``: of whatever is drawn for this batch, so that nothing depends on which process has it.
+    """
+
+    tokens: Tensor
+    starts: tuple[int, ...]
+    position: Tensor
+    loss_mask: Tensor
+    states: Tensor
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def sequence(self) -> Tensor:
+        """int64 [N]: which sequence a token belongs to."""
+        counts = torch.tensor([b - a for a, b in pairwise(self.starts)])
+        return torch.repeat_interleave(torch.arange(self.sequences), counts)
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [N]: where a token's sequence ends."""
+        return torch.tensor(self.starts[1:])[self.sequence]
+
+    @staticmethod
+    def pack(tokens: Sequence[np.ndarray], states: Sequence[Tensor], first: Sequence[int], seed: int = 0) -> TrainBatch:
+        """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; ``first[b]``: from where the loss counts."""
+        starts = [0]
+        masks = []
+        for its, begin in zip(tokens, first, strict=True):
+            starts.append(starts[-1] + len(its))
+            mask = torch.zeros(len(its), dtype=torch.bool)
+            mask[max(begin, 0) : len(its) - 1] = True
+            masks.append(mask)
+        return TrainBatch(
+            tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+            starts=tuple(starts),
+            position=torch.cat([torch.arange(len(its)) for its in tokens]),
+            loss_mask=torch.cat(masks),
+            states=torch.cat(list(states)),
+            seed=seed,
+        )
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What drafting would have brought on recorded answers. Sums, so that batches add up."""
+
+    steps: int  # target forwards of the walk through the answers
+    tokens: int  # that they gained
+    tried: np.ndarray  # int64 [k]: starts at which the draft's first i tokens were right
+    right: np.ndarray  # int64 [k]: and token i, too
+
+    def __add__(self, other: Simulated) -> Simulated:
+        return Simulated(
+            self.steps + other.steps, self.tokens + other.tokens, self.tried + other.tried, self.right + other.right
+        )
+
+    def sums(self) -> list[float]:
+        """As numbers that add up; ``of`` is the way back."""
+        return [self.steps, self.tokens, *self.tried.tolist(), *self.right.tolist()]
+
+    @staticmethod
+    def of(sums: Sequence[float]) -> Simulated:
+        steps, tokens, *rest = (round(value) for value in sums)
+        half = len(rest) // 2
+        return Simulated(steps, tokens, np.array(rest[:half], np.int64), np.array(rest[half:], np.int64))
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By position of the draft, given that everything before it was accepted; over all starts."""
+        return [float(value) for value in self.right / np.maximum(self.tried, 1)]
+
+
+class Objective(Protocol):
+    """A network and what it is trained for."""
+
+    network: nn.Module
+
+    def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        """A scalar, the mean over sequences of each one's mean; and figures to print."""
+
+    def simulate(self, batch: TrainBatch) -> Simulated:
+        """On answers that the target gave greedily: what a chain would have brought."""
+
+    def export(self) -> tuple[str, Any, Mapping[str, Any]]:
+        """Method, config and tensors (numpy, canonical names) of a checkpoint."""

@@ -1,0 +1,1 @@
+"""What each method of learned drafter is trained for."""

@@ -1,0 +1,187 @@
+"""What EAGLE is trained for: to say what its target would, for some entries ahead of what the target has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.drafters.learned.configs import EagleConfig
+from outpace.errors import ParameterError
+from outpace.training.losses import frozen_head_loss, loss_named
+from outpace.training.networks.eagle import EagleNetwork
+from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.simulate import walk
+from outpace.training.target import TargetParts
+from outpace.training.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class EagleOptions:
+    """``steps``: unrolled, the first included; ``share`` of the anchors go on after the first. ``decay``: step i counts
+    decay^i. ``candidates``: rows of the head a batch is trained against (0: the whole draft vocabulary). ``noise``: of
+    the taps, as a share of their root mean square; ``dropout``: of whole taps. ``depth``: tokens of a simulated chain.
+    """
+
+    steps: int = 3
+    share: float = 1.0
+    decay: float = 0.9
+    loss: str = "ce"
+    candidates: int = 0
+    noise: float = 0.0
+    dropout: float = 0.0
+    depth: int = 4
+
+    def check(self) -> None:
+        """Raises ParameterError."""
+        loss_named(self.loss)
+        for name, low, high in (("steps", 1, 16), ("share", 0.05, 1), ("decay", 0.05, 1), ("depth", 1, 16)):
+            if not low <= getattr(self, name) <= high:
+                raise ParameterError(f"{name} {getattr(self, name)} is out of range: give {low} to {high}")
+        for name in ("noise", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ParameterError(f"{name} {getattr(self, name)} is out of range: give 0 to below 1")
+        if self.candidates < 0:
+            raise ParameterError(f"candidates {self.candidates} is out of range: give 0 for all, or a number")
+
+
+class EagleObjective:
+    """See ``Objective``. ``target``: embedding, head and norm, all frozen."""
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        target: TargetParts,
+        vocabulary: DraftVocabulary,
+        options: EagleOptions,
+        counts: np.ndarray | None = None,
+    ) -> None:
+        """``counts`` int64 [V]: how often tokens are said; with them, the likeliest wrong candidates come along."""
+        options.check()
+        self.network, self.target, self.options = network, target, options
+        self.vocabulary = vocabulary
+        self.ids = torch.from_numpy(vocabulary.ids)
+        self.place = torch.from_numpy(vocabulary.place)
+        self.head = target.head[self.ids].contiguous()
+        frequency = np.zeros(len(vocabulary), np.int64) if counts is None else counts[vocabulary.ids]
+        self._frequent = torch.from_numpy(np.argsort(-frequency, kind="stable").copy())
+
+    def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        draw = torch.Generator().manual_seed(batch.seed)
+        options = self.options
+        counts = self._counts(batch)
+        # Where the target may be heard: p at position i is of token i + 1.
+        anchors = self._anchors(batch, counts, draw)
+        chosen, offset = self._candidates(batch, draw)
+        head = self.head if chosen is None else self.head[chosen]
+        heard = torch.nonzero(counts).flatten()
+        with torch.no_grad():
+            logits = self.target.norm(batch.states[heard, -1]) @ head.T
+            p = torch.softmax(logits if offset is None else logits.add_(offset), -1)
+        row = torch.full((len(batch),), -1)
+        row[heard] = torch.arange(len(heard))
+        outputs = self.network.unroll(
+            self._disturbed(batch.states[:, :-1].float(), draw),
+            self.target.embed(batch.tokens),
+            batch.position,
+            batch.starts,
+            anchors,
+        )
+        total = outputs[0].new_zeros(())
+        figures: dict[str, float] = {}
+        weights = sum(options.decay**s for s in range(options.steps))
+        sequence = batch.sequence
+        for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
+            mine = torch.nonzero(counts[at + s + 1]).flatten()
+            if not len(mine):
+                continue
+            of = sequence[at[mine]]
+            per = torch.bincount(of, minlength=batch.sequences).clamp_min(1)
+            weight = (options.decay**s / (weights * batch.sequences)) / per[of].float()
+            its, said = frozen_head_loss(normed[mine], head, offset, p[row[at[mine] + s + 1]], weight, options.loss)
+            total = total + its
+            figures[f"accept{s}"], figures[f"agree{s}"] = said.mean(0).tolist()
+        return total, figures
+
+    @torch.no_grad()
+    def simulate(self, batch: TrainBatch) -> Simulated:
+        depth = self.options.depth
+        ends = batch.ends
+        every = torch.arange(len(batch))
+        # A draft beyond the answer's end is neither right nor wrong: it is not tried.
+        anchors = [every[every + s + 2 <= ends] for s in range(depth)]
+        outputs = self.network.unroll(
+            batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts, anchors
+        )
+        right = torch.zeros(len(batch), depth, dtype=torch.bool)
+        tried = torch.zeros(len(batch), depth, dtype=torch.bool)
+        for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
+            inside = at + s + 2 < ends[at]
+            kept, normed = at[inside], normed[inside]
+            best = torch.cat([(part @ self.head.T).argmax(-1) for part in normed.split(256)] or [kept])
+            right[kept, s] = self.ids[best] == batch.tokens[kept + s + 2]
+            tried[kept, s] = True
+        return walk(batch, right.numpy(), tried.numpy())
+
+    def export(self) -> tuple[str, EagleConfig, Mapping[str, Any]]:
+        tensors = {name: value.detach().numpy().copy() for name, value in self.network.state_dict().items()}
+        return "eagle", self.network.config, {**tensors, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+
+    def _counts(self, batch: TrainBatch) -> Tensor:
+        """bool [N]: positions after which the target is listened to; what it says there is in the draft vocabulary.
+
+        What was said stands for the target's likeliest token: forming all logits costs more than the whole network.
+        """
+        following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
+        return batch.loss_mask & (self.place[following] >= 0)
+
+    def _anchors(self, batch: TrainBatch, counts: Tensor, draw: torch.Generator) -> list[Tensor]:
+        every, ends = torch.arange(len(batch)), batch.ends
+        anchors = [every[every + 2 <= ends]]
+        kept = torch.ones(len(batch), dtype=torch.bool)
+        if self.options.share < 1:
+            kept = torch.rand(len(batch), generator=draw) < self.options.share
+        # An anchor goes on while any of its later predictions counts.
+        useful = torch.zeros(len(batch), dtype=torch.bool)
+        later: list[Tensor] = []
+        for s in range(self.options.steps - 1, 0, -1):
+            reach = every[every + s + 2 <= ends]
+            useful[reach] |= counts[reach + s + 1]
+            later.append(reach[(useful & kept)[reach]])
+        return anchors + later[::-1]
+
+    def _candidates(self, batch: TrainBatch, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
+        """Draft ids that this batch is trained against, and what is added to their logits; None: all of them.
+
+        What the batch says, then what is said most, then others drawn evenly: these stand for all that were not drawn,
+        so the logarithm of how many each stands for is added, for p and q alike.
+        """
+        size, count = len(self.vocabulary), self.options.candidates
+        if not count or count >= size:
+            return None, None
+        chosen = torch.zeros(size, dtype=torch.bool)
+        said = self.place[batch.tokens]
+        chosen[said[said >= 0]] = True
+        chosen[self._frequent[: count // 4]] = True
+        sure = int(chosen.sum())
+        rest = torch.nonzero(~chosen).flatten()
+        drawn = rest[torch.randperm(len(rest), generator=draw)[: max(count - sure, count // 8)]]
+        offset = torch.zeros(size)
+        offset[drawn] = float(np.log(len(rest) / max(len(drawn), 1)))
+        chosen[drawn] = True
+        found = torch.nonzero(chosen).flatten()
+        return found, offset[found]
+
+    def _disturbed(self, taps: Tensor, draw: torch.Generator) -> Tensor:
+        """Taps [N, T, h] with noise, some of them left out and the others of that position scaled up."""
+        if self.options.noise:
+            size = taps.square().mean(-1, keepdim=True).sqrt_() * self.options.noise
+            taps = taps + size * torch.randn(taps.shape, generator=draw)
+        if self.options.dropout:
+            kept = torch.rand(taps.shape[:2], generator=draw) >= self.options.dropout
+            taps = taps * (kept / (1 - self.options.dropout))[..., None]
+        return taps

@@ -1,0 +1,217 @@
+"""DSpark's objective: blocks at anchors drawn from every sequence (arXiv 2607.05147)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.drafters.learned.configs import ParallelConfig
+from outpace.errors import Argument, ParameterError
+from outpace.training import losses
+from outpace.training.candidates import Candidates
+from outpace.training.chunks import in_chunks, sequence_weights
+from outpace.training.networks.parallel import BlockDraft, ParallelNetwork
+from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.prefixes import best_prefix
+from outpace.training.simulate import walk
+from outpace.training.target import TargetParts
+from outpace.training.vocabulary import DraftVocabulary
+
+_ANCHORS = 32  # blocks whose logits are held at a time
+_TOGETHER = 512  # blocks that are drafted at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """``anchors``: blocks for each position that counts; slot k weighs e^(-k / ``slope``). ``candidates``: rows of the
+    head a batch is trained against (0: all). The others weigh losses.
+
+    ``length``: of what is missing of the expected accepted length (D-PACE's aim, arXiv 2605.18810), a share of a
+    block's slots. ``confidence_of``: what the confidence head learns: "agreement", whether greedy decoding accepts a
+    slot, or "overlap", how often sampling does, which is DSpark's.
+    """
+
+    anchors: float = 0.25
+    candidates: int = 2048
+    slope: float = 4.0
+    cross_entropy: float = 0.1
+    l1: float = 0.9
+    length: float = 0.0
+    confidence: float = 1.0
+    confidence_of: str = "agreement"
+
+    def check(self) -> None:
+        """Raises ParameterError."""
+        if not 0 < self.anchors <= 1:
+            raise ParameterError(Argument("anchors", self.anchors), " is out of range: give more than 0, at most 1")
+        if self.candidates < 0:
+            raise ParameterError(Argument("candidates", self.candidates), " is out of range: give 0 for all, or more")
+        if not self.slope > 0:
+            raise ParameterError(Argument("slope", self.slope), " is out of range: give more than 0")
+        for name in ("cross_entropy", "l1", "length", "confidence"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ParameterError(Argument(name, getattr(self, name)), " is no weight: give 0 or more")
+        if self.confidence_of not in ("agreement", "overlap"):
+            raise ParameterError(Argument("confidence_of", self.confidence_of), ": use agreement or overlap")
+
+
+class ParallelObjective:
+    """See ``Objective``. ``target``: embedding, head and norm, all frozen."""
+
+    def __init__(
+        self,
+        network: ParallelNetwork,
+        target: TargetParts,
+        vocabulary: DraftVocabulary,
+        options: ParallelOptions,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """``counts`` int64 [V]: how often tokens are said; the likeliest ones are candidates then."""
+        options.check()
+        self._candidates = Candidates(vocabulary, counts, options.candidates)
+        self.network, self.target, self.vocabulary, self.options = network, target, vocabulary, options
+        self.ids, self.place = torch.from_numpy(vocabulary.ids), torch.from_numpy(vocabulary.place)
+        self.head = target.head[self.ids].contiguous()
+
+    def anchors(self, batch: TrainBatch) -> Tensor:
+        """Where blocks begin: packed indices int64 [A], ascending, drawn anew for every batch's seed."""
+        draw = torch.Generator().manual_seed(batch.seed)
+        order = torch.rand(len(batch), generator=draw).masked_fill(~batch.loss_mask, math.inf)
+        chosen = []
+        for start, stop in pairwise(batch.starts):
+            count = math.ceil(self.options.anchors * int(batch.loss_mask[start:stop].sum()))
+            chosen.append(start + order[start:stop].argsort()[:count].sort().values)
+        return torch.cat(chosen)
+
+    def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        network, options, slots = self.network, self.options, self.network.slots
+        at = self.anchors(batch)
+        if not len(at):
+            return torch.zeros(()), {}
+        normed = self._normed(batch, at)
+        index, there = self._slots(batch, at)
+        following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
+        counts = there & batch.loss_mask[index] & (self.place[following] >= 0)
+        raw = torch.exp(-torch.arange(slots) / options.slope) * counts
+        weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
+            raw
+        )
+        before = network.before(batch.tokens[index])
+        with torch.no_grad():
+            heard = self.target.norm(batch.states[:, -1])
+        drawn = self._candidates.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        head, offset = (self.head, None) if drawn is None else (self.head[drawn[0]], drawn[1])
+
+        def piece(start: int, stop: int, normed: Tensor, *markov: Tensor) -> tuple[Tensor, Tensor]:
+            logits = normed @ head.T
+            if markov:
+                logits = logits + markov[0] @ markov[1].T
+            with torch.no_grad():
+                wanted = heard[index[start:stop]] @ head.T
+                p = torch.softmax(wanted if offset is None else wanted.add_(offset), -1)
+            if offset is not None:
+                logits = logits + offset
+            w = weight[start:stop]
+            cross, apart = losses.soft_cross_entropy(logits, p), losses.total_variation(logits, p)
+            total = (w * (options.cross_entropy * cross + 2 * options.l1 * apart)).sum()
+            if options.length:
+                inside = counts[start:stop]
+                share = losses.expected_length((1 - apart) * inside) / inside.sum(-1).clamp_min(1)
+                total = total + options.length * (w.sum(-1) * (1 - share)).sum()
+            agree = logits.argmax(-1) == p.argmax(-1)
+            return total, torch.stack((cross, 1 - apart, agree.to(cross.dtype)), -1).detach()
+
+        markov_head = network.markov_head
+        if before is None or markov_head is None:
+            total, facts = in_chunks(piece, _ANCHORS, (normed,))
+        else:
+            rows = markov_head.markov_w2.weight if drawn is None else markov_head.markov_w2.weight[drawn[0]]
+            total, facts = in_chunks(piece, _ANCHORS, (normed, before), (rows,))
+        figures = _figures(facts, counts)
+        sure = network.confidence(normed, before)
+        if sure is not None:
+            goal = facts[..., 2 if options.confidence_of == "agreement" else 1]
+            missed = F.binary_cross_entropy_with_logits(sure, goal, reduction="none")
+            total = total + options.confidence * (weight * missed).sum()
+            figures["confidence"] = float((missed.detach() * counts).sum() / counts.sum().clamp_min(1))
+        return total, figures
+
+    def simulate(self, batch: TrainBatch) -> Simulated:
+        right, tried, _ = self._tried(batch)
+        return walk(batch, right, tried)
+
+    def simulate_prefixes(self, batch: TrainBatch, cost: float) -> tuple[Simulated, int, int]:
+        """As ``simulate``, with the prefix that the confidence makes worth verifying where a token more in a draft
+        takes ``cost`` of a plain step; and how many tokens are drafted in all, at how many starts."""
+        right, tried, confidence = self._tried(batch)
+        cut = best_prefix(confidence, cost)
+        sent = np.arange(right.shape[1])[None, :] < cut[:, None]
+        return walk(batch, right & sent, tried & sent), int((sent & tried).sum()), int(tried[:, 0].sum())
+
+    def export(self) -> tuple[str, ParallelConfig, Mapping[str, Any]]:
+        tensors = {name: value.detach().numpy().copy() for name, value in self.network.state_dict().items()}
+        return "parallel", self.network.config, {**tensors, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+
+    @torch.no_grad()
+    def _tried(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the block drafted after each entry, [N, K]: whether a slot is right, whether the answer has it, and the
+        confidence in it. Entry i has token i + 1 as its anchor."""
+        slots = self.network.slots
+        right, tried = np.zeros((len(batch), slots), bool), np.zeros((len(batch), slots), bool)
+        confidence = np.zeros((len(batch), slots), np.float32)
+        counts = batch.loss_mask.clone()
+        counts[1:] &= batch.loss_mask[:-1]
+        counts[list(batch.starts[:-1])] = False
+        for at in torch.nonzero(counts).flatten().split(_TOGETHER):
+            index, there = self._slots(batch, at)
+            draft = self._draft(batch, at)
+            following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
+            entry = at.numpy() - 1
+            right[entry] = (there & (draft.tokens == following)).numpy()
+            tried[entry] = there.numpy()
+            confidence[entry] = draft.confidence.numpy()
+        return right, tried, confidence
+
+    def _draft(self, batch: TrainBatch, at: Tensor) -> BlockDraft:
+        normed = self._normed(batch, at)
+        draft: BlockDraft = self.network.decide(batch.tokens[at], normed, normed @ self.head.T, self.ids)
+        return draft
+
+    def _normed(self, batch: TrainBatch, at: Tensor) -> Tensor:
+        """Normed states [A, K, h] of blocks at packed indices ``at`` int64 [A], ascending."""
+        bounds = torch.searchsorted(at, torch.tensor(batch.starts)).tolist()
+        needed = [(start, at[a:b]) for (a, b), start in zip(pairwise(bounds), batch.starts, strict=False) if a < b]
+        # Nothing beyond a sequence's last anchor is seen.
+        reach = [torch.arange(start, int(its[-1])) for start, its in needed]
+        every = torch.cat(reach)
+        context = self.network.context(batch.states[every, :-1].float(), batch.position[every])
+        sizes = [len(its) for its in reach]
+        parts = zip(*(zip(k.split(sizes), v.split(sizes), strict=True) for k, v in context), strict=True)
+        tokens = self.network.inputs(batch.tokens[at])
+        embedded = self.target.embed(tokens.flatten()).view(*tokens.shape, -1)
+        seen = [its - start for start, its in needed]
+        return self.network.blocks(embedded, batch.position[at], [list(its) for its in parts], seen)
+
+    def _slots(self, batch: TrainBatch, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens before those that slots say stand: packed indices [A, K]; whether the sequence goes on."""
+        last = batch.ends[at][:, None] - 1
+        index = at[:, None] + torch.arange(self.network.slots)
+        return torch.minimum(index, last), index < last
+
+
+def _figures(facts: Tensor, counts: Tensor) -> dict[str, float]:
+    """Means over slots that count, of cross-entropy, and by slot of acceptance and agreement."""
+    found = {"cross_entropy": float((facts[..., 0] * counts).sum() / counts.sum().clamp_min(1))}
+    by_slot = ((facts * counts[..., None]).sum(0) / counts.sum(0).clamp_min(1)[:, None]).tolist()
+    for k, (_, accept, agree) in enumerate(by_slot):
+        found[f"accept{k}"], found[f"agree{k}"] = accept, agree
+    return found

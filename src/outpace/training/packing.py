@@ -1,0 +1,67 @@
+"""Which answers are trained on when: an epoch's order, cut into batches of about as many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from outpace.errors import ParameterError
+from outpace.training.data import Answers
+from outpace.training.objective import TrainBatch
+
+
+class States(Protocol):
+    """Where the target's hidden states come from: ``states.TapSource``."""
+
+    def plan(self, order: Sequence[int]) -> None:
+        """What will be asked for next, in order."""
+
+    def states(self, i: int) -> Tensor:
+        """[L, T + 1, h] of answer i."""
+
+    def close(self) -> None: ...
+
+
+class Packing:
+    """Batches of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
+
+    Order and seeds follow from ``seed`` and the epoch alone, so that training can go on anywhere.
+    """
+
+    def __init__(self, answers: Answers, states: States, budget: int, longest: int, prompts: bool, seed: int) -> None:
+        if longest > budget:
+            raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
+        self.answers, self._states = answers, states
+        self.budget, self.longest, self.prompts, self.seed = budget, longest, prompts, seed
+        self._lengths = np.minimum(answers.lengths(), longest)
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """Every answer once, in batches."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.answers))
+        return self.cut(order.tolist())
+
+    def cut(self, order: Sequence[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        room = 0
+        for i in order:
+            length = int(self._lengths[i])
+            if length > room:
+                batches.append([])
+                room = self.budget
+            batches[-1].append(i)
+            room -= length
+        return batches
+
+    def plan(self, batches: Sequence[Sequence[int]]) -> None:
+        """Say what ``batch`` will be asked for, so that states can be computed ahead."""
+        self._states.plan([i for batch in batches for i in batch])
+
+    def batch(self, members: Sequence[int], seed: int = 0) -> TrainBatch:
+        """The answers ``members``, with their states."""
+        its = [self.answers[i] for i in members]
+        states = [self._states.states(i)[: self.longest] for i in members]
+        first = [0 if self.prompts else answer.prompt_length - 1 for answer in its]
+        return TrainBatch.pack([answer.tokens[: self.longest] for answer in its], states, first, seed)

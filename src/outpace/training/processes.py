@@ -1,0 +1,68 @@
+"""One process that trains, or several that ``accelerate launch`` or ``torchrun`` started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Team:
+    """``rank`` of ``size`` processes. Alone unless the environment says otherwise."""
+
+    def __init__(self) -> None:
+        self._accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from accelerate import Accelerator
+
+            self._accelerator = Accelerator(cpu=not torch.cuda.is_available())
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._accelerator is None else int(self._accelerator.process_index)
+
+    @property
+    def size(self) -> int:
+        return 1 if self._accelerator is None else int(self._accelerator.num_processes)
+
+    def add_gradients(self, network: nn.Module) -> None:
+        """Every process gets the sum of all gradients."""
+        if self._accelerator is None:
+            return
+        params = [p for p in network.parameters() if p.requires_grad]
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in params])
+        flat = self._accelerator.reduce(flat, "sum")
+        for p, its in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = its.view_as(p).clone()
+
+    def add(self, numbers: Iterable[float]) -> list[float]:
+        """Sums over the processes."""
+        values: Tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        if self._accelerator is not None:
+            values = self._accelerator.reduce(values, "sum")
+        return [float(value) for value in values]
+
+    def close(self) -> None:
+        """End the processes' group."""
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+            if torch.distributed.is_initialized():  # some versions of accelerate end it themselves
+                torch.distributed.destroy_process_group()
+            self._accelerator = None
+
+
+def keep_memory() -> None:
+    """Have the C library keep what is freed: a step takes and gives back gigabytes, and fresh pages cost time.
+
+    glibc's own setting; elsewhere nothing is changed.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        top_pad, trim, mmap = -2, -1, -3  # M_TOP_PAD, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        libc.mallopt(mmap, 1 << 30)
+        libc.mallopt(trim, (1 << 31) - 1)
+        libc.mallopt(top_pad, 64 << 20)

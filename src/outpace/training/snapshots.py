@@ -1,0 +1,49 @@
+"""Snapshots of a training run: written whole or not at all, and refused beside anything else than what made them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.errors import Argument, TrainingError
+from outpace.files import replacing
+
+NAME = "snapshot.pt"
+FORMAT = 1
+
+
+def save(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Write ``state`` (tensors and plain values). ``identity``: what has to be the same to go on. Raises OSError."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "identity": dict(identity), "state": dict(state)}, buffer)
+    with replacing(folder / NAME) as file:
+        file.write(buffer.getbuffer())
+
+
+def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state that ``save`` wrote last; None where there is none.
+
+    Raises TrainingError for a snapshot of other data, another target or another recipe, and for one that is damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        found = torch.load(path, weights_only=True)
+        known, state = found["identity"], found["state"]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
+    if found.get("format") != FORMAT:
+        raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
+    for name in sorted({*known, *identity}):
+        if known.get(name) != identity.get(name):
+            raise TrainingError(
+                f"{path} was made with {name} {known.get(name)}, not {identity.get(name)}: go on with what it was made "
+                "with, or give another folder as ", Argument("out"),
+            )  # fmt: skip
+    return dict(state)

@@ -1,0 +1,217 @@
+"""Hidden states of the target along whole answers: what a learned drafter reads. Computed, or kept beside the answers.
+
+Kept ones are bfloat16 [sum of L][T + 1][h] in ``taps-00000.bin``, beside the shard of answers of that number: the taps,
+then the state before the final norm. Computed ones are rounded alike, so that it cannot show which were read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outpace.arrays import F32, I32
+from outpace.errors import Argument, DataError, NotFiniteError, ParameterError
+from outpace.models.base import Batch
+from outpace.models.fingerprint import ARITHMETIC, difference, identity
+from outpace.models.load import load
+from outpace.models.options import LoadOptions
+from outpace.training import folder as folders
+from outpace.training.data import Answers
+from outpace.units import format_bytes
+
+if TYPE_CHECKING:
+    from outpace.models.base import Model
+
+BF16 = npt.NDArray[np.uint16]  # the upper halves of float32
+CHUNK = 256  # tokens a forward
+
+
+def default_layers(layers: int) -> tuple[int, ...]:
+    """EAGLE-3's taps, as outputs of layers counted from 0: of 1, N // 2 - 1 and N - 4. Raises ParameterError."""
+    if layers < 8:
+        raise ParameterError(
+            f"a target of {layers} layers is too small for the usual taps: give ", Argument("layers"), " yourself"
+        )
+    return 1, layers // 2 - 1, layers - 4
+
+
+def with_last(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """The layers to tap: ``layers``, then the last of ``count``, whose output the final norm reads."""
+    if not all(0 <= layer < count for layer in layers):
+        raise ParameterError(Argument("layers", list(layers)), f" are not all in the target: it has 0 to {count - 1}")
+    return (*layers, count - 1)
+
+
+def bfloat16(values: F32) -> BF16:
+    """Rounded to nearest, ties to even. Raises NotFiniteError."""
+    if not np.isfinite(values).all():
+        raise NotFiniteError("the target's hidden states are NaN or infinite: check its weights")
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def forward_states(model: Model, sequences: Sequence[I32], layers: tuple[int, ...]) -> Iterator[BF16]:
+    """The outputs of ``layers`` along each of ``sequences`` int32 [L]: [L, len(layers), h], in order.
+
+    Forwards are filled with the tokens of as many sequences as fit. Rows that it takes are free again at the end, also
+    when the caller stops early.
+    """
+    rows: dict[int, int] = {}  # sequence: its row
+    parts: dict[int, list[BF16]] = {}
+    at = [0] * len(sequences)
+    first = 0  # the first sequence that is not finished
+    try:
+        while first < len(sequences):
+            room, here = CHUNK, list[tuple[int, int]]()  # sequences in this forward, and how many tokens of each
+            for i in range(first, len(sequences)):
+                count = min(room, len(sequences[i]) - at[i])
+                here.append((i, count))
+                room -= count
+                if not room:
+                    break
+            for i, _ in here:
+                if i not in rows:
+                    rows[i], parts[i] = model.kv.alloc(), []
+            tokens = [sequences[i][at[i] : at[i] + count] for i, count in here]
+            batch = Batch.pack(
+                [rows[i] for i, _ in here], tokens, [at[i] for i, _ in here], [False] * len(here), taps=layers
+            )
+            states = bfloat16(model.forward(batch).taps(np.arange(len(batch), dtype=np.int32)).numpy())
+            for (i, count), start in zip(here, batch.starts.tolist(), strict=False):
+                parts[i].append(states[start : start + count])
+                at[i] += count
+            while first < len(sequences) and at[first] == len(sequences[first]):
+                model.kv.free(rows.pop(first))
+                yield np.concatenate(parts.pop(first))
+                first += 1
+    finally:
+        for row in rows.values():
+            model.kv.free(row)
+
+
+def open_target(meta: Mapping[str, Any], threads: int | None = None) -> Model:
+    """The target of a folder of answers, loaded as it was when it gave them. Raises ModelError, DataError."""
+    options = LoadOptions(**{**meta["load"], "threads": threads})
+    model, _ = load(meta["model"], options)
+    check_target(meta, model, options)
+    return model
+
+
+def check_target(meta: Mapping[str, Any], model: Model, options: LoadOptions) -> None:
+    """Raises DataError when ``model`` is not the one that gave the answers."""
+    if (what := difference(meta["target"], identity(model, options), ARITHMETIC)) is not None:
+        raise DataError(f"these answers are another target's ({what}): train beside that one, or make answers anew")
+
+
+def state_bytes(layers: int, hidden: int) -> int:
+    """What a token takes: ``layers`` states of ``hidden`` numbers."""
+    return 2 * layers * hidden
+
+
+class Cache:
+    """The kept states of a folder: what there is, what is missing, and making the rest.
+
+    ``layers``: the taps, without the last layer (None: those that the folder has, else EAGLE-3's). Raises DataError for
+    a folder that keeps others.
+    """
+
+    def __init__(self, path: Path, layers: Sequence[int] | None = None) -> None:
+        self.path = path
+        self.answers = Answers.open(path)
+        meta = self.answers.meta
+        count = int(meta["target"]["layers"])
+        has = tuple(meta["taps"]["layers"]) if "taps" in meta else None
+        kept = sorted(path.glob("taps-*"))
+        wanted = has or default_layers(count) if layers is None else tuple(layers)
+        if kept and wanted != has:
+            raise DataError(
+                f"{path} keeps the taps {list(has or ())}, not {list(wanted)}: ask for those, or remove {kept[0].name} "
+                "and the like"
+            )
+        self.layers = with_last(wanted, count)
+        hidden = int(meta["target"]["hidden_size"])
+        self.bytes_per_token = state_bytes(len(self.layers), hidden)
+        starts, bounds = self.answers.columns.starts, self.answers.columns.shards
+        self.sizes: list[int] = (np.diff(starts[bounds]) * self.bytes_per_token).tolist()
+
+    @property
+    def bytes(self) -> int:
+        """What all states take."""
+        return sum(self.sizes)
+
+    @property
+    def missing(self) -> int:
+        """What is still to be written."""
+        there = (self._there(number) for number in range(len(self.sizes)))
+        return self.bytes - sum(path.stat().st_size for path in there if path is not None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do."""
+        paths = (folders.taps_path(self.path, number) for number in range(len(self.sizes)))
+        return all(p.exists() and p.stat().st_size == size for p, size in zip(paths, self.sizes, strict=True))
+
+    def check_room(self) -> None:
+        """Raises DataError when the disk cannot hold what is missing."""
+        check_room(self.path, self.missing, "the taps")
+
+    def fill(self, model: Model, done: Callable[[int, int], None] = lambda answers, tokens: None) -> int:
+        """Compute what is missing; tokens computed. ``done(answers, tokens)`` hears of every answer.
+
+        What is written stays, whatever ends it: the next ``fill`` goes on behind it. Raises DataError for a full disk.
+        """
+        self.check_room()
+        meta = {**folders.read_meta(self.path), "taps": {"layers": list(self.layers[:-1]), "dtype": "bfloat16"}}
+        with folders.writing(self.path, "nothing was begun"):
+            folders.write_meta(self.path, meta)
+        total = 0
+        for number in range(len(self.sizes)):
+            total += self._fill(number, model, done)
+        return total
+
+    def _there(self, number: int) -> Path | None:
+        """The file with a shard's states, as far as there are some."""
+        whole = folders.taps_path(self.path, number)
+        return next((path for path in (whole, whole.with_suffix(".part")) if path.exists()), None)
+
+    def _fill(self, number: int, model: Model, done: Callable[[int, int], None]) -> int:
+        whole = folders.taps_path(self.path, number)
+        part = whole.with_suffix(".part")
+        starts, bounds = self.answers.columns.starts, self.answers.columns.shards
+        its = starts[bounds[number] : bounds[number + 1] + 1] - starts[bounds[number]]
+        if whole.exists() and whole.stat().st_size == self.sizes[number]:
+            done(len(its) - 1, 0)
+            return 0
+        with folders.writing(whole, "what was written before is kept"):
+            if whole.exists():  # its shard has grown since
+                whole.replace(part)
+            have = part.stat().st_size // self.bytes_per_token if part.exists() else 0
+            first = int(np.searchsorted(its, have, side="right")) - 1  # answers whose states are whole
+            if have > its[-1]:
+                raise DataError(f"{part} is larger than its answers' states: remove it, and run the same command again")
+            with part.open("ab") as file:
+                file.truncate(int(its[first]) * self.bytes_per_token)
+                done(first, 0)
+                sequences = [self.answers[i].tokens for i in range(bounds[number] + first, bounds[number + 1])]
+                for states in forward_states(model, sequences, self.layers):
+                    file.write(states.tobytes())
+                    done(1, len(states))
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(whole)
+        return int(its[-1] - its[first])
+
+
+def check_room(path: Path, size: int, what: str) -> None:
+    """Raises DataError when ``size`` more bytes are not free where ``path`` lies."""
+    free = folders.free_space(path)
+    if size > free:
+        raise DataError(
+            f"{what} would take {format_bytes(size)}, and {format_bytes(free)} are free on the disk of {path}: "
+            f"{format_bytes(size - free)} are missing"
+        )

@@ -1,0 +1,357 @@
+"""``eagle`` on tiny models of both backends: what it drafts, and that plain decoding's tokens are said.
+
+What a drafter's rows hold is judged by what it says from them, against one that reads everything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
+from outpace.drafters.base import DraftContext, DraftCost, Drafter, Event, RowView
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.choices import RIVALS, chosen, likeliest
+from outpace.drafters.learned.eagle import CATCH_UP, EagleDrafter
+from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.torch_head import TorchHead
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.registry import build, parse
+from outpace.errors import DrafterError
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.base import Batch, Model
+from outpace.models.options import LoadOptions
+from tests import eagles
+from tests.driving import finished
+from tests.integration.conftest import VOCAB, Load
+
+TAPS = (0, 1, 2)
+IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True},
+]
+
+
+def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **options: Any) -> EagleDrafter:
+    head = TorchHead(model, checkpoint, limit=limit)
+    return EagleDrafter(head, checkpoint.config.taps, "eagle", model.info.vocab_size, **options)
+
+
+def view(row: int, tokens: list[int], params: SamplingParams | None = None) -> RowView:
+    chooser = Chooser(params or SamplingParams(), Noise(row), len(tokens))
+    return RowView(row, row, np.array(tokens, np.int32), 2048, chooser, "coupled")
+
+
+class Target:
+    """The target's side of some rows, by hand: what is committed, and the taps of what became final."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.tokens: dict[int, list[int]] = {}
+
+    def start(self, prompt: list[int], drafter: Drafter, chunk: int = 7) -> int:
+        row = self.model.kv.alloc()
+        self.tokens[row] = prompt
+        for at in range(0, len(prompt) - 1, chunk):
+            drafter.observe([self.run(row, at, min(at + chunk, len(prompt) - 1))])
+        return row
+
+    def commit(self, row: int, tokens: list[int]) -> Event:
+        length = len(self.tokens[row])
+        self.tokens[row] = self.tokens[row] + tokens
+        return self.run(row, length - 1, length - 1 + len(tokens))
+
+    def run(self, row: int, start: int, end: int) -> Event:
+        """KV of positions ``start .. end - 1``, and the event that says so."""
+        its = np.array(self.tokens[row], np.int32)
+        batch = Batch.pack([row], [its[start:end]], [start], [False], taps=TAPS)
+        taps = self.model.forward(batch).taps(np.arange(end - start, dtype=np.int32))
+        return Event(row, start + 1, its[start + 1 : end + 1], None, taps)
+
+    def taps(self, row: int) -> Event:
+        """All of the row's, in one go."""
+        self.model.kv.truncate(row, 0)
+        return self.run(row, 0, len(self.tokens[row]) - 1)
+
+
+def propose(
+    drafter: EagleDrafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
+) -> Drafts:
+    return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
+
+
+def assert_same(a: Drafts, i: int, b: Drafts, j: int) -> None:
+    one, other = a.row(i), b.row(j)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert [one.parent(n) for n in range(len(one))] == [other.parent(n) for n in range(len(other))]
+    assert a.confidence is not None
+    assert b.confidence is not None
+    np.testing.assert_allclose(a.confidence[i, : len(one)], b.confidence[j, : len(other)], rtol=2e-3)
+
+
+@pytest.mark.parametrize(("options", "temperature"), [*zip(VARIANTS, (0.0, 0.8, 0.0), strict=True)])
+def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str, Any], temperature: float) -> None:
+    """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked."""
+    params = SamplingParams(temperature=temperature)
+    target, rng = Target(load(3)), np.random.default_rng(1)
+    checkpoint = eagles.random(target.model, IDS, TAPS, **options)
+    drafter, fresh = (eagle(target.model, checkpoint, branch=3) for _ in range(2))
+    rows = [target.start(rng.integers(0, VOCAB, n).tolist(), drafter) for n in (3, 30, 12)]
+    for step in range(5):
+        if step == 3:
+            rows.append(forked(target, drafter, rows[1]))
+        asked = rows if step % 3 else rows[:2]
+        found = propose(drafter, target, asked, 7, params)
+        for i, row in enumerate(asked):
+            fresh.observe([target.taps(row)])
+            assert_same(found, i, propose(fresh, target, [row], 7, params), 0)
+            fresh.release(row)
+        assert (found.widths == 7).all()
+        for i, row in enumerate(rows):
+            draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
+            path = draft.path(int(rng.integers(-1, len(draft))))
+            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, VOCAB))])])
+        drafter.check(rows)
+    for row in rows:
+        drafter.release(row)
+    drafter.check([])
+    assert drafter.bytes == 0
+
+
+def forked(target: Target, drafter: EagleDrafter, row: int) -> int:
+    """A row that shares all but the last five tokens, as the engine makes one of a finished row."""
+    other, common = target.model.kv.alloc(), len(target.tokens[row]) - 5
+    target.model.kv.fork(row, other, common - 1)
+    target.tokens[other] = [*target.tokens[row][:common], 7, 2, 7]
+    drafter.fork(row, other, common)
+    drafter.observe([target.run(other, common - 1, common + 2)])
+    return other
+
+
+def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
+    """Every node's chance is that of its path, fed token by token; the nodes are the likeliest of those expanded."""
+    model = load(3)
+    head = TorchHead(model, eagles.random(model, IDS, TAPS, fc_norm=True))
+    rng = np.random.default_rng(0)
+    entries = rng.integers(0, VOCAB, 9).astype(np.int32)
+    taps = [rng.normal(0, 1, (9, 3, model.info.hidden_size)).astype(np.float32)]
+
+    def after(path: tuple[int, ...]) -> dict[int, float]:
+        """The chances of what follows the path."""
+        head.release(0)
+        logits = head.extend([0], [entries], taps)
+        for token in path:
+            logits = head.extend([0], [np.array([token], np.int32)], [None])
+        p = np.exp(logits[0].astype(np.float64) - logits.max())
+        return dict(zip(IDS, (p / p.sum()).tolist(), strict=True))
+
+    def chance(path: tuple[int, ...]) -> float:
+        return float(np.prod([after(path[:n])[token] for n, token in enumerate(path)]))
+
+    drafts = head.draft([Ask(0, entries, taps[0], 20, 4, len(IDS))])
+    assert head.length(0) == 9
+    draft = drafts.row(0)
+    paths = [tuple(draft.tokens[draft.path(node)].tolist()) for node in range(len(draft))]
+    assert len(set(paths)) == 20
+    assert max(map(len, paths)) > 2
+    assert drafts.confidence is not None
+    np.testing.assert_allclose(drafts.confidence[0], [chance(path) for path in paths], rtol=1e-4)
+    shallow = [first * its for token, first in after(()).items() for its in (1.0, *after((token,)).values())]
+    kept = sorted((chance(path) for path in paths if len(path) <= 2), reverse=True)
+    np.testing.assert_allclose(kept, sorted(shallow, reverse=True)[: len(kept)], rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drafter_like_the_target_drafts_its_choice(seed: int) -> None:
+    """With the target's own logits, what noise and filters choose is the first child; and chances say who is next."""
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.choice(400, 100, replace=False)).astype(np.int32)
+    logits = rng.normal(0, 2, 400).astype(np.float32)
+    logits[np.setdiff1d(np.arange(400), ids)] = -np.inf
+    for params in (SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_p=0.8, top_k=20)):
+        chooser = Chooser(params, Noise(seed), 5)
+        tokens, gains = chosen(logits[ids], ids, chooser, 3, 4)
+        scores = chooser.after([0, 0, 0]).scores(logits)
+        best = np.argsort(-scores, kind="stable")[:RIVALS]
+        assert ids[tokens].tolist() == best[:4].tolist()
+        weights = np.exp(scores[best] - scores[best[0]])
+        np.testing.assert_allclose(np.exp(gains), (weights / weights.sum())[:4], rtol=1e-9)
+
+
+def test_ties_go_to_the_lower_token() -> None:
+    logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, -1.0, -3.0], [-2.0, -2.0, -2.0, -5.0, -1.0, -1.0]])
+    tokens, gains = likeliest(logits, 4)
+    assert tokens == [[1, 3, 0, 2], [4, 5, 0, 1]]
+    np.testing.assert_allclose(gains[0][0], float(torch.log_softmax(logits[0], 0)[1]), rtol=1e-6)
+
+
+def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None:
+    """Also where states never came: those entries are left out, and the rest stays in step."""
+    target = Target(load(3))
+    checkpoint = eagles.random(target.model, IDS, TAPS)
+    drafter, fresh, unseen = (eagle(target.model, checkpoint) for _ in range(3))
+    tokens = np.random.default_rng(2).integers(0, VOCAB, 2 * CATCH_UP + 90).tolist()
+    row = target.model.kv.alloc()
+    target.tokens[row] = tokens
+    target.run(row, 0, 20)  # nobody saw these
+    for at in range(20, len(tokens) - 1, 100):
+        drafter.observe([target.run(row, at, min(at + 100, len(tokens) - 1))])
+        drafter.check([row])
+    found = propose(drafter, target, [row], 5)
+    whole = target.taps(row)
+    assert whole.taps is not None
+    late = np.arange(20, len(tokens) - 1, dtype=np.int32)
+    fresh.observe([Event(row, 21, whole.tokens[20:], None, whole.taps.at(late))])
+    assert_same(found, 0, propose(fresh, target, [row], 5), 0)
+    assert_same(found, 0, propose(drafter, target, [row], 5), 0)  # once more, though nothing is new
+    assert propose(unseen, target, [row], 5).widths.tolist() == [0]
+
+
+def test_without_memory_the_last_row_gives_way(load: Load) -> None:
+    target = Target(load(3))
+    checkpoint = eagles.random(target.model, IDS, TAPS)
+    roomy = eagle(target.model, checkpoint)
+    one = roomy.growth(0, 1)
+    tight = eagle(target.model, checkpoint, limit=2 * one)
+    rows = [target.start([1, 2, 3, 4][: 2 + n], roomy) for n in range(3)]
+    for row in rows:
+        tight.observe([target.taps(row)])
+    expected, found = propose(roomy, target, rows, 4), propose(tight, target, rows, 4)
+    assert found.widths.tolist() == [4, 4, 0]
+    for i in range(2):
+        assert_same(found, i, expected, i)
+    assert tight.bytes == 2 * one
+    tight.check(rows[:2])
+    tight.release(rows[0])
+    tight.observe([target.taps(rows[2])])
+    assert_same(propose(tight, target, [rows[2]], 4), 0, expected, 2)
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+PROMPTS = [[1, 2, 3], [4] * 20, list(range(12)) * 3, [9]]
+
+
+def good(load: Load) -> tuple[Model, Checkpoint]:
+    """A target, and a drafter that knows what follows which token in its answers."""
+    model = load(4)
+    counts = np.zeros((VOCAB, VOCAB))
+    with Engine(load(4)) as plain:
+        for temperature, weight in ((0.0, 10), (2.0, 1)):
+            for result in plain.generate_many(PROMPTS, SamplingParams(max_tokens=20, temperature=temperature, seed=9)):
+                np.add.at(counts, (result.token_ids[:-1], result.token_ids[1:]), weight)
+    return model, eagles.table(model, IDS, (0, 1, 2, 3), np.array(IDS)[counts[:, IDS].argmax(1)].tolist())
+
+
+def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **options: Any) -> list[Any]:
+    options = {"size": 6, "prefill_chunk": 8, "max_rows": 3} | options
+    with Engine(model, drafter=drafter, **options) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params.with_(seed=i))
+        found = list(finished(engine).values())
+    assert not any(result.notes for result in found)
+    return found
+
+
+MASKED = SamplingParams(temperature=2.0, frequency_penalty=0.3, allowed_tokens=[0, 1, 3, 5, 6, 9])
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "options"),
+    [
+        ("chain", SamplingParams(), {}),
+        ("tree", SamplingParams(temperature=2.0, n=2), {"max_rows": 1, "prefix_rows": 2}),
+        ("tree", SamplingParams(), {"acceptance": "rejection"}),
+        ("ngram+tree", MASKED, {}),
+        ("ngram+tree", SamplingParams(temperature=2.0), {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}),
+    ],
+)
+def test_equal_to_plain_decoding(load: Load, kind: str, params: SamplingParams, options: dict[str, Any]) -> None:
+    params = params.with_(max_tokens=25)
+    model, checkpoint = good(load)
+    drafter: Drafter = eagle(model, checkpoint, branch=1 if kind == "chain" else 3)
+    if kind.startswith("ngram"):
+        drafter = ComposedDrafter([NgramDrafter(), drafter])
+    found = answers(model, drafter, params, **options)
+    assert [r.token_ids for r in found] == [r.token_ids for r in answers(load(4), None, params)]
+    if options.get("size") != "auto":  # which goes by the clock
+        assert sum(r.stats.accepted_by.get("eagle", 0) for r in found) > 10
+
+
+def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
+    """What the chain was drawn from is the network's own distribution, nothing outside of the draft vocabulary."""
+    target = Target(load(3))
+    checkpoint = eagles.random(target.model, IDS, TAPS)
+    drafter = eagle(target.model, checkpoint)
+    row = target.start([1, 2, 3, 4, 5], drafter)
+    its = view(row, target.tokens[row], SamplingParams(temperature=1.0))._replace(acceptance="rejection")
+    drafts = drafter.propose([its], np.array([4], np.int32))
+    assert drafts.parents is None
+    assert drafts.q is not None
+    assert drafts.q.shape == (1, 4, VOCAB)
+    np.testing.assert_allclose(drafts.q.sum(-1), 1, rtol=1e-12)
+    assert (drafts.q[..., np.setdiff1d(np.arange(VOCAB), IDS)] == 0).all()
+    head, taps = TorchHead(target.model, checkpoint), target.taps(row)
+    assert taps.taps is not None
+    logits = head.extend([0], [taps.tokens], [taps.taps.native])
+    for n, token in enumerate(drafts.tokens[0]):
+        p = np.exp(logits[0].astype(np.float64) - logits.max())
+        np.testing.assert_allclose(drafts.q[0, n, IDS], p / p.sum(), rtol=1e-4)
+        logits = head.extend([0], [np.array([token], np.int32)], [None])
+
+
+SPECS: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle:{},branch=0", {}, "branch=0 is out of range: give 1 to 16"),
+    ("eagle:{},levels=99", {}, "levels=99 is out of range: give 1 to 63"),
+    ("eagle:{},quantize=int3", {}, "quantize=int3 is not known"),
+    ("eagle:{}", {"taps": (0, 1, 3)}, "the outputs of layers"),
+    ("eagle:{}", {"vocab": 13}, "vocabulary has 13 tokens"),
+]
+
+
+@pytest.mark.parametrize(("spec", "wrong", "says"), SPECS)
+def test_what_does_not_fit_is_refused(load: Load, tmp_path: Path, spec: str, wrong: dict[str, Any], says: str) -> None:
+    model = load(3)
+    checkpoint = eagles.random(model, IDS, TAPS)
+    config = replace(checkpoint.config, **wrong)
+    maps = eagles.maps(IDS, config.vocab)
+    checkpoint = replace(checkpoint, config=config, tensors={**checkpoint.tensors, **maps})
+    path = eagles.write(tmp_path / "drafter", checkpoint)
+    with pytest.raises(DrafterError, match=says):
+        build(parse(spec.format(path)), DraftContext(model, None, LoadOptions(), 7))
+
+
+def test_a_drafter_from_a_folder(load: Load, tmp_path: Path) -> None:
+    model = load(3)
+    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS, fc_norm=True))
+    drafter = build(parse(f"eagle:{path},branch=2,levels=3"), DraftContext(model, None, LoadOptions(), 7))
+    assert (drafter.name, drafter.needs.taps) == (f"eagle:{path}", TAPS)
+    assert drafter.cost == DraftCost(drafter.name, nodes=True)
+    with Engine(model, drafter=drafter, size=7) as engine:
+        found = engine.generate([1, 2, 3], SamplingParams(max_tokens=12))
+        engine.check()
+    with Engine(load(3)) as plain:
+        assert found.token_ids == plain.generate([1, 2, 3], SamplingParams(max_tokens=12)).token_ids
+    assert found.stats.drafted > 0
+    assert len(found.stats.drafted_at) <= 3

@@ -1,0 +1,115 @@
+"""A learned drafter's network for ``ToyModel``: it holds its caller to what entries are, and guesses well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from outpace.arrays import F32, I32
+from outpace.drafters.learned.choices import Growing, drafts_of
+from outpace.drafters.learned.head import Ask
+from outpace.errors import MemoryLimitError
+from outpace.exact.drafts import Drafts
+from tests.toy import BYTES, ToyModel
+
+
+class ToyHead:
+    """Entries are what the toy's taps say (a token and its position, twice) and the token that follows.
+
+    What it predicts are the logits of ``model`` (of the draft vocabulary ``ids``) after all that its entries tell.
+    ``limit``: entries in all rows.
+    """
+
+    def __init__(self, model: ToyModel, ids: Sequence[int], *, limit: int | None = None, max_length: int = 96) -> None:
+        self.ids, self.max_length = np.array(ids, np.int32), max_length
+        self.rows: dict[int, list[tuple[int, int, int]]] = {}  # token, its position, the token after it
+        self.calls: list[tuple[str, int]] = []  # what was asked, and of how many rows
+        self._model, self._limit, self._predicted = model, limit, dict[int, int]()  # from which entry on
+
+    def feed(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> None:
+        self.calls.append(("feed", len(rows)))
+        assert len(set(rows)) == len(rows)
+        if self._limit is not None and self.bytes + sum(map(len, tokens)) * BYTES > self._limit * BYTES:
+            raise MemoryLimitError("full")
+        for row, its, states in zip(rows, tokens, taps, strict=True):
+            entries = self.rows.setdefault(row, [])
+            assert row not in self._predicted, "real entries behind predicted ones"
+            assert states.shape == (len(its), 2, 2)
+            assert (states[:, 0] == states[:, 1]).all()
+            for (token, position), after in zip(states[:, 0].astype(int).tolist(), its.tolist(), strict=True):
+                if entries:
+                    assert position > entries[-1][1], "an entry twice, or out of order"
+                    assert position > entries[-1][1] + 1 or token == entries[-1][2], "another text's entry"
+                entries.append((token, position, after))
+            assert len(entries) <= self.max_length
+
+    def _logits(self, entries: list[tuple[int, int, int]], more: list[int]) -> F32:
+        prefix = [0] * (entries[-1][1] + 2)
+        for token, position, after in entries:
+            prefix[position : position + 2] = token, after
+        return self._model.logits_after([*prefix, *more])[self.ids]
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        self.feed([a.row for a in asks], [a.tokens for a in asks], [a.taps for a in asks])
+        self.calls[-1] = "draft", len(asks)
+        assert all(ask.nodes and ask.levels for ask in asks)
+        trees = []
+        for ask in asks:
+            tree, paths = Growing(ask, self.ids), [list[int]()]
+            for _ in range(ask.levels):
+                tree.add(torch.from_numpy(np.stack([self._logits(self.rows[ask.row], path) for path in paths])))
+                frontier = tree.expand()
+                if not frontier.tokens:
+                    break
+                paths = [[*paths[at], token] for at, token in zip(frontier.parents, frontier.tokens, strict=True)]
+            trees.append(tree)
+        return drafts_of(trees)
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> F32:
+        real = [i for i, its in enumerate(taps) if its is not None]
+        self.feed([rows[i] for i in real], [tokens[i] for i in real], [taps[i] for i in real])
+        self.calls[-1] = "extend", len(rows)
+        for row, its, states in zip(rows, tokens, taps, strict=True):
+            if states is None:
+                self._predicted.setdefault(row, len(self.rows[row]))
+                _, position, after = self.rows[row][-1]
+                self.rows[row].append((after, position + 1, int(its[0])))
+                assert len(its) == 1
+        return np.stack([self._logits(self.rows[row], []) for row in rows])
+
+    def length(self, row: int) -> int:
+        return len(self.rows.get(row, ()))
+
+    def truncate(self, row: int, n: int) -> None:
+        assert n <= self.length(row)
+        if row in self.rows:
+            del self.rows[row][n:]
+            if self._predicted.get(row, n) >= n:
+                self._predicted.pop(row, None)
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        assert 0 < n <= self._predicted.get(src, self.length(src))
+        assert dst not in self.rows
+        self.rows[dst] = self.rows[src][:n]
+
+    def release(self, row: int) -> None:
+        self.rows.pop(row, None)
+        self._predicted.pop(row, None)
+
+    def growth(self, row: int, positions: int) -> int:
+        return max(positions - self.length(row), 0) * BYTES
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(len, self.rows.values())) * BYTES
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert set(self.rows) <= set(rows)
+        assert set(self._predicted) <= set(self.rows)
+
+    def close(self) -> None:
+        self.rows.clear()
+        self._predicted.clear()

@@ -1,0 +1,84 @@
+"""Sums by chunks equal sums at once; the reverse divergence; what sequences weigh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.training import losses
+from outpace.training.candidates import Candidates
+from outpace.training.chunks import in_chunks, sequence_weights
+from outpace.training.vocabulary import DraftVocabulary
+
+
+def pair(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(*shape, generator=draw, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 23), st.integers(1, 9), st.integers(0, 99))
+def test_chunks_change_neither_loss_nor_gradient(rows: int, size: int, seed: int) -> None:
+    x, weights = (t.requires_grad_() for t in pair(seed, rows, 4))
+    shared = pair(seed + 1, 6, 4)[0].requires_grad_()
+
+    def piece(start: int, stop: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w, m = tensors
+        each = ((x * w) @ m.T).logsumexp(-1)
+        return (each * torch.arange(rows)[start:stop]).sum(), each
+
+    total, facts = in_chunks(piece, size, (x, weights), (shared,))
+    found = torch.autograd.grad(2 * total, (x, weights, shared))
+    whole, each = piece(0, rows, x, weights, shared)
+    torch.testing.assert_close(total, whole.detach())
+    torch.testing.assert_close(facts, each.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(2 * whole, (x, weights, shared)))
+    assert not facts.requires_grad
+
+
+def test_reverse_divergence() -> None:
+    logits, other = pair(1, 3, 5)
+    p = other.softmax(-1)
+    assert torch.autograd.gradcheck(lambda x: losses.reverse_kl(x, p), logits.requires_grad_())
+    torch.testing.assert_close(losses.reverse_kl(other, p), torch.zeros(3, dtype=torch.float64))
+    by_hand = (logits.softmax(-1) * (logits.log_softmax(-1) - p.log())).sum(-1)
+    torch.testing.assert_close(losses.reverse_kl(logits, p), by_hand)
+    (slope,) = torch.autograd.grad(losses.reverse_kl(logits, p).sum(), logits)
+    torch.testing.assert_close(losses.LOSSES["reverse"][1](logits.softmax(-1), p), slope)
+
+
+def test_sequences_weigh_the_same() -> None:
+    weight = torch.tensor([1.0, 1.0, 2.0, 3.0, 0.0])
+    found = sequence_weights(weight, torch.tensor([0, 0, 0, 2, 3]), 4)
+    assert found.tolist() == pytest.approx([0.0625, 0.0625, 0.125, 0.25, 0.0])
+
+
+def test_candidates_stand_for_all() -> None:
+    """Drawn ones weigh as many as they stand for, so that a sum over candidates is right on average."""
+    words = DraftVocabulary.of(np.arange(2, 42), 50)
+    counts = np.arange(50, dtype=np.int64)
+    tokens = torch.tensor([0, 3, 3, 45, 7])
+    assert Candidates(words, counts, 0).draw(tokens, torch.Generator()) is None
+    assert Candidates(words, counts, 40).draw(tokens, torch.Generator()) is None
+    values, sums = torch.rand(40, generator=torch.Generator().manual_seed(1)), []
+    for seed in range(300):
+        drawn = Candidates(words, counts, 16).draw(tokens, torch.Generator().manual_seed(seed))
+        assert drawn is not None
+        chosen, offset = drawn
+        assert len(chosen) == 16
+        assert {1, 5, 36, 37, 38, 39} <= set(chosen.tolist())  # what is said, and what is said most
+        sums.append(float((values[chosen] * offset.exp()).sum()))
+    assert np.mean(sums) == pytest.approx(float(values.sum()), rel=0.02)
+
+
+def test_a_frozen_head_has_the_reverse_divergence_too() -> None:
+    (hidden, _), (head, _), (other, _) = pair(4, 5, 4), pair(5, 6, 4), pair(6, 5, 6)
+    p, weight = other.softmax(-1), torch.arange(1.0, 6.0, dtype=torch.float64)
+    hidden.requires_grad_()
+    total, _ = losses.frozen_head_loss(hidden, head, None, p, weight, "reverse", block=2)
+    whole = (losses.reverse_kl(hidden @ head.T, p) * weight).sum()
+    torch.testing.assert_close(total, whole)
+    torch.testing.assert_close(torch.autograd.grad(total, hidden), torch.autograd.grad(whole, hidden))

@@ -1,0 +1,152 @@
+"""The unrolled network is the network that serves, step by step; its loss is the loss written out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.training.losses import soft_cross_entropy
+from outpace.training.networks.attention import AnchoredAttention
+from outpace.training.objectives.eagle import EagleOptions
+from tests.training import eagle_helpers as tiny
+
+FLAGS = [
+    {},
+    {"norm_output": False, "fc_norm": False},
+    {"norm_before_residual": True, "fc_norm": False, "norm_before_fc": True},
+]
+
+
+def anchors_of(batch, steps, keep=lambda s, every: every):
+    every = torch.arange(len(batch))
+    found = []
+    for s in range(steps):
+        its = every[every + s + 2 <= batch.ends]
+        found.append(keep(s, its) if s else its)
+    return found
+
+
+def served(net, parts, batch, sequence, anchor, steps):
+    """Outputs [steps, h] after real entries up to ``anchor`` of one sequence, one entry at a time from there."""
+    first = batch.starts[sequence]
+    last = batch.starts[sequence + 1]
+    tokens, states = batch.tokens[first:last], batch.states[first:last]
+    its = net.config.decoder
+    n = anchor + 1
+    empty = torch.zeros(0, its.kv_heads, its.head_dim)
+    g = net.fuse(states[:n, :-1])
+    mask = torch.ones(n, n).tril().bool()
+    out, fed, past = net.feed(g, parts.embed(tokens[1 : n + 1]), torch.arange(n), (empty, empty), mask)
+    outputs = [out[-1]]
+    g = fed[-1:]
+    for s in range(1, steps):
+        at = torch.tensor([anchor + s])
+        out, g, past = net.feed(g, parts.embed(tokens[anchor + s + 1][None]), at, past, torch.ones(1, n + s).bool())
+        outputs.append(out[0])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_unrolled_is_served(flags):
+    net, parts, batch = tiny.network(**flags), tiny.parts(), tiny.batch()
+    anchors = anchors_of(batch, 3, lambda s, every: every[::2].contiguous())
+    anchors[2] = anchors[2][torch.isin(anchors[2], anchors[1])]
+    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    compared = 0
+    with torch.no_grad():
+        for s, at in enumerate(anchors):
+            for i, anchor in enumerate(at.tolist()):
+                sequence = int(batch.sequence[anchor])
+                wanted = served(net, parts, batch, sequence, anchor - batch.starts[sequence], s + 1)[s]
+                torch.testing.assert_close(outputs[s][i], wanted, atol=1e-4, rtol=1e-4)
+                compared += 1
+    assert compared > 40
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 2), st.integers(0, 99))
+def test_attention_slopes(lengths, own, seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True)
+
+    n = sum(lengths)
+    kept = torch.rand(n, generator=draw) < 0.7
+    at = torch.nonzero(kept).flatten()
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    outer = torch.searchsorted(at, bounds).tolist()
+    spans = list(zip(outer, outer[1:], bounds.tolist(), bounds.tolist()[1:], strict=False))
+    given_ = noise(len(at), 4, 4), noise(n, 2, 4), noise(n, 2, 4), noise(len(at), own, 2, 4), noise(len(at), own, 2, 4)
+    assert torch.autograd.gradcheck(lambda *its: AnchoredAttention.apply(*its, spans, at), given_, fast_mode=True)
+
+
+@pytest.mark.parametrize("options", [EagleOptions(), EagleOptions(steps=1), EagleOptions(steps=2, decay=0.5)])
+def test_loss_is_the_mean_over_sequences(options):
+    made, batch = tiny.objective(options), tiny.batch(first=[4, 0, 3])
+    value, _ = made.loss(batch)
+    net, parts = made.network, made.target
+    anchors = anchors_of(batch, options.steps)
+    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    wanted, weights = 0.0, sum(options.decay**s for s in range(options.steps))
+    for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
+        for b in range(batch.sequences):
+            losses = []
+            for i, anchor in enumerate(at.tolist()):
+                place = anchor + s + 1
+                inside = batch.starts[b] <= anchor < batch.starts[b + 1]
+                if not inside or not batch.loss_mask[place] or batch.tokens[place + 1] not in made.ids:
+                    continue
+                p = torch.softmax(parts.logits(batch.states[place : place + 1, -1], made.ids), -1)
+                losses.append(soft_cross_entropy(normed[i : i + 1] @ parts.head[made.ids].T, p))
+            if losses:
+                wanted = wanted + options.decay**s / weights * torch.cat(losses).mean() / batch.sequences
+    torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    value.backward()
+    mine = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    wanted.backward()
+    for a, b in zip(mine, net.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_candidates_are_unbiased_in_what_all_of_them_sum_to():
+    """All rows are candidates when as many are asked for; with fewer, what the batch says is among them."""
+    batch = tiny.batch()
+    whole, _ = tiny.objective(EagleOptions(share=1, candidates=24)).loss(batch)
+    plain, _ = tiny.objective(EagleOptions(share=1)).loss(batch)
+    assert whole.item() == plain.item()
+    made = tiny.objective(EagleOptions(candidates=12))
+    said = made.place[batch.tokens]
+    sums = []
+    for seed in range(400):
+        chosen, offset = made._candidates(batch, torch.Generator().manual_seed(seed))
+        assert set(said[said >= 0].tolist()) <= set(chosen.tolist())
+        sums.append(torch.exp(made.head[chosen].sum(1) * 0.05 + offset).sum())
+    torch.testing.assert_close(torch.stack(sums).mean(), torch.exp(made.head.sum(1) * 0.05).sum(), rtol=0.02, atol=0)
+
+
+def test_simulation_walks_as_serving_does():
+    """Against the plain loop: draft from each committed length, keep what is right, go on."""
+    made, batch = tiny.objective(EagleOptions(depth=3)), tiny.batch((14, 11), first=[3, 5])
+    ids, net, parts = made.ids, made.network, made.target
+    # A head that is right now and then: of two tokens only.
+    batch.tokens[:] = ids[batch.tokens % 2]
+    made.ids, made.head = ids[:2], made.head[:2]
+    found = made.simulate(batch)
+    steps = tokens = 0
+    with torch.no_grad():
+        for b in range(batch.sequences):
+            said = batch.tokens[batch.starts[b] : batch.starts[b + 1]].tolist()
+            at = [3, 5][b]
+            while at + 2 < len(said):
+                depth = min(3, len(said) - at - 2)
+                outputs = served(net, parts, batch, b, at, depth)
+                drafted = made.ids[(outputs @ made.head.T).argmax(-1)].tolist()
+                right = 0
+                while right < depth and drafted[right] == said[at + 2 + right]:
+                    right += 1
+                gained = min(right + 1, len(said) - at - 2)
+                steps, tokens, at = steps + 1, tokens + gained, at + gained
+    assert (found.steps, found.tokens) == (steps, tokens)
+    assert tokens > steps

@@ -1,0 +1,143 @@
+"""The loop: it goes on after a kill as if nothing had been, several processes are one, and it says what is wrong."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from outpace.errors import ParameterError, TrainingError
+from outpace.training import curves, snapshots
+from outpace.training.loop import LoopOptions
+from outpace.training.optimisers import orthogonal, schedule
+from tests.training import tiny_loop
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.tiny_loop", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
+def test_state_is_all_there_is(tmp_path, optimiser):
+    """Stopped and gone on in another loop: the same bits."""
+    whole = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    whole.run()
+    (tmp_path / snapshots.NAME).unlink()
+    first = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    for _ in range(5):
+        first._step()
+    first._snapshot()
+    second = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    assert second.resume()
+    second.run()
+    assert tiny_loop.digest(second) == tiny_loop.digest(whole)
+    assert second.rows == [
+        {**row, "seconds": its["seconds"]} for row, its in zip(whole.rows[1:], second.rows, strict=True)
+    ]
+
+
+def test_killed_and_resumed(tmp_path):
+    died = start(tmp_path, 10, 2, 6)
+    _, said = died.communicate(timeout=250)
+    assert died.returncode == -signal.SIGKILL, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "curve.json", "curve.png", "model.safetensors", "snapshot.pt",
+    ]  # fmt: skip
+    again = tiny_loop.loop(tmp_path, 10, 2)
+    assert again.resume()
+    assert again.at.step == 5
+    again.run()
+    (tmp_path / "whole").mkdir()
+    whole = tiny_loop.loop(tmp_path / "whole", 10, 2)
+    whole.run()
+    assert tiny_loop.digest(again) == tiny_loop.digest(whole)
+    assert whole.at.step == 10
+    assert whole.at.epoch > 0
+
+
+def test_two_processes_are_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    both = [start(tmp_path, 5, 2, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for process in both:
+        _, said = process.communicate(timeout=250)
+        assert process.returncode == 0, said
+    (tmp_path / "one").mkdir()
+    one = tiny_loop.loop(tmp_path / "one", 5, 2)
+    one.run()
+    theirs = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for mine, other in zip(one.objective.network.parameters(), theirs, strict=True):
+        torch.testing.assert_close(mine.detach(), other, atol=1e-5, rtol=1e-4)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    made = tiny_loop.loop(tmp_path, 30, spoilt=7)
+    with pytest.raises(TrainingError, match=r"the loss is nan at step .*give a smaller lr than 0.001"):
+        made.run()
+    if made.rows:
+        assert (tmp_path / snapshots.NAME).exists()
+    assert all(torch.isfinite(p).all() for p in made.objective.network.parameters())
+
+
+@pytest.mark.parametrize("name", ["data", "target", "lr"])
+def test_a_snapshot_of_something_else_is_refused(tmp_path, name):
+    identity = {"data": "a", "target": "b", "lr": 0.001}
+    tiny_loop.loop(tmp_path, 2, identity=identity)._snapshot()
+    with pytest.raises(TrainingError, match=f"was made with {name} {identity[name]}, not other: go on with what"):
+        tiny_loop.loop(tmp_path, 2, identity={**identity, name: "other"}).resume()
+    path = tmp_path / snapshots.NAME
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(TrainingError, match=r"cannot be read .*remove it and train again"):
+        tiny_loop.loop(tmp_path, 2, identity=identity).resume()
+
+
+def test_stops_without_gains(tmp_path):
+    made = tiny_loop.loop(tmp_path, 400, patience=2)
+    made.at.best = 99.0
+    assert made.run().step == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "give one of steps, epochs, minutes"),
+        ({"steps": 1, "minutes": 2}, "give one of steps, epochs, minutes"),
+        ({"epochs": 0}, "epochs=0 is out of range"),
+        ({"steps": 1, "lr": 1.0}, "lr=1.0 is out of range"),
+        ({"steps": 1, "gather": 0}, "gather=0 is out of range"),
+    ],
+)
+def test_options(options, said):
+    with pytest.raises(ParameterError, match=said):
+        LoopOptions(**options).check()
+
+
+def test_minutes_become_steps(tmp_path):
+    made = tiny_loop.loop(tmp_path, None, minutes=0.05)
+    assert made.at.total is None
+    at = made.run()
+    assert at.step == at.total
+    assert at.step > 10
+
+
+def test_schedule_and_muon():
+    assert [schedule(s, 10, 2, 0.0) for s in (0, 1, 2, 6)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    assert schedule(10, 10, 2, 0.05) == pytest.approx(0.05)
+    for shape in ((6, 30), (30, 6)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        sizes = torch.linalg.svdvals(orthogonal(matrix))
+        assert 0.6 < float(sizes.min()) < float(sizes.max()) < 1.3
+
+
+def test_sparkline():
+    assert curves.sparkline([]) == ""
+    assert curves.sparkline([1, 2, 3]) == "▁▅█"
+    assert len(curves.sparkline(list(range(100)), 10)) == 10

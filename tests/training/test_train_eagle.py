@@ -1,0 +1,89 @@
+"""``outpace train eagle`` beside the demo model: a drafter comes out, another target's answers do not go in."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outpace.cli.app import app
+from outpace.drafters.learned import checkpoint
+from outpace.errors import DataError, ParameterError, TrainingError
+from outpace.models.base import Batch
+from outpace.models.load import load, resolve
+from outpace.training.target import TargetWeights
+
+
+def outpace(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False, standalone_mode=False)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    draw = np.random.default_rng(0)
+    with (folder / "said.jsonl").open("w") as file:
+        for i in range(8):
+            ids = draw.integers(100, 130, 24).tolist()
+            file.write(json.dumps({"id": str(i), "prompt": ids[:8], "answer": ids[8:]}) + "\n")
+    outpace("train", "import", folder / "said.jsonl", "--model", "demo", "--out", folder / "answers")
+    return folder / "answers"
+
+
+OPTIONS = (
+    "--draft-vocab", 64, "--tokens", 64, "--longest", 64, "--held-out", 0.2, "--judged", 40, "--evaluate", 3,
+    "--warm-up", 2, "--depth", 2, "--threads", 1, "--lr", 3e-3,
+)  # fmt: skip
+
+
+def test_trains_and_goes_on(answers, tmp_path):
+    said = json.loads(outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 6, *OPTIONS, "--json"))
+    assert said["steps"] == 6
+    rows = json.loads((tmp_path / "curve.json").read_text())
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    made = checkpoint.read(tmp_path)
+    assert made.method == "eagle"
+    assert made.config.taps == (1, 14, 26)
+    assert made.target["fingerprint"] == made.recipe["target"]
+    assert made.tensors["layers.0.self_attn.q_proj.weight"].shape == (576, 1152)
+    assert int(made.tensors["t2d"].sum()) == len(made.tensors["d2t"]) == 64
+    with pytest.raises(ParameterError, match="give --resume, or another folder"):
+        outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 6, *OPTIONS)
+    with pytest.raises(TrainingError, match="was made with steps 6, not 7"):
+        outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 7, *OPTIONS, "--resume")
+
+
+def test_another_target_is_refused(answers, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF")
+    with pytest.raises(DataError, match="make answers of this one, or give theirs as model"):
+        outpace("train", "eagle", "--data", answers, "--model", other, "--out", tmp_path, "--steps", 1, *OPTIONS)
+
+
+def test_parts_are_the_native_model_s():
+    """Embedding, head and last layer in torch, against the forward that serves."""
+    weights = TargetWeights(resolve("demo"))
+    parts = weights.parts()
+    model, _ = load("demo")
+    try:
+        tokens = np.arange(50, 62, dtype=np.int32)
+        row = model.kv.alloc()
+        last = model.info.layers - 1
+        output = model.forward(Batch.pack([row], [tokens], [0], [True], taps=(last,)))
+        every = np.arange(len(tokens), dtype=np.int32)
+        state = torch.from_numpy(output.taps(every).numpy()[:, 0])
+        ids = torch.arange(0, parts.vocab, 7)
+        wanted = torch.from_numpy(output.logits(every))
+        # The native head rounds activations to 8 bits; the plain head's choice is nearly always the same.
+        found = parts.logits(state)
+        assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+        assert (found.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.9
+        torch.testing.assert_close(parts.logits(state, ids), found[:, ids])
+        np.testing.assert_allclose(parts.embed(torch.from_numpy(tokens).long()), model.parts.embed(tokens), atol=1e-6)
+        np.testing.assert_allclose(parts.norm(state), model.parts.norm(state.numpy()), rtol=1e-4, atol=1e-4)
+    finally:
+        model.close()
+    layer = weights.layer(last)
+    assert {name: tuple(its.shape) for name, its in layer.items() if name in "qk"} == {"q": (576, 576), "k": (192, 576)}

@@ -1,0 +1,268 @@
+"""Learned drafters written for ourselves and for others, and read again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from outpace.cli.app import app
+from outpace.drafters.learned.checkpoint import Checkpoint, read
+from outpace.drafters.learned.configs import Config, EagleConfig, MedusaConfig, head_shapes
+from outpace.errors import DrafterError, ModelError, ParameterError
+from outpace.models.formats import safetensors
+from outpace.models.load import resolve
+from outpace.training import export
+from outpace.training.export import TargetRows, Verifier, verifier_of
+from tests import learned
+
+TARGET = {"name": "demo", "fingerprint": "abcd"}
+RECIPE = {"seed": 7, "steps": 3}
+CONFIGS: list[Any] = [
+    pytest.param("eagle", learned.eagle(), id="eagle"),
+    pytest.param("eagle", learned.eagle(norm_before_residual=True, fc_norm=False, norm_before_fc=True), id="flags"),
+    pytest.param("eagle", learned.eagle(draft_vocab=learned.VOCAB), id="whole"),
+    pytest.param("parallel", learned.parallel(), id="parallel"),
+    pytest.param("parallel", learned.parallel(markov_rank=0, confidence=False, sample_from_anchor=False), id="bare"),
+    pytest.param("medusa", learned.medusa(), id="medusa"),
+    pytest.param("medusa", learned.medusa(draft_vocab=learned.VOCAB, bias=True, own_heads=True), id="own heads"),
+]
+
+
+def rows(layers: int = 6) -> TargetRows:
+    rng = np.random.default_rng(5)
+    return TargetRows(
+        learned.exact(rng.normal(size=(learned.VOCAB, 8))), learned.exact(rng.normal(size=(learned.VOCAB, 8))), layers
+    )
+
+
+def same(a: Any, b: Any, names: Any) -> None:
+    for name in names:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("method", "config"), CONFIGS)
+def test_what_is_written_is_read(tmp_path: Path, method: str, config: Config) -> None:
+    tensors = learned.random_tensors(config, head=isinstance(config, MedusaConfig) and config.own_heads)
+    export.write(tmp_path / "it", method, config, tensors, TARGET, RECIPE)
+    its = read(tmp_path / "it")
+    assert (its.method, its.config, its.target, its.recipe) == (method, config, TARGET, RECIPE)
+    same(its.tensors, tensors, tensors)
+    assert set(its.tensors) == set(tensors)  # neither head nor embedding: they are the target's
+
+
+@pytest.mark.parametrize(("method", "config"), CONFIGS)
+def test_what_is_written_for_others_has_everything(tmp_path: Path, method: str, config: Config) -> None:
+    tensors = learned.random_tensors(config, head=isinstance(config, MedusaConfig) and config.own_heads)
+    export.write(tmp_path / "ours", method, config, tensors, TARGET, RECIPE)
+    target = rows()
+    said = export.to_vllm(
+        tmp_path / "theirs", read(tmp_path / "ours"), target, Verifier("some/model", ("Llama",)), tokens=3
+    )
+    its = read(tmp_path / "theirs")
+    assert (its.method, its.config, its.target, its.recipe) == (method, config, TARGET, RECIPE)
+    same(its.tensors, tensors, tensors)
+    if not (isinstance(config, MedusaConfig) and config.own_heads):
+        for name in head_shapes(config):
+            np.testing.assert_array_equal(its.tensors[name], target.head[np.flatnonzero(tensors["t2d"])])
+    if method != "medusa":
+        np.testing.assert_array_equal(its.tensors["embed_tokens.weight"], target.embedding)
+    steps = {"eagle": 3, "parallel": 4 if getattr(config, "sample_from_anchor", True) else 3, "medusa": 3}[method]
+    named = {"eagle": "eagle3", "parallel": "dspark", "medusa": "medusa"}[method]
+    assert said == {"method": named, "model": str(tmp_path / "theirs"), "num_speculative_tokens": steps}
+    stored = safetensors.read(tmp_path / "theirs" / "model.safetensors")
+    assert ("d2t" in stored or "token_map" in stored) == (config.draft_vocab < config.vocab)
+    if method != "medusa":
+        described = json.loads((tmp_path / "theirs" / "config.json").read_text())
+        assert described["speculators_config"]["verifier"] == {"name_or_path": "some/model", "architectures": ["Llama"]}
+        assert described["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == steps
+
+
+def test_layers_are_counted_as_others_count_them(tmp_path: Path) -> None:
+    """Ours: outputs, from 0. Theirs: inputs, so that EAGLE's layers 2, N // 2 and N - 3 stand as they are."""
+    config = learned.eagle(taps=())
+    its = Checkpoint("eagle", config, learned.random_tensors(config))
+    export.to_speculators(tmp_path / "it", its, rows(30))
+    described = json.loads((tmp_path / "it" / "config.json").read_text())
+    assert described["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+    assert {name: described[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")} == {
+        "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
+    }  # fmt: skip
+    found = read(tmp_path / "it").config
+    assert isinstance(found, EagleConfig)
+    assert found.taps == (1, 14, 26)
+
+
+def test_flat_eagle(tmp_path: Path) -> None:
+    config = learned.eagle()
+    tensors = learned.random_tensors(config)
+    export.to_eagle3(tmp_path / "it", Checkpoint("eagle", config, tensors), rows())
+    assert "midlayer.self_attn.q_proj.weight" in safetensors.read(tmp_path / "it" / "model.safetensors")
+    its = read(tmp_path / "it")
+    assert its.config == config
+    same(its.tensors, tensors, tensors)
+    with pytest.raises(ParameterError, match="is for the method eagle"):
+        export.to_eagle3(tmp_path / "no", Checkpoint("medusa", learned.medusa(), {}), rows())
+
+
+def test_an_interrupted_write_is_noticed(tmp_path: Path) -> None:
+    config = learned.eagle()
+    for seed in (1, 2):
+        export.write(tmp_path / str(seed), "eagle", config, learned.random_tensors(config, seed), TARGET, RECIPE)
+    weights = tmp_path / "1" / "model.safetensors"
+    weights.write_bytes((tmp_path / "2" / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=r"is not the file that config\.json was written for"):
+        read(tmp_path / "1")
+    described = json.loads((tmp_path / "2" / "config.json").read_text())
+    described["outpace"]["format"] = 2
+    (tmp_path / "2" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelError, match="its format is 2, and 1 is read"):
+        read(tmp_path / "2")
+
+
+def test_refused(tmp_path: Path) -> None:
+    config = learned.eagle()
+    tensors = learned.random_tensors(config)
+    one: dict[str, Any] = {"config": config, "tensors": tensors}
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"tensors": {**tensors, "fc.weight": np.zeros((8, 8), np.float32)}}, ModelError, r"fc.weight is \[8, 8\]"),
+        ({"tensors": {k: v for k, v in tensors.items() if k != "norm.weight"}}, ModelError, "no tensor 'norm.weight'"),
+        ({"tensors": {**tensors, "norm.weight": np.full(8, np.nan)}}, ModelError, "numbers that BF16 cannot hold"),
+        ({"config": learned.eagle(taps=(3, 1, 4))}, ModelError, "are not ascending"),
+    ]
+    for change, kind, message in wrong:
+        given = {**one, **change}
+        with pytest.raises(kind, match=message):
+            export.write(tmp_path / "no", "eagle", given["config"], given["tensors"], TARGET, RECIPE)
+        assert not (tmp_path / "no" / "config.json").exists()
+    with pytest.raises(ParameterError, match="not 'int8'"):
+        export.write(tmp_path / "no", "eagle", config, tensors, TARGET, RECIPE, dtype="int8")
+    with pytest.raises(DrafterError, match="layers 0 to 3"):
+        export.to_speculators(tmp_path / "no", Checkpoint("eagle", config, tensors), rows(4))
+
+
+@settings(deadline=None)  # the first example imports torch
+@given(
+    arrays.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+)
+def test_rounding(values: Any) -> None:
+    """Written numbers are the nearest, ties to even: as torch rounds, or refused."""
+    torch = pytest.importorskip("torch")
+    for dtype, kind in (("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)):
+        wanted = torch.from_numpy(values).to(kind)
+        try:
+            found = safetensors._stored("x", values, dtype)[1]
+        except ModelError:
+            assert not torch.isfinite(wanted).all()
+            continue
+        assert found == wanted.view(torch.uint8).numpy().tobytes() if len(values) else found == b""
+
+
+def test_a_torch_tensor_and_the_safetensors_library(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    load = pytest.importorskip("safetensors.torch").load_file
+    config = learned.eagle()
+    tensors = learned.random_tensors(config)
+    given = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}
+    given["fc.weight"] = given["fc.weight"].bfloat16().requires_grad_()
+    export.write(tmp_path / "it", "eagle", config, given, TARGET, RECIPE)
+    found = load(str(tmp_path / "it" / "model.safetensors"))
+    assert found["d2t"].dtype == torch.int64
+    assert found["t2d"].dtype == torch.bool
+    same({name: its.float().numpy() for name, its in found.items()}, tensors, tensors)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo's rows, as the file has them, and a command that a shell takes apart rightly."""
+    source = resolve("demo")
+    target = TargetRows.of(source)
+    vocab, hidden = target.head.shape
+    decoder = learned.Decoder(hidden, 1, 2, 1, 4, 16, 1e-5, 1e4, 64)
+    config = learned.eagle(decoder=decoder, vocab=vocab, draft_vocab=100, taps=(1, 14, 26))
+    export.write(tmp_path / "ours", "eagle", config, learned.random_tensors(config), {}, {})
+    arguments = [
+        "export",
+        "vllm",
+        str(tmp_path / "ours"),
+        "--out",
+        str(tmp_path / "its own"),
+        "--verifier",
+        "some/model",
+    ]
+    assert app([*arguments, "--dtype", "float32"], standalone_mode=False) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[:4] == ["vllm", "serve", "some/model", "--speculative-config"]
+    said = {"method": "eagle3", "model": str(tmp_path / "its own"), "num_speculative_tokens": 4}
+    assert json.loads(command[4]) == said
+    its = read(tmp_path / "its own")
+    np.testing.assert_array_equal(its.tensors["lm_head.weight"], target.head[np.flatnonzero(its.tensors["t2d"])])
+    with pytest.raises(ParameterError, match="is the drafter itself"):
+        app(["export", "vllm", str(tmp_path / "ours"), "--out", str(tmp_path / "ours")], standalone_mode=False)
+
+
+# Where it is installed (docs/checkpoints.md): it needs another transformers than the rest of the tests.
+def _verifier(folder: Path) -> Verifier:
+    """A target with nothing but what speculators asks of it: eagle3 does not load without one."""
+    folder.mkdir()
+    described = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 6,
+        "vocab_size": learned.VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(described))
+    shared = {"model.embed_tokens.weight": rows().embedding, "lm_head.weight": rows().head}
+    safetensors.write(folder / "model.safetensors", {**shared, "model.norm.weight": np.ones(8)})
+    return verifier_of(resolve(str(folder)), None)
+
+
+def _speculators_logits(folder: Path, taps: Any, tokens: Any) -> dict[str, Any]:
+    import torch
+    from speculators import SpeculatorModel
+    from speculators.models.attention import create_float_mask
+
+    from tests.recorded.record_speculators import of_dspark, of_eagle
+
+    model = SpeculatorModel.from_pretrained(str(folder), dtype=torch.float32).eval()
+    # Its own attention wants a GPU; it asks for another in the configuration that it was made with.
+    model.config.transformer_layer_config._attn_implementation = model._attn_impl = "eager"
+    model._create_mask_fn = create_float_mask
+    SpeculatorModel.verify_training_compatible(model)
+    given = torch.tensor(taps, dtype=torch.float32).flatten(1)[None], torch.tensor(tokens)[None]
+    return of_eagle(model, *given) if "Eagle" in type(model).__name__ else of_dspark(model, *given)
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm_output": False}, {"norm_before_residual": True}, {"fc_norm": False}])
+def test_speculators_computes_what_we_do_eagle(tmp_path: Path, flags: dict[str, bool]) -> None:
+    pytest.importorskip("speculators")
+    config = learned.eagle(**flags)
+    ours = Checkpoint("eagle", config, learned.random_tensors(config, 3), TARGET, RECIPE)
+    export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"), tokens=5)
+    rng = np.random.default_rng(4)
+    taps, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
+    seen = _speculators_logits(tmp_path / "it", taps, tokens)
+    first, second = learned.eagle_steps(config, read(tmp_path / "it").tensors, taps, tokens)
+    np.testing.assert_allclose(first, seen["logits"], atol=1e-4)
+    np.testing.assert_allclose(second, seen["predicted"], atol=1e-4)
+
+
+def test_speculators_computes_what_we_do_dspark(tmp_path: Path) -> None:
+    pytest.importorskip("speculators")
+    config = learned.parallel()
+    ours = Checkpoint("parallel", config, learned.random_tensors(config, 3), TARGET, RECIPE)
+    export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"))
+    rng = np.random.default_rng(4)
+    taps, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
+    seen = _speculators_logits(tmp_path / "it", taps, tokens)
+    tensors = read(tmp_path / "it").tensors
+    for i, anchor in enumerate(seen["anchors"]):
+        hidden, logits = learned.parallel_block(config, tensors, taps[:anchor], int(tokens[anchor]))
+        np.testing.assert_allclose(logits, seen["logits"][i], atol=1e-4)
+        bias, sure = learned.parallel_heads(config, tensors, hidden, seen["before"][i])
+        np.testing.assert_allclose(bias, seen["bias"][i], atol=1e-4)
+        np.testing.assert_allclose(sure, seen["sure"][i], atol=1e-4)
