@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from outpace.cli import main as cli
+from outpace.drafters.catalogue import AUTO
+from outpace.drafters.learned.shipped import BESIDE
 
 PROMPTS = [
     {"id": "a", "category": "copy", "turns": ["Repeat after me: one two three one two three.", "Again, please."]},
@@ -360,6 +362,11 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert bool(value["amx"]["off"]) != (value["model"]["instruction_set"] == "avx512-amx")
         shown = outpace(capsys, "doctor")[1]
         assert "hot functions in C++" in shown
+        drafter = value["model"]["drafter"]
+        assert drafter["auto"] in (AUTO, BESIDE)
+        assert (
+            f"drafter       auto stands for {drafter['auto']}: {drafter['why']}\n" in shown
+        )  # the demo model: always a why
         off = value["amx"]["off"]
         assert "amx           " + (f"not used: {off}" if off else "permitted and checked") in shown
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.training import losses
-from outpace.training.candidates import Candidates
 from outpace.training.chunks import in_chunks, sequence_weights
+from outpace.training.draft_head import DraftHead
+from outpace.training.target import TargetParts
 from outpace.training.vocabulary import DraftVocabulary
 
 
@@ -61,17 +62,22 @@ def test_candidates_stand_for_all() -> None:
     words = DraftVocabulary.of(np.arange(2, 42), 50)
     counts = np.arange(50, dtype=np.int64)
     tokens = torch.tensor([0, 3, 3, 45, 7])
-    assert Candidates(words, counts, 0).draw(tokens, torch.Generator()) is None
-    assert Candidates(words, counts, 40).draw(tokens, torch.Generator()) is None
-    values, sums = torch.rand(40, generator=torch.Generator().manual_seed(1)), []
+    rows = torch.rand(50, 1, generator=torch.Generator().manual_seed(1))
+    parts = TargetParts(rows, 1.0, rows, torch.ones(1), 1e-5)
+    for every in (0, 40):
+        drawn = DraftHead(parts, words, counts, every).draw(tokens, torch.Generator())
+        assert (drawn.chosen, drawn.offset) == (None, None)
+        assert torch.equal(drawn.head, rows[2:42])
+    sums, made = [], DraftHead(parts, words, counts, 16)
     for seed in range(300):
-        drawn = Candidates(words, counts, 16).draw(tokens, torch.Generator().manual_seed(seed))
-        assert drawn is not None
-        chosen, offset = drawn
-        assert len(chosen) == 16
-        assert {1, 5, 36, 37, 38, 39} <= set(chosen.tolist())  # what is said, and what is said most
-        sums.append(float((values[chosen] * offset.exp()).sum()))
-    assert np.mean(sums) == pytest.approx(float(values.sum()), rel=0.02)
+        drawn = made.draw(tokens, torch.Generator().manual_seed(seed))
+        assert drawn.chosen is not None
+        assert drawn.offset is not None
+        assert len(drawn.chosen) == 16
+        assert {1, 5, 36, 37, 38, 39} <= set(drawn.chosen.tolist())  # what is said, and what is said most
+        assert torch.equal(drawn.head, made.head[drawn.chosen])
+        sums.append(float((drawn.head[:, 0] * drawn.offset.exp()).sum()))
+    assert np.mean(sums) == pytest.approx(float(made.head.sum()), rel=0.02)
 
 
 def test_a_frozen_head_has_the_reverse_divergence_too() -> None:

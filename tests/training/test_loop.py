@@ -1,5 +1,6 @@
 """The loop: it goes on after a kill as if nothing had been, several processes are one, and it says what is wrong."""
 
+import json
 import os
 import signal
 import socket
@@ -16,11 +17,25 @@ from outpace.training.optimisers import orthogonal, schedule
 from tests.training import tiny_loop
 
 
-def start(*arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.tiny_loop", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stderr=subprocess.PIPE, text=True,
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Folders of a training that was killed at its sixth step and of one by two processes."""
+    killed, two = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    jobs = [{"out": str(killed), "steps": 10, "gather": 2, "dies_at": 6, "env": {}}] + [
+        {"out": str(two), "steps": 5, "gather": 2, "env": {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}}
+        for rank in range(2)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.tiny_loop", *map(json.dumps, jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [-signal.SIGKILL, 0, 0], done.stderr
+    return killed, two
 
 
 @pytest.mark.parametrize("optimiser", ["muon", "adamw"])
@@ -42,38 +57,27 @@ def test_state_is_all_there_is(tmp_path, optimiser):
     ]
 
 
-def test_killed_and_resumed(tmp_path):
-    died = start(tmp_path, 10, 2, 6)
-    _, said = died.communicate(timeout=250)
-    assert died.returncode == -signal.SIGKILL, said
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+def test_killed_and_resumed(ended, tmp_path):
+    out, _ = ended
+    assert sorted(path.name for path in out.iterdir()) == [
         "config.json", "curve.json", "curve.png", "model.safetensors", "snapshot.pt",
     ]  # fmt: skip
-    again = tiny_loop.loop(tmp_path, 10, 2)
+    again = tiny_loop.loop(out, 10, 2)
     assert again.resume()
     assert again.at.step == 5
     again.run()
-    (tmp_path / "whole").mkdir()
-    whole = tiny_loop.loop(tmp_path / "whole", 10, 2)
+    whole = tiny_loop.loop(tmp_path, 10, 2)
     whole.run()
     assert tiny_loop.digest(again) == tiny_loop.digest(whole)
     assert whole.at.step == 10
     assert whole.at.epoch > 0
 
 
-def test_two_processes_are_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    both = [start(tmp_path, 5, 2, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    for process in both:
-        _, said = process.communicate(timeout=250)
-        assert process.returncode == 0, said
-    (tmp_path / "one").mkdir()
-    one = tiny_loop.loop(tmp_path / "one", 5, 2)
+def test_two_processes_are_one(ended, tmp_path):
+    _, out = ended
+    one = tiny_loop.loop(tmp_path, 5, 2)
     one.run()
-    theirs = torch.load(tmp_path / "weights.pt", weights_only=True)
+    theirs = torch.load(out / "weights.pt", weights_only=True)
     for mine, other in zip(one.objective.network.parameters(), theirs, strict=True):
         torch.testing.assert_close(mine.detach(), other, atol=1e-5, rtol=1e-4)
 

@@ -38,21 +38,48 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def test_trains_and_goes_on(answers, tmp_path):
-    said = json.loads(outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 6, *OPTIONS, "--json"))
+@pytest.fixture(scope="module")
+def trained(answers, tmp_path_factory):
+    """A drafter of six steps, and what the command said of it."""
+    out = tmp_path_factory.mktemp("drafter")
+    return out, json.loads(outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 6, *OPTIONS, "--json"))
+
+
+def test_trains_and_goes_on(answers, trained):
+    out, said = trained
     assert said["steps"] == 6
-    rows = json.loads((tmp_path / "curve.json").read_text())
+    rows = json.loads((out / "curve.json").read_text())
     assert rows[-1]["loss"] < rows[0]["loss"]
-    made = checkpoint.read(tmp_path)
+    made = checkpoint.read(out)
     assert made.method == "eagle"
     assert made.config.taps == (1, 14, 26)
     assert made.target["fingerprint"] == made.recipe["target"]
     assert made.tensors["layers.0.self_attn.q_proj.weight"].shape == (576, 1152)
     assert int(made.tensors["t2d"].sum()) == len(made.tensors["d2t"]) == 64
     with pytest.raises(ParameterError, match="give --resume, or another folder"):
-        outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 6, *OPTIONS)
+        outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 6, *OPTIONS)
     with pytest.raises(TrainingError, match="was made with steps 6, not 7"):
-        outpace("train", "eagle", "--data", answers, "--out", tmp_path, "--steps", 7, *OPTIONS, "--resume")
+        outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 7, *OPTIONS, "--resume")
+
+
+def test_begins_with_a_drafter(answers, trained, tmp_path):
+    """Its weights and its words: a step of no size leaves both as they were."""
+    start, _ = trained
+    tiny = ("--steps", 1, "--lr", 1e-12, "--start", start)
+    outpace("train", "eagle", "--data", answers, "--out", tmp_path / "out", *OPTIONS, *tiny)
+    given, made = checkpoint.read(start), checkpoint.read(tmp_path / "out")
+    assert made.config == given.config
+    for name, values in given.tensors.items():
+        np.testing.assert_array_equal(made.tensors[name], values, err_msg=name)
+    assert made.recipe["start"] == str(start)
+    with pytest.raises(ParameterError, match=r"is EagleConfig.*begin with one of the same shape"):
+        outpace("train", "eagle", "--data", answers, "--out", tmp_path, *OPTIONS, *tiny, "--draft-vocab", 32)
+    config = json.loads((start / "config.json").read_text())
+    config["outpace"]["target"]["fingerprint"] = "another"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((start / "model.safetensors").read_bytes())
+    with pytest.raises(ParameterError, match="was trained beside another target: begin with one of this target"):
+        outpace("train", "eagle", "--data", answers, "--out", tmp_path / "no", *OPTIONS, *tiny, "--start", tmp_path)
 
 
 def test_another_target_is_refused(answers, tmp_path):

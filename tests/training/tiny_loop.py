@@ -1,9 +1,15 @@
-"""A training of seconds, as a program: python -m tests.training.tiny_loop OUT STEPS GATHER [DIES_AT]."""
+"""A training of seconds, as a program: python -m tests.training.tiny_loop JOB ..., all at once.
+
+A job is a JSON object: arguments of ``train`` and "env". Each runs in a process of its own that is forked once torch is
+imported, which takes longer than everything else. Prints how each ended.
+"""
 
 import hashlib
+import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +81,13 @@ def digest(made):
     ).hexdigest()
 
 
-def main():
-    out, steps, gather, *dies_at = sys.argv[1:]
-    made = loop(out, int(steps), int(gather))
-    if dies_at:
+def train(out, steps, gather, dies_at=None):
+    made = loop(out, steps, gather)
+    if dies_at is not None:
         step = made._step
 
         def dying():
-            if made.at.step == int(dies_at[0]):
+            if made.at.step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return step()
 
@@ -91,6 +96,27 @@ def main():
     if made.team.rank == 0:
         torch.save([p.detach() for p in made.objective.network.parameters()], Path(out) / "weights.pt")
     made.team.close()
+
+
+def started(env, **job):
+    """The process that runs a job."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.environ.update(env)
+        train(**job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main():
+    pids = [started(**json.loads(job)) for job in sys.argv[1:]]
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def _instruction_sets() -> dict[str, Any] | None:
 def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
     from outpace.control import auto
     from outpace.control import cost as costs
+    from outpace.drafters.learned import shipped
     from outpace.params import SamplingParams
 
     begun = time.perf_counter()
@@ -100,6 +101,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             info = engine.model.info
             threads, path, team = (of(engine.model) for of in (machine.threads_of, machine.path_of, machine.team_of))
             learnt = auto.report(cost, engine.policy)
+            drafts = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
     except Exception as error:  # whatever is broken here is what this command is for
         said = error.told(spell) if isinstance(error, OutpaceError) else str(error)
         return {"name": load.model, "ok": False, "error": said or type(error).__name__}
@@ -114,6 +116,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
         "load_seconds": loaded,
         "text": result.text,
         "decode_tokens_per_second": result.stats.decode_tokens_per_second,
+        "drafter": drafts,
         **learnt,
     }
 
@@ -200,6 +203,9 @@ def _print(found: dict[str, Any]) -> None:
             f"decodes at {model['decode_tokens_per_second']:.0f} tokens/s{threads}",
             soft_wrap=True,
         )
+        drafter = model["drafter"]
+        why = f": {drafter['why']}" if drafter["why"] else ""
+        console.print(f"drafter       auto stands for {drafter['auto']}{why}", soft_wrap=True)
         if model["team"]:
             team = model["team"]
             awake, asleep = (1e6 * team["hand_over_seconds"][how] for how in ("awake", "asleep"))

@@ -23,7 +23,7 @@ class Method:
 
 COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
 METHODS: Mapping[str, Method] = {
-    "auto": Method(f"what suits most text without a second model: {AUTO} today"),
+    "auto": Method(f"what suits most text: {AUTO}, beside the demo model with its trained drafter if that pays"),
     "none": Method("plain decoding"),
     "ngram": Method("looks the last tokens up in the text so far", ("min", "max", "candidates")),
     "suffix": Method(
@@ -50,7 +50,7 @@ METHODS: Mapping[str, Method] = {
     "eagle": Method(
         "a small layer that was trained on the target's hidden states",
         ("branch", "levels", "quantize"),
-        argument="a trained drafter's folder",
+        argument="a trained drafter's folder, or demo: the one that comes for the demo model",
         short="PATH",
         example="/data/demo-eagle",
     ),

@@ -55,6 +55,7 @@ class ComposedDrafter(Drafter):
             taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
             draws=any(part.needs.draws for part in parts),
         )
+        self._columns = [[self.needs.taps.index(layer) for layer in part.needs.taps] for part in parts]
         self.retires = any(part.retires for part in parts)
         levels = [part.cost.levels for part in parts if part.cost.levels is not None]
         self.cost = DraftCost(
@@ -141,8 +142,7 @@ class ComposedDrafter(Drafter):
             if isinstance(part, TreeDrafter):
                 part.observe(events)
                 continue
-            columns = [self.needs.taps.index(layer) for layer in part.needs.taps]
-            part.observe([self._seen_by(j, columns, event) for event in events])
+            part.observe([self._seen_by(j, self._columns[j], event) for event in events])
         for event in events:
             if event.verdict is not None:
                 self._last.pop(event.row, None)
@@ -197,10 +197,12 @@ class ComposedDrafter(Drafter):
 
 def follow(draft: Draft, tokens: I32) -> I32:
     """The nodes int32 [n] of the draft's path along ``tokens`` int32 [m], as far as it goes."""
+    own = draft.tokens.tolist()
+    parents = range(-1, len(own) - 1) if draft.parents is None else draft.parents.tolist()
     path: list[int] = []
     for token in tokens.tolist():
         at = path[-1] if path else -1
-        node = next((n for n in draft.children(at) if draft.tokens[n] == token), None)
+        node = next((n for n in range(at + 1, len(own)) if own[n] == token and parents[n] == at), None)
         if node is None:
             break
         path.append(node)

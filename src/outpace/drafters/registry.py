@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from outpace.drafters.base import DraftContext, Drafter
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class DrafterSpec:
     """A parsed spec: ``name[:argument][,option=value...]``, or several joined by ``+``: then ``parts`` has them.
 
-    ``size`` is the engine's; the rest is the drafter's. ``auto`` is parsed as what it stands for; ``text`` says "auto".
+    ``size`` is the engine's; the rest is the drafter's. ``auto`` is parsed as what it stands for beside any target, and
+    as a part; where it stands alone, ``build``, which knows the target, may choose better.
     """
 
     text: str
@@ -28,6 +30,7 @@ class DrafterSpec:
     argument: str | None
     options: Mapping[str, str]
     parts: tuple[DrafterSpec, ...] = ()
+    auto: bool = False
 
     @property
     def size(self) -> int | Literal["auto"] | None:
@@ -107,11 +110,16 @@ def _parse_one(text: str) -> DrafterSpec:
             raise DrafterError(f"{text}: {part!r} is no option of {name}: it takes {known}")
     if method.argument and not argument:
         raise DrafterError(f"{text}: {name} needs {method.argument}, as in {name}:{method.example}")
-    return DrafterSpec(text, AUTO if name == "auto" else name, argument, options)
+    return DrafterSpec(text, AUTO if name == "auto" else name, argument, options, auto=name == "auto")
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises DrafterError or ModelError."""
+    if spec.auto:
+        from outpace.drafters.learned.shipped import choose
+
+        chosen = parse(choose(context.target.info, context.options).spec)
+        return build(replace(chosen, options={**chosen.options, **spec.options}), context)
     if spec.parts:
         return _composed(spec, context)
     return _BUILDERS[spec.name](spec, context)
@@ -156,7 +164,8 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
     parts: list[Drafter] = []
     try:
         for part in spec.parts:
-            parts.append(build(part, context))  # noqa: PERF401  # what was built is closed when a later one fails
+            # what was built is closed when a later one fails
+            parts.append(build(replace(part, auto=False), context))  # noqa: PERF401
         composed = ComposedDrafter(parts, [part.flag("fallback", False) for part in spec.parts])
         composed.check_acceptance(context.acceptance)
     except BaseException:
@@ -228,11 +237,15 @@ def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
 
 
 def _eagle(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.learned import shipped
     from outpace.drafters.learned.load import load_eagle
 
     assert spec.argument is not None
+    path: str | Path = spec.argument
+    if path in shipped.NAMES:
+        path = shipped.located(context.target.info, context.options)
     options = {name: spec.integer(name, None) for name in ("branch", "levels")}
-    return load_eagle(spec.argument, context, quantize=spec.options.get("quantize"), **options)
+    return load_eagle(path, context, name=f"eagle:{spec.argument}", quantize=spec.options.get("quantize"), **options)
 
 
 _BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # of every method but ``auto``

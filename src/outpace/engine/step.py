@@ -171,10 +171,12 @@ def _taps(batch: Batch, output: Output, gains: list[Gain]) -> dict[int, Taps]:
     if batch.tapped is None:
         return {}
     found = {}
-    for b in np.flatnonzero(batch.tapped).tolist():
-        begin, end = int(batch.starts[b]), int(batch.starts[b + 1])
-        at = begin + np.array(gains[b].slots) if b < len(gains) else np.arange(begin, end)
-        found[b] = output.taps(at.astype(np.int32))
+    starts = batch.starts.tolist()
+    for b, tapped in enumerate(batch.tapped.tolist()):
+        if tapped:
+            begin, end = starts[b], starts[b + 1]
+            at = [begin + slot for slot in gains[b].slots] if b < len(gains) else range(begin, end)
+            found[b] = output.taps(np.array(at, np.int32))
     return found
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 
-def sequence_weights(weight: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """``weight`` [m] scaled so that each of ``sequences`` sequences has 1 / ``sequences`` of it, or nothing.
+def sequence_weights(weight: Tensor, sequence: Tensor, sequences: int, total: float = 1.0) -> Tensor:
+    """``weight`` [m] scaled so that each of ``sequences`` sequences has 1 / ``sequences`` of ``total``, or nothing.
 
     ``sequence`` int64 [m]: which one each belongs to. Long answers would otherwise dominate, and short ones' drafts
     suffer.
     """
     sums = torch.zeros(sequences, dtype=weight.dtype).index_add_(0, sequence, weight)
-    return weight / (sums.clamp_min(torch.finfo(weight.dtype).tiny)[sequence] * sequences)
+    return weight * (total / sequences) * (1 / sums.clamp_min(torch.finfo(weight.dtype).tiny))[sequence]
 
 
 class _Chunks(torch.autograd.Function):

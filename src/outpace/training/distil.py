@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from outpace.models.base import Model
 from outpace.models.formats import safetensors
 from outpace.models.load import Source
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.training.loop import Loop, LoopOptions
+from outpace.training.loop import Loop
 from outpace.training.networks.student import CHOICES, Student, chosen_layers
 from outpace.training.objectives.distil import DistilObjective, DistilOptions
-from outpace.training.setup import Basics, Bench, prepared, shaped_as
+from outpace.training.setup import Bench, Job, prepared, shaped_as
 from outpace.training.taps import forward_states, open_target
 
 INITS = ("scratch", *CHOICES)
@@ -60,46 +61,22 @@ class NativeTeacher:
         return [torch.from_numpy(its[:, 0].view(np.int16)).view(torch.bfloat16) for its in found]
 
 
-class StudentLoop(Loop):
-    """Keeps a model folder instead of a drafter's checkpoint. ``source``: the target, whose tokenizer it shares."""
-
-    source: Source
-
-    def _keep(self) -> None:
-        _, shape, tensors = self.objective.export()
-        recipe = {**self.identity, "steps": self.at.step, "tokens": self.at.tokens, "tokens_per_step": self.at.best}
-        write(self.out, shape, tensors, tokenizer_of(self.source), {"target": self.target, "recipe": recipe})
-
-
 @contextmanager
-def open_run(
-    data: Path,
-    out: Path,
-    model: str | None,
-    basics: Basics,
-    shape: StudentShape,
-    options: DistilOptions,
-    loop: LoopOptions,
-    threads: int | None,
-    say: Callable[[str], None],
-) -> Iterator[Loop]:
-    """A training on the folder ``data``, ready to run; raises as ``setup.prepared`` does. It reads no taps."""
-    loop.check()
+def open_run(job: Job, shape: StudentShape, options: DistilOptions) -> Iterator[Loop]:
+    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no taps."""
     options.check()
     shape.check()
     with ExitStack() as stack:
-        bench = stack.enter_context(prepared(data, out, model, basics, lambda layers: (), threads, say))
+        bench = stack.enter_context(prepared(job, lambda layers: ()))
         teacher = None
         if options.on_policy:
-            target = open_target(bench.answers.meta, threads)
+            target = open_target(bench.answers.meta, job.threads)
             stack.callback(target.close)
             teacher = NativeTeacher(target)
         words = None if shape.all_tokens else bench.vocabulary
         objective = DistilObjective(student_of(bench, shape), bench.parts, options, words, teacher)
-        recipe = {**asdict(shape), **asdict(options)}
-        made = bench.loop(StudentLoop, "distil", objective, out, loop, say, recipe)
-        cast(StudentLoop, made).source = bench.source
-        yield made
+        keep = partial(write, tokenizer_of(bench.source))
+        yield bench.loop("distil", objective, {**asdict(shape), **asdict(options)}, keep)
 
 
 def student_of(bench: Bench, shape: StudentShape) -> Student:
@@ -114,7 +91,7 @@ def student_of(bench: Bench, shape: StudentShape) -> Student:
         embedding = embedding.clone()
         head = embedding if tied else head.clone()
     decoder = shaped_as(weights, shape.layers, qk_norm)
-    made = Student(decoder, embedding, head, frozen=shape.frozen, seed=bench.basics.seed)
+    made = Student(decoder, embedding, head, frozen=shape.frozen, seed=bench.job.basics.seed)
     if shape.init == "scratch":
         return made
     its = weights.decoder
@@ -137,16 +114,22 @@ def tokenizer_of(source: Source) -> Tokenizer:
 
 
 def write(
-    folder: Path, shape: Decoder, tensors: Mapping[str, Any], tokenizer: Tokenizer, facts: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    folder: Path,
+    method: str,
+    shape: Decoder,
+    tensors: Mapping[str, Any],
+    target: Mapping[str, Any],
+    recipe: Mapping[str, Any],
 ) -> None:
     """A model folder in Hugging Face's layout, bfloat16; config.json last, so that it is whole or none.
 
-    ``facts`` go beside it. Raises OSError.
+    ``method``, ``target`` and ``recipe`` go beside it: see ``loop.Write``. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     safetensors.write(folder / "model.safetensors", tensors, "BF16")
-    write_json(folder / RECIPE, dict(facts))
+    write_json(folder / RECIPE, {"method": method, "target": dict(target), "recipe": dict(recipe)})
     config = {
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if shape.qk_norm else "llama",

@@ -21,6 +21,8 @@ from outpace.training.packing import Packing
 from outpace.training.processes import Team
 
 _MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
+# Folder; method, config and tensors as the objective exports them; the target's facts; the recipe.
+Write = Callable[[Path, str, Any, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], None]
 CURVE = "curve.json"
 PICTURE = "curve.png"
 
@@ -86,7 +88,7 @@ class Loop:
     """Trains ``objective`` on ``train``, keeps the best by simulated tokens per step on ``held_out`` in ``out``.
 
     ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
-    ``say`` hears a line now and then.
+    ``say`` hears a line now and then; ``write`` keeps the best: by default, as a drafter's checkpoint.
     """
 
     def __init__(
@@ -100,11 +102,13 @@ class Loop:
         target: Mapping[str, Any],
         team: Team,
         say: Callable[[str], None] = lambda line: None,
+        write: Write = export.write,
     ) -> None:
         options.check()
         self.objective, self.train, self.held_out = objective, train, held_out
         self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
+        self._write = write
         self.optimiser = Optimiser(objective.network, options.optimiser, options.lr, options.weight_decay)
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
@@ -248,7 +252,7 @@ class Loop:
         method, config, tensors = self.objective.export()
         recipe = {**self.identity, "loop": asdict(self.options), "steps": self.at.step, "tokens": self.at.tokens}
         recipe["tokens_per_step"] = self.at.best
-        export.write(self.out, method, config, tensors, self.target, recipe)
+        self._write(self.out, method, config, tensors, self.target, recipe)
 
     def _snapshot(self) -> None:
         snapshots.save(

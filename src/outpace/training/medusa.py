@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,11 +12,11 @@ from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.configs import MedusaConfig
 from outpace.errors import Argument, ParameterError
 from outpace.training import export
-from outpace.training.loop import Loop, LoopOptions
+from outpace.training.loop import Loop
 from outpace.training.networks.medusa import MedusaNetwork
 from outpace.training.objective import Simulated
 from outpace.training.objectives.medusa import MedusaObjective, MedusaOptions
-from outpace.training.setup import Basics, prepared
+from outpace.training.setup import Job, prepared
 
 _MEASURED = 40_000  # tokens of training answers that the tree is searched on
 
@@ -37,26 +36,15 @@ class MedusaShape:
 
 
 @contextmanager
-def open_run(
-    data: Path,
-    out: Path,
-    model: str | None,
-    basics: Basics,
-    shape: MedusaShape,
-    options: MedusaOptions,
-    loop: LoopOptions,
-    threads: int | None,
-    say: Callable[[str], None],
-) -> Iterator[Loop]:
-    """A training on the folder ``data``, ready to run; raises as ``setup.prepared`` does. It reads no taps."""
-    loop.check()
+def open_run(job: Job, shape: MedusaShape, options: MedusaOptions) -> Iterator[Loop]:
+    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no taps."""
     options.check()
     shape.check()
-    with prepared(data, out, model, basics, lambda layers: (), threads, say) as bench:
+    with prepared(job, lambda layers: ()) as bench:
         parts = bench.parts
-        config = MedusaConfig(parts.hidden, parts.vocab, basics.draft_vocab, shape.heads, shape.layers)
+        config = MedusaConfig(parts.hidden, parts.vocab, job.basics.draft_vocab, shape.heads, shape.layers)
         objective = MedusaObjective(MedusaNetwork(config), parts, bench.vocabulary, options, bench.counts)
-        yield bench.loop(Loop, "medusa", objective, out, loop, say, {**asdict(shape), **asdict(options)})
+        yield bench.loop("medusa", objective, {**asdict(shape), **asdict(options)})
 
 
 def plant(loop: Loop) -> Simulated:

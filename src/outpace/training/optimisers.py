@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from outpace.errors import ParameterError
 
 OPTIMISERS = ("adamw", "muon")
 _BETAS = (0.9, 0.95)
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), sized as AdamW's steps are (arXiv 2502.16982).
-
-    float32 throughout: torch.optim.Muon iterates in bfloat16, which is slow where the processor has no such products.
-    """
-
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if not state:
-                    state["momentum"] = torch.zeros_like(matrix)
-                state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonal(matrix.grad.lerp(state["momentum"], group["momentum"]))
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+_MOMENTUM = 0.95
+State = dict[int, dict[str, Tensor]]  # by the parameter's number
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -50,8 +29,60 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+class Muon:
+    """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), sized as AdamW's steps are (arXiv 2502.16982).
+
+    float32 throughout: torch.optim.Muon iterates in bfloat16, which is slow where the processor has no such products.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], weight_decay: float) -> None:
+        self.params, self._decay = list(matrices), weight_decay
+        self.state: State = {}
+
+    def step(self, lr: float) -> None:
+        for i, matrix in enumerate(self.params):
+            if matrix.grad is None:
+                continue
+            if i not in self.state:
+                self.state[i] = {"momentum": torch.zeros_like(matrix)}
+            momentum = self.state[i]["momentum"]
+            momentum.lerp_(matrix.grad, 1 - _MOMENTUM)
+            update = orthogonal(matrix.grad.lerp(momentum, _MOMENTUM))
+            matrix.mul_(1 - lr * self._decay)
+            matrix.add_(update, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+class AdamW:
+    """AdamW (arXiv 1711.05101): torch's own step. ``groups``: parameters, and how their weights decay."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[Tensor], float]]) -> None:
+        self.params = [p for params, _ in groups for p in params]
+        self._sizes = [(len(params), decay) for params, decay in groups]
+        self.state: State = {}
+
+    def step(self, lr: float) -> None:
+        start = 0
+        for size, decay in self._sizes:
+            here = [i for i in range(start, start + size) if self.params[i].grad is not None]
+            start += size
+            for i in here:
+                if i not in self.state:
+                    its = self.params[i]
+                    zeros = {name: torch.zeros_like(its) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[i] = {"step": torch.zeros(()), **zeros}
+            first, second, steps = ([self.state[i][n] for i in here] for n in ("exp_avg", "exp_avg_sq", "step"))
+            adamw(
+                [self.params[i] for i in here], [its for i in here if (its := self.params[i].grad) is not None],
+                first, second, [], steps, fused=True, amsgrad=False, beta1=_BETAS[0], beta2=_BETAS[1], lr=lr,
+                weight_decay=decay, eps=1e-8, maximize=False,
+            )  # fmt: skip
+
+
 class Optimiser:
-    """One or two optimisers as one. ``kind``: "adamw", or "muon" (of matrices; AdamW has the vectors)."""
+    """One or two optimisers as one. ``kind``: "adamw", or "muon" (of matrices; AdamW has the vectors).
+
+    None is a torch.optim.Optimizer: making one imports torch's compiler, which takes seconds.
+    """
 
     def __init__(self, network: nn.Module, kind: str, lr: float, weight_decay: float) -> None:
         if kind not in OPTIMISERS:
@@ -60,27 +91,24 @@ class Optimiser:
         params = [p for p in network.parameters() if p.requires_grad]
         matrices = [p for p in params if p.ndim == 2]
         vectors = [p for p in params if p.ndim != 2]
-        by_adam = [{"params": vectors, "weight_decay": 0.0}]
-        self._parts: list[torch.optim.Optimizer] = []
+        self._parts: list[Muon | AdamW] = []
         if kind == "muon":
-            self._parts.append(Muon(matrices, lr, weight_decay=weight_decay))
+            self._parts = [Muon(matrices, weight_decay), AdamW([(vectors, 0.0)])]
         else:
-            by_adam.append({"params": matrices, "weight_decay": weight_decay})
-        self._parts.append(torch.optim.AdamW(by_adam, lr, betas=_BETAS, fused=True))
+            self._parts = [AdamW([(vectors, 0.0), (matrices, weight_decay)])]
 
+    @torch.no_grad()
     def step(self, scale: float) -> None:
         """One step at ``scale`` times the learning rate."""
         for part in self._parts:
-            for group in part.param_groups:
-                group["lr"] = self.lr * scale
-            part.step()
+            part.step(self.lr * scale)
 
     def state(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self._parts]
+        return [{"state": part.state} for part in self._parts]
 
-    def restore(self, state: list[dict[str, Any]]) -> None:
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         for part, its in zip(self._parts, state, strict=True):
-            part.load_state_dict(its)
+            part.state = {i: dict(own) for i, own in its["state"].items()}
 
 
 def schedule(step: int, total: int, warm_up: int, least: float = 0.05) -> float:

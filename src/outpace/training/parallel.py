@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from outpace.drafters.learned.configs import ParallelConfig
 from outpace.errors import Argument, ParameterError
-from outpace.training.loop import Loop, LoopOptions
+from outpace.training.loop import Loop
 from outpace.training.networks.parallel import ParallelNetwork
 from outpace.training.objective import Simulated
 from outpace.training.objectives.parallel import ParallelObjective, ParallelOptions
-from outpace.training.setup import Basics, prepared, shaped_as
+from outpace.training.setup import Job, prepared, shaped_as
 from outpace.training.taps import default_layers
 
 
@@ -36,32 +35,21 @@ class ParallelShape:
 
 
 @contextmanager
-def open_run(
-    data: Path,
-    out: Path,
-    model: str | None,
-    basics: Basics,
-    shape: ParallelShape,
-    options: ParallelOptions,
-    loop: LoopOptions,
-    threads: int | None,
-    say: Callable[[str], None],
-) -> Iterator[Loop]:
-    """A training on the folder ``data``, ready to run; raises as ``setup.prepared`` does."""
-    loop.check()
+def open_run(job: Job, shape: ParallelShape, options: ParallelOptions) -> Iterator[Loop]:
+    """A training that is ready to run; raises as ``setup.prepared`` does."""
     options.check()
     shape.check()
-    with prepared(data, out, model, basics, default_layers, threads, say) as bench:
+    with prepared(job, default_layers) as bench:
         mask = int(np.argmin(bench.counts)) if shape.mask_token is None else shape.mask_token
         if not 0 <= mask < bench.parts.vocab:
             raise ParameterError(Argument("mask_token", mask), f" is out of range: give 0 to {bench.parts.vocab - 1}")
         config = ParallelConfig(
-            shaped_as(bench.weights, shape.layers, qk_norm=True), bench.parts.vocab, basics.draft_vocab, bench.taps,
+            shaped_as(bench.weights, shape.layers, qk_norm=True), bench.parts.vocab, job.basics.draft_vocab, bench.taps,
             shape.block, mask, shape.rank, confidence=True,
         )  # fmt: skip
-        network = ParallelNetwork(config, basics.seed)
+        network = ParallelNetwork(config, job.basics.seed)
         objective = ParallelObjective(network, bench.parts, bench.vocabulary, options, bench.counts)
-        yield bench.loop(Loop, "parallel", objective, out, loop, say, {**asdict(shape), **asdict(options)})
+        yield bench.loop("parallel", objective, {**asdict(shape), **asdict(options)})
 
 
 def simulate_prefixes(loop: Loop, cost: float) -> tuple[Simulated, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from outpace.models.fingerprint import fingerprint
 from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
+from outpace.training import export
 from outpace.training.data import Answers
-from outpace.training.loop import Loop, LoopOptions
+from outpace.training.loop import Loop, LoopOptions, Write
 from outpace.training.objective import Objective
 from outpace.training.packing import Packing
 from outpace.training.processes import Team, keep_memory
@@ -45,68 +46,75 @@ class Basics:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """A target and its answers, ready to train beside. ``counts`` int64 [V]: of tokens in answers and prompts."""
+class Job:
+    """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
+    it); ``threads``: None: the cores; ``say`` hears a line now and then."""
 
+    data: Path
+    out: Path
+    loop: LoopOptions
+    basics: Basics = field(default_factory=Basics)
+    model: str | None = None
+    threads: int | None = None
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A target and its answers, ready to train beside. ``states``: of the answers to train on; ``counts`` int64 [V]: of
+    tokens in these answers and their prompts."""
+
+    job: Job
     answers: Answers
     source: Source
     weights: TargetWeights
     parts: TargetParts
     taps: tuple[int, ...]
+    states: TapSource
     train: Packing
     held_out: Packing
     counts: I64
     vocabulary: DraftVocabulary
-    basics: Basics
     team: Team
 
-    def loop(
-        self,
-        kind: Callable[..., Loop],
-        method: str,
-        objective: Objective,
-        out: Path,
-        options: LoopOptions,
-        say: Callable[[str], None],
-        recipe: Mapping[str, Any],
-    ) -> Loop:
-        """A loop of class ``kind``. ``recipe``: the method's own, which a snapshot has to share, beside data, target,
-        basics and the loop's options."""
+    def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any], write: Write = export.write) -> Loop:
+        """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
+        target, basics and the loop's options."""
+        job, options = self.job, self.job.loop
         free = ("snapshot", "report", "patience")
         identity = {
             "method": method, "data": self.answers.hash, "target": self.answers.target["fingerprint"],
-            **asdict(self.basics), **{n: v for n, v in asdict(options).items() if n not in free},
-            "taps": self.taps, **recipe,
+            **recipe, **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free},
+            "taps": self.taps,
         }  # fmt: skip
-        return kind(objective, self.train, self.held_out, out, options, identity, self.answers.target, self.team, say)
+        return Loop(
+            objective, self.train, self.held_out, job.out, options, identity, self.answers.target, self.team, job.say,
+            write,
+        )  # fmt: skip
 
 
 @contextmanager
 def prepared(
-    data: Path,
-    out: Path,
-    model: str | None,
-    basics: Basics,
-    taps: Callable[[int], tuple[int, ...]],
-    threads: int | None,
-    say: Callable[[str], None],
+    job: Job, taps: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
 ) -> Iterator[Bench]:
-    """Open the folder ``data`` and the target that answered. ``model``: its name (None: as the data has it); ``taps``:
-    which layers' outputs are read, of how many there are.
+    """Open the answers and the target that gave them. ``taps``: which layers' outputs are read, of how many there are;
+    ``vocabulary``: what can be drafted (None: the most frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
-    answers = Answers.open(data)
+    job.loop.check()
+    basics, threads = job.basics, job.threads
+    answers = Answers.open(job.data)
     options = LoadOptions(**answers.meta["load"])
-    source = resolve(model or answers.meta["model"], options)
+    source = resolve(job.model or answers.meta["model"], options)
     if (found := fingerprint(source.path)) != answers.target["fingerprint"]:
         raise DataError(
-            f"{data} has answers of the target {answers.target['fingerprint']}, but {source.name} is {found}: make "
+            f"{job.data} has answers of the target {answers.target['fingerprint']}, but {source.name} is {found}: make "
             "answers of this one, or give theirs as ", Argument("model"),
         )  # fmt: skip
     torch.set_num_threads(threads or usable_cores())
     keep_memory()
-    out.mkdir(parents=True, exist_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         team = Team()
         stack.callback(team.close)
@@ -115,18 +123,19 @@ def prepared(
         train, held_out = split(answers, basics)
         states = [stack.enter_context(TapSource(its, layers, threads=threads)) for its in (train, held_out)]
         counts = train.token_counts(prompts=True)
-        vocabulary = DraftVocabulary.by_frequency(counts, basics.draft_vocab)
+        if vocabulary is None:
+            vocabulary = DraftVocabulary.by_frequency(counts, basics.draft_vocab)
         if team.rank == 0:
             covered = vocabulary.coverage(held_out.token_counts(prompts=False))
-            say(
+            job.say(
                 f"{len(train):,} answers of {int(train.lengths().sum()):,} tokens to train on, {len(held_out):,} to be "
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
         yield Bench(
-            answers, source, weights, weights.parts(), layers,
+            job, answers, source, weights, weights.parts(), layers, states[0],
             Packing(train, states[0], basics.tokens, basics.longest, basics.prompts, basics.seed),
             Packing(held_out, states[1], basics.tokens, basics.longest, False, basics.seed),
-            counts, vocabulary, basics, team,
+            counts, vocabulary, team,
         )  # fmt: skip
 
 
@@ -142,11 +151,11 @@ def split(answers: Answers, basics: Basics) -> tuple[Answers, Answers]:
     return train, out.select(greedy[:count])
 
 
-def shaped_as(weights: TargetWeights, layers: int, qk_norm: bool) -> Decoder:
+def shaped_as(weights: TargetWeights, layers: int, qk_norm: bool = False) -> Decoder:
     """A decoder of ``layers`` layers like the target's."""
     its = weights.decoder
-    # Of scaled frequencies, the base that their second has: near enough, a drafter learns its own.
-    base = float(round(float(its.ropes[0][1]) ** (-its.head_dim / 2), 3))
+    # To four digits, which undoes rounding; of stretched frequencies, the base of their second is near enough.
+    base = float(f"{float(its.ropes[0][1]) ** (-its.head_dim / 2):.4g}")
     return Decoder(
         hidden=its.hidden, layers=layers, heads=its.heads, kv_heads=its.kv_heads, head_dim=its.head_dim, ffn=its.inner,
         eps=its.eps, rope_theta=base, max_length=its.max_length, qk_norm=qk_norm,

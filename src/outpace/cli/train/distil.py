@@ -8,7 +8,6 @@ import typer
 
 from outpace.cli.command import flatten
 from outpace.cli.options import Common
-from outpace.cli.train.shared import say
 from outpace.cli.train.training import Training, train
 
 
@@ -45,5 +44,4 @@ def run(
     options = DistilOptions(loss, on_policy, on_policy_tokens, depth)
     given: Any = init  # checked by StudentShape
     shape = StudentShape(layers, given, frozen, all_tokens)
-    opened = open_run(its.data, its.out, its.model, its.basics(), shape, options, its.loop(), its.threads, say)
-    return train(common, its, opened)
+    return train(common, its, open_run(its.job(), shape, options))

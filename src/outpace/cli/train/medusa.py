@@ -8,7 +8,6 @@ import typer
 
 from outpace.cli.command import flatten
 from outpace.cli.options import Common
-from outpace.cli.train.shared import say
 from outpace.cli.train.training import Training, train
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ def run(
     from outpace.training.objectives.medusa import MedusaOptions
 
     options, shape = MedusaOptions(decay, candidates, nodes, ranks), MedusaShape(heads, layers)
-    opened = open_run(its.data, its.out, its.model, its.basics(), shape, options, its.loop(), its.threads, say)
-    return train(common, its, opened, _planted)
+    return train(common, its, open_run(its.job(), shape, options), _planted)
 
 
 def _planted(loop: Loop) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import typer
 
 from outpace.cli.command import flatten
 from outpace.cli.options import Common
-from outpace.cli.train.shared import say
 from outpace.cli.train.training import Training, train
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def run(
 
     options = ParallelOptions(anchors, candidates, slope, cross_entropy, l1, length, confidence, confidence_of)
     shape = ParallelShape(block, layers, rank, mask_token)
-    opened = open_run(its.data, its.out, its.model, its.basics(), shape, options, its.loop(), its.threads, say)
-    return train(common, its, opened, _prefixes)
+    return train(common, its, open_run(its.job(), shape, options), _prefixes)
 
 
 def _prefixes(loop: Loop) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json as json_
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,8 +18,10 @@ from outpace.cli.train.shared import say
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
-    from outpace.training.loop import Loop, LoopOptions
-    from outpace.training.setup import Basics
+    from outpace.training.loop import Loop
+    from outpace.training.setup import Job
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +61,14 @@ class Training:
     seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0
     threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
 
-    def basics(self, **changed: Any) -> Basics:
-        from outpace.training.setup import Basics
-
-        given = ("draft_vocab", "tokens", "longest", "prompts", "held_out", "judged", "seed")
-        return Basics(**{**{name: getattr(self, name) for name in given}, **changed})
-
-    def loop(self) -> LoopOptions:
+    def job(self) -> Job:
         from outpace.training.loop import LoopOptions
+        from outpace.training.setup import Basics, Job
 
-        given = (
-            "steps", "epochs", "minutes", "lr", "optimiser", "weight_decay", "warm_up", "clip", "gather", "bfloat16",
-            "evaluate", "patience", "snapshot", "report", "seed",
-        )  # fmt: skip
-        return LoopOptions(**{name: getattr(self, name) for name in given})
+        def made(kind: type[T]) -> T:
+            return kind(**{its.name: getattr(self, its.name) for its in fields(kind)})  # type: ignore[arg-type]
+
+        return Job(self.data, self.out, made(LoopOptions), made(Basics), self.model, self.threads, say)
 
 
 def train(

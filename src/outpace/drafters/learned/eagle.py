@@ -132,10 +132,10 @@ class EagleDrafter(ChainDrafter):
             if event.taps is None:
                 continue
             row, first = self._rows.setdefault(event.row, _Row()), event.start - 1
-            new = np.arange(max(row.end - first, 0), min(len(event.taps), len(event.tokens)), dtype=np.int32)
-            if len(new):  # a copy: a view would keep a whole forward's states
-                taps = event.taps.at(new).layers(self._columns).native
-                row.unread.append(_Piece(first + int(new[0]), np.array(event.tokens[new], np.int32), taps))
+            begin, end = max(row.end - first, 0), min(len(event.taps), len(event.tokens))
+            if begin < end:  # copies: a view would keep a whole forward's states
+                taps = event.taps.at(np.arange(begin, end, dtype=np.int32)).layers(self._columns).native
+                row.unread.append(_Piece(first + begin, np.array(event.tokens[begin:end], np.int32), taps))
         self._read_ahead([event.row for event in events if event.row in self._rows])
 
     def _read_ahead(self, rows: Sequence[int]) -> None:
@@ -165,26 +165,28 @@ class EagleDrafter(ChainDrafter):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        views = [self._limited(view, int(size)) for view, size in zip(rows, sizes, strict=True)]
+        views = [self._limited(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)]
         alone = [i for i, view in enumerate(views) if _level_by_level(view)]
+        if not alone:
+            return self._grow(views, sizes)
         others = [i for i in range(len(views)) if i not in alone]
         parts: list[tuple[list[int], Drafts]] = []
-        if alone:
-            chain = super().propose([views[i] for i in alone], sizes[alone])
-            parts.append((alone, replace(chain, levels=chain.widths)))
+        chain = super().propose([views[i] for i in alone], sizes[alone])
+        parts.append((alone, replace(chain, levels=chain.widths)))
         if others:
             parts.append((others, self._grow([views[i] for i in others], sizes[others])))
         if len(parts) > 1 and parts[1][1].confidence is not None:  # of a batch, all or none
             chain = parts[0][1]
             said = np.tile(ASSUMED ** (np.arange(chain.tokens.shape[1]) + 1.0), (len(alone), 1)).astype(np.float32)
             parts[0] = alone, replace(chain, confidence=said)
-        return Drafts.join(parts, len(rows)) if parts else Drafts.empty(0)
+        return Drafts.join(parts, len(rows))
 
     def _limited(self, view: RowView, size: int) -> RowView:
         """The row with the levels that it is worth."""
         depth = size if view.depth is None else min(size, view.depth)
         most = LEVELS if self._most is None and self._branch > 1 and not view.adaptive else self._most
-        return view._replace(depth=depth if most is None else min(depth, most))
+        depth = depth if most is None else min(depth, most)
+        return view if depth == view.depth else view._replace(depth=depth)
 
     def _grow(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """Trees for rows, as many of them as there is memory for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.drafters.learned.checkpoint import Checkpoint, EagleConfig, fit, read, stranger
@@ -20,18 +21,20 @@ MOST_BRANCH, MOST_LEVELS = 16, 63
 
 
 def load_eagle(
-    path: str,
+    path: str | Path,
     context: DraftContext,
     *,
+    name: str | None = None,
     branch: int | None = None,
     levels: int | None = None,
     quantize: str | None = None,
 ) -> EagleDrafter:
-    """``eagle:PATH``. ``quantize``: int8 or int4 for its weights, beside a native target.
+    """``eagle:PATH``. ``name``: what it is called, if not that. ``quantize``: int8 or int4 for its weights, beside a
+    native target.
 
     Raises ModelError for what cannot be read, DrafterError for what does not fit ``context.target`` or is out of range.
     """
-    name = f"eagle:{path}"
+    name = name or f"eagle:{path}"
     for option, value, most in (("branch", branch, MOST_BRANCH), ("levels", levels, MOST_LEVELS)):
         if value is not None and not 1 <= value <= most:
             raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")

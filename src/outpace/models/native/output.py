@@ -77,25 +77,30 @@ class NativeOutput:
 class NativeTaps:
     """See ``Taps``. It shares the hidden states with their forward's result and stays valid whatever is run later."""
 
-    def __init__(self, states: F32, places: I32) -> None:
+    def __init__(self, states: F32, places: I32, columns: tuple[int, ...] | None = None) -> None:
         self._states = states  # [m, T, H] of all tapped tokens
         self._places = places  # [n] among them
+        self._columns = columns  # of the tapped layers; None: all, as they are
 
     def __len__(self) -> int:
         return len(self._places)
 
     def at(self, indices: I32) -> NativeTaps:
-        return NativeTaps(self._states, self._places[indices])
+        return NativeTaps(self._states, self._places[indices], self._columns)
 
     def layers(self, columns: Sequence[int]) -> NativeTaps:
-        return NativeTaps(self._states[:, list(columns)], self._places)
+        its = tuple(columns) if self._columns is None else tuple(self._columns[column] for column in columns)
+        return NativeTaps(self._states, self._places, None if its == tuple(range(self._states.shape[1])) else its)
 
     @property
     def native(self) -> F32:
         return self.numpy()
 
     def numpy(self) -> F32:
-        values: F32 = self._states[self._places]
+        if self._columns is None:
+            values: F32 = self._states[self._places]
+        else:
+            values = self._states[self._places[:, None], self._columns]
         return values
 
 

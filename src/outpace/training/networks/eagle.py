@@ -14,51 +14,18 @@ from torch import Tensor, nn
 from outpace.drafters.learned.configs import Decoder, EagleConfig
 from outpace.errors import ParameterError
 from outpace.training.networks.attention import AnchoredAttention, Span, pick
+from outpace.training.networks.layers import Attention, Mlp, Norm, Rope, rotate
 
 
-class Norm(nn.Module):
-    """RMSNorm."""
+class EagleLayer(nn.Module):
+    """Attention reads 2 h numbers: the token's, then the features'."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """The projections; queries, keys and values read 2 h numbers: the token's, then the features'."""
-
-    def __init__(self, its: Decoder) -> None:
-        super().__init__()
-        q, kv = its.heads * its.head_dim, its.kv_heads * its.head_dim
-        self.q_proj = nn.Linear(2 * its.hidden, q, bias=False)
-        self.k_proj = nn.Linear(2 * its.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(2 * its.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(q, its.hidden, bias=False)
-
-
-class Mlp(nn.Module):
-    def __init__(self, its: Decoder) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(its.hidden, its.ffn, bias=False)
-        self.up_proj = nn.Linear(its.hidden, its.ffn, bias=False)
-        self.down_proj = nn.Linear(its.ffn, its.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
-class Layer(nn.Module):
     def __init__(self, its: Decoder) -> None:
         super().__init__()
         self.input_layernorm = Norm(its.hidden, its.eps)
         self.hidden_norm = Norm(its.hidden, its.eps)
         self.post_attention_layernorm = Norm(its.hidden, its.eps)
-        self.self_attn = Attention(its)
+        self.self_attn = Attention(its, 2 * its.hidden)
         self.mlp = Mlp(its)
 
 
@@ -80,15 +47,14 @@ class EagleNetwork(nn.Module):
         self.fc = nn.Linear(width, its.hidden, bias=False)
         self.fc_norm = nn.ModuleList(Norm(its.hidden, its.eps) for _ in config.taps) if config.fc_norm else None
         self.input_norm = Norm(width, its.eps) if config.norm_before_fc else None
-        self.layers = nn.ModuleList([Layer(its)])
+        self.layers = nn.ModuleList([EagleLayer(its)])
         self.norm = Norm(its.hidden, its.eps)
-        angles = torch.arange(its.max_length)[:, None] * _frequencies(its)
-        self.register_buffer("rope", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        self.rope = Rope(its.head_dim, its.rope_theta)
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> EagleLayer:
         layer = self.layers[0]
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, EagleLayer)
         return layer
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -179,7 +145,7 @@ class EagleNetwork(nn.Module):
         """Rotated queries and keys, and values, [n, heads, d], of [n, q + 2 kv]."""
         its = self.config.decoder
         heads = qkv.view(len(qkv), its.heads + 2 * its.kv_heads, its.head_dim)
-        turned = _rotate(heads[:, : its.heads + its.kv_heads], self.rope[:, position])
+        turned = rotate(heads[:, : its.heads + its.kv_heads], *self.rope(position))
         return turned[:, : its.heads], turned[:, its.heads :], heads[:, its.heads + its.kv_heads :]
 
     def _finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
@@ -187,17 +153,6 @@ class EagleNetwork(nn.Module):
         hidden = residual + layer.self_attn.o_proj(mixed.flatten(1))
         after: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return after
-
-
-def _frequencies(its: Decoder) -> Tensor:
-    return its.rope_theta ** -(torch.arange(0, its.head_dim, 2, dtype=torch.float32) / its.head_dim)
-
-
-def _rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """x [n, heads, d] turned by ``rope`` [2, n, d / 2], halves apart as Hugging Face has them."""
-    cos, sin = rope[0][:, None], rope[1][:, None]
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def _stack(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts that the networks share: norm, rotation, feed-forward. Names are those of Hugging Face's Llama."""
+"""Parts that the networks share: norm, rotation, feed-forward, attention. Names are those of Hugging Face's Llama."""
 
 from __future__ import annotations
 
@@ -42,19 +42,56 @@ class Rope(nn.Module):
         super().__init__()
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self.frequencies: Tensor
-        self.register_buffer("frequencies", 1.0 / theta**exponents, persistent=False)
+        self.register_buffer("frequencies", theta**-exponents, persistent=False)
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, 1, head_dim] of positions [n], for heads [n, heads, head_dim]."""
-        angles = position[:, None].to(self.frequencies.dtype) * self.frequencies
-        angles = torch.cat((angles, angles), -1)[:, None]
+        """Cosines and sines [n, 1, head_dim / 2] of positions [n], for heads [n, heads, head_dim]."""
+        angles = position[:, None, None].to(self.frequencies.dtype) * self.frequencies
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [n, heads, head_dim] at the positions of ``cos``, ``sin`` [n, 1, head_dim]."""
+    """Heads [n, heads, head_dim] at the positions of ``cos``, ``sin`` [n, 1, head_dim / 2]."""
     left, right = x.chunk(2, -1)
-    return x * cos + torch.cat((-right, left), -1) * sin
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+class Attention(nn.Module):
+    """Projections, and norms of query and key heads where the shape has them; states have ``reads`` numbers, else h."""
+
+    def __init__(self, its: Decoder, reads: int | None = None) -> None:
+        super().__init__()
+        inner, kv = its.heads * its.head_dim, its.kv_heads * its.head_dim
+        reads = reads or its.hidden
+        self.head_dim = its.head_dim
+        self.q_proj = nn.Linear(reads, inner, bias=False)
+        self.k_proj = nn.Linear(reads, kv, bias=False)
+        self.v_proj = nn.Linear(reads, kv, bias=False)
+        self.o_proj = nn.Linear(inner, its.hidden, bias=False)
+        self.q_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
+        self.k_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Of states [n, reads]: keys, rotated, and values, both [n, kv_heads, head_dim]."""
+        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        return rotate(keys, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Of states [n, reads]: [n, heads, head_dim]."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotate(queries if self.q_norm is None else self.q_norm(queries), cos, sin)
+
+
+class Layer(nn.Module):
+    """A decoder layer's parts."""
+
+    def __init__(self, its: Decoder) -> None:
+        super().__init__()
+        self.self_attn = Attention(its)
+        self.mlp = Mlp(its)
+        self.input_layernorm = Norm(its.hidden, its.eps)
+        self.post_attention_layernorm = Norm(its.hidden, its.eps)
 
 
 def initialise(module: nn.Module, draw: torch.Generator | None = None, std: float = 0.02) -> None:

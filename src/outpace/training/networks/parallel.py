@@ -14,37 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.learned.configs import Decoder, ParallelConfig
-from outpace.training.networks.layers import Mlp, Norm, Rope, initialise, rotate
+from outpace.drafters.learned.configs import ParallelConfig
+from outpace.training.networks.layers import Attention, Layer, Norm, Rope, initialise
 
 Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_heads, head_dim] of n positions
 Pick = Callable[[Tensor, int], Tensor]
-
-
-class BlockAttention(nn.Module):
-    """Projections of a block's slots, and of the context's taps, which have keys and values only."""
-
-    def __init__(self, its: Decoder) -> None:
-        super().__init__()
-        inner, kv = its.heads * its.head_dim, its.kv_heads * its.head_dim
-        self.head_dim = its.head_dim
-        self.q_proj = nn.Linear(its.hidden, inner, bias=False)
-        self.k_proj = nn.Linear(its.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(its.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(inner, its.hidden, bias=False)
-        self.q_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
-        self.k_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Of states [n, h]: keys, rotated, and values, both [n, kv_heads, head_dim]."""
-        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        keys = keys if self.k_norm is None else self.k_norm(keys)
-        return rotate(keys, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of states [n, h]: [n, heads, head_dim]."""
-        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(queries if self.q_norm is None else self.q_norm(queries), cos, sin)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, seen: Tensor) -> Tensor:
@@ -64,17 +38,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
     far, near = scores.softmax(-1).split((length, slots), -1)
     out = (far.flatten(1, 2) @ context_v.transpose(0, 1)).view(groups, blocks, rows, d) + near @ v.permute(2, 0, 1, 3)
     return out.view(groups, blocks, slots, heads // groups, d).permute(1, 2, 0, 3, 4).reshape(blocks, slots, -1)
-
-
-class BlockLayer(nn.Module):
-    """One decoder layer over the slots; the context enters attention only."""
-
-    def __init__(self, its: Decoder) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(its)
-        self.mlp = Mlp(its)
-        self.input_layernorm = Norm(its.hidden, its.eps)
-        self.post_attention_layernorm = Norm(its.hidden, its.eps)
 
 
 class MarkovHead(nn.Module):
@@ -113,7 +76,7 @@ class ParallelNetwork(nn.Module):
         self.config = config
         self.fc = nn.Linear(len(config.taps) * its.hidden, its.hidden, bias=False)
         self.hidden_norm = Norm(its.hidden, its.eps)
-        self.layers = nn.ModuleList(BlockLayer(its) for _ in range(its.layers))
+        self.layers = nn.ModuleList(Layer(its) for _ in range(its.layers))
         self.norm = Norm(its.hidden, its.eps)
         self.rope = Rope(its.head_dim, its.rope_theta)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
@@ -154,7 +117,7 @@ class ParallelNetwork(nn.Module):
         cos, sin = self.rope((position[:, None] + torch.arange(size, device=position.device)).flatten())
         counts = [len(its) for its in seen]
         for i, layer in enumerate(self.layers):
-            attention: BlockAttention = layer.self_attn
+            attention: Attention = layer.self_attn
             normed = layer.input_layernorm(x)
             k, v = (part.unflatten(0, (-1, size)) for part in attention.keys_values(normed, cos, sin))
             q = attention.queries(normed, cos, sin).unflatten(0, (-1, size))

@@ -16,41 +16,11 @@ from torch import Tensor, nn
 
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, ParameterError
-from outpace.training.networks.layers import Mlp, Norm, Rope, initialise, rotate
+from outpace.training.networks.layers import Attention, Layer, Norm, Rope, initialise
 
 Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, kv_heads, n, head_dim]
 Choice = Literal["first", "last", "even"]
 CHOICES = ("first", "last", "even")
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Decoder) -> None:
-        super().__init__()
-        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, inner, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(inner, shape.hidden, bias=False)
-        if shape.qk_norm:
-            self.q_norm, self.k_norm = Norm(shape.head_dim, shape.eps), Norm(shape.head_dim, shape.eps)
-        self.qk_norm = shape.qk_norm
-
-    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [n, heads, head_dim] of states [n, h]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Decoder) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = Mlp(shape)
-        self.input_layernorm = Norm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
 
 
 class Student(nn.Module):
@@ -94,7 +64,7 @@ class Student(nn.Module):
         cos, sin = self.rope(position)
         x = self.embed_tokens[tokens]
         for layer in self.layers:
-            q, k, v = layer.self_attn.heads(layer.input_layernorm(x), cos, sin)
+            q, k, v = _heads(layer.self_attn, layer.input_layernorm(x), cos, sin)
             parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             found = [_attend(*(t.transpose(0, 1)[None] for t in part), causal=True)[0] for part in parts]
             x = x + layer.self_attn.o_proj(torch.cat([t.transpose(0, 1) for t in found]).flatten(1))
@@ -107,7 +77,7 @@ class Student(nn.Module):
         cos, sin = self.rope(torch.full((len(tokens),), position))
         x, grown = self.embed_tokens[tokens], []
         for i, layer in enumerate(self.layers):
-            q, k, v = (t[:, :, None] for t in layer.self_attn.heads(layer.input_layernorm(x), cos, sin))
+            q, k, v = (t[:, :, None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
             if cache:
                 k, v = torch.cat((cache[i][0], k), 2), torch.cat((cache[i][1], v), 2)
             grown.append((k, v))
@@ -121,7 +91,7 @@ class Student(nn.Module):
         cos, sin = self.rope(torch.arange(len(prompt)))
         x, cache, said = self.embed_tokens[prompt], [], []
         for layer in self.layers:
-            q, k, v = (t.transpose(0, 1)[None] for t in layer.self_attn.heads(layer.input_layernorm(x), cos, sin))
+            q, k, v = (t.transpose(0, 1)[None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
             cache.append((k, v))
             x = x + layer.self_attn.o_proj(_attend(q, k, v, causal=True)[0].transpose(0, 1).flatten(1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -150,6 +120,11 @@ def chosen_layers(layers: int, wanted: int, how: Choice) -> list[int]:
     if wanted == 1:
         return [layers - 1]
     return [round(i * (layers - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def _heads(attention: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [n, heads, head_dim] of states [n, h]."""
+    return attention.queries(x, cos, sin), *attention.keys_values(x, cos, sin)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.errors import ParameterError
+from outpace.training.chunks import sequence_weights
+from outpace.training.draft_head import DraftHead
 from outpace.training.losses import frozen_head_loss, loss_named
 from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.objective import Simulated, TrainBatch
@@ -63,12 +65,7 @@ class EagleObjective:
         """``counts`` int64 [V]: how often tokens are said; with them, the likeliest wrong candidates come along."""
         options.check()
         self.network, self.target, self.options = network, target, options
-        self.vocabulary = vocabulary
-        self.ids = torch.from_numpy(vocabulary.ids)
-        self.place = torch.from_numpy(vocabulary.place)
-        self.head = target.head[self.ids].contiguous()
-        frequency = np.zeros(len(vocabulary), np.int64) if counts is None else counts[vocabulary.ids]
-        self._frequent = torch.from_numpy(np.argsort(-frequency, kind="stable").copy())
+        self.words = DraftHead(target, vocabulary, counts, options.candidates)
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         draw = torch.Generator().manual_seed(batch.seed)
@@ -76,12 +73,11 @@ class EagleObjective:
         counts = self._counts(batch)
         # Where the target may be heard: p at position i is of token i + 1.
         anchors = self._anchors(batch, counts, draw)
-        chosen, offset = self._candidates(batch, draw)
-        head = self.head if chosen is None else self.head[chosen]
+        rows = self.words.draw(batch.tokens, draw)
         heard = torch.nonzero(counts).flatten()
         with torch.no_grad():
-            logits = self.target.norm(batch.states[heard, -1]) @ head.T
-            p = torch.softmax(logits if offset is None else logits.add_(offset), -1)
+            logits = self.target.norm(batch.states[heard, -1]) @ rows.head.T
+            p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
         row = torch.full((len(batch),), -1)
         row[heard] = torch.arange(len(heard))
         outputs = self.network.unroll(
@@ -99,10 +95,11 @@ class EagleObjective:
             mine = torch.nonzero(counts[at + s + 1]).flatten()
             if not len(mine):
                 continue
-            of = sequence[at[mine]]
-            per = torch.bincount(of, minlength=batch.sequences).clamp_min(1)
-            weight = (options.decay**s / (weights * batch.sequences)) / per[of].float()
-            its, said = frozen_head_loss(normed[mine], head, offset, p[row[at[mine] + s + 1]], weight, options.loss)
+            each = torch.ones(len(mine))
+            weight = sequence_weights(each, sequence[at[mine]], batch.sequences, options.decay**s / weights)
+            its, said = frozen_head_loss(
+                normed[mine], rows.head, rows.offset, p[row[at[mine] + s + 1]], weight, options.loss
+            )
             total = total + its
             figures[f"accept{s}"], figures[f"agree{s}"] = said.mean(0).tolist()
         return total, figures
@@ -122,14 +119,13 @@ class EagleObjective:
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
             inside = at + s + 2 < ends[at]
             kept, normed = at[inside], normed[inside]
-            best = torch.cat([(part @ self.head.T).argmax(-1) for part in normed.split(256)] or [kept])
-            right[kept, s] = self.ids[best] == batch.tokens[kept + s + 2]
+            best = torch.cat([(part @ self.words.head.T).argmax(-1) for part in normed.split(256)] or [kept])
+            right[kept, s] = self.words.ids[best] == batch.tokens[kept + s + 2]
             tried[kept, s] = True
         return walk(batch, right.numpy(), tried.numpy())
 
     def export(self) -> tuple[str, EagleConfig, Mapping[str, Any]]:
-        tensors = {name: value.detach().numpy().copy() for name, value in self.network.state_dict().items()}
-        return "eagle", self.network.config, {**tensors, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+        return "eagle", self.network.config, self.words.tensors(self.network)
 
     def _counts(self, batch: TrainBatch) -> Tensor:
         """bool [N]: positions after which the target is listened to; what it says there is in the draft vocabulary.
@@ -137,7 +133,7 @@ class EagleObjective:
         What was said stands for the target's likeliest token: forming all logits costs more than the whole network.
         """
         following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
-        return batch.loss_mask & (self.place[following] >= 0)
+        return batch.loss_mask & (self.words.place[following] >= 0)
 
     def _anchors(self, batch: TrainBatch, counts: Tensor, draw: torch.Generator) -> list[Tensor]:
         every, ends = torch.arange(len(batch)), batch.ends
@@ -153,28 +149,6 @@ class EagleObjective:
             useful[reach] |= counts[reach + s + 1]
             later.append(reach[(useful & kept)[reach]])
         return anchors + later[::-1]
-
-    def _candidates(self, batch: TrainBatch, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
-        """Draft ids that this batch is trained against, and what is added to their logits; None: all of them.
-
-        What the batch says, then what is said most, then others drawn evenly: these stand for all that were not drawn,
-        so the logarithm of how many each stands for is added, for p and q alike.
-        """
-        size, count = len(self.vocabulary), self.options.candidates
-        if not count or count >= size:
-            return None, None
-        chosen = torch.zeros(size, dtype=torch.bool)
-        said = self.place[batch.tokens]
-        chosen[said[said >= 0]] = True
-        chosen[self._frequent[: count // 4]] = True
-        sure = int(chosen.sum())
-        rest = torch.nonzero(~chosen).flatten()
-        drawn = rest[torch.randperm(len(rest), generator=draw)[: max(count - sure, count // 8)]]
-        offset = torch.zeros(size)
-        offset[drawn] = float(np.log(len(rest) / max(len(drawn), 1)))
-        chosen[drawn] = True
-        found = torch.nonzero(chosen).flatten()
-        return found, offset[found]
 
     def _disturbed(self, taps: Tensor, draw: torch.Generator) -> Tensor:
         """Taps [N, T, h] with noise, some of them left out and the others of that position scaled up."""

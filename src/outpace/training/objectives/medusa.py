@@ -14,8 +14,8 @@ from torch import Tensor
 from outpace.drafters.learned.configs import MedusaConfig
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses, trees
-from outpace.training.candidates import Candidates
 from outpace.training.chunks import in_chunks, sequence_weights
+from outpace.training.draft_head import DraftHead
 from outpace.training.networks.medusa import MedusaNetwork
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.simulate import walk
@@ -61,10 +61,8 @@ class MedusaObjective:
     ) -> None:
         """``counts`` int64 [V]: how often tokens are said; the likeliest ones are candidates then."""
         options.check()
-        self._candidates = Candidates(vocabulary, counts, options.candidates)
-        self.network, self.target, self.vocabulary, self.options = network, target, vocabulary, options
-        self.ids, self.place = torch.from_numpy(vocabulary.ids), torch.from_numpy(vocabulary.place)
-        self.head = target.head[self.ids].contiguous()
+        self.network, self.target, self.options = network, target, options
+        self.words = DraftHead(target, vocabulary, counts, options.candidates)
         self.tree = network.config.tree
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
@@ -75,8 +73,8 @@ class MedusaObjective:
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
         normed = self.target.norm(batch.states[:, -1])
-        drawn = self._candidates.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
-        head, offset = (self.head, None) if drawn is None else (self.head[drawn[0]], drawn[1])
+        drawn = self.words.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        head, offset = drawn.head, drawn.offset
 
         def piece(start: int, stop: int, states: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():  # what heads listen to overlaps: one product for all
@@ -123,7 +121,7 @@ class MedusaObjective:
         _, said = self._said(batch)
         found = []
         for part in torch.arange(len(batch)).split(_ROWS):
-            logits = self.network(self.target.norm(batch.states[part, -1])) @ self.head.T
+            logits = self.network(self.target.norm(batch.states[part, -1])) @ self.words.head.T
             own = said[part][..., None]
             mine = logits.gather(-1, own.clamp_min(0))
             lower = torch.arange(logits.shape[-1]) < own
@@ -134,8 +132,7 @@ class MedusaObjective:
 
     def export(self) -> tuple[str, MedusaConfig, Mapping[str, Any]]:
         config = replace(self.network.config, tree=self.tree)
-        tensors = {name: value.detach().numpy().copy() for name, value in self.network.state_dict().items()}
-        return "medusa", config, {**tensors, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+        return "medusa", config, self.words.tensors(self.network)
 
     def _said(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """For heads [N, K]: the position after which the target says what a head is to say, as a packed index, and the
@@ -145,7 +142,7 @@ class MedusaObjective:
         there = index < last
         index = torch.minimum(index, last)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
-        return index, self.place[following].masked_fill(~there, -1)
+        return index, self.words.place[following].masked_fill(~there, -1)
 
     def _tried(self, batch: TrainBatch) -> npt.NDArray[np.bool_]:
         reach = torch.arange(len(batch))[:, None] + 2 + torch.arange(self.network.config.heads)

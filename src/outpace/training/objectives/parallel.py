@@ -17,8 +17,8 @@ from torch import Tensor
 from outpace.drafters.learned.configs import ParallelConfig
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses
-from outpace.training.candidates import Candidates
 from outpace.training.chunks import in_chunks, sequence_weights
+from outpace.training.draft_head import DraftHead
 from outpace.training.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.prefixes import best_prefix
@@ -77,10 +77,8 @@ class ParallelObjective:
     ) -> None:
         """``counts`` int64 [V]: how often tokens are said; the likeliest ones are candidates then."""
         options.check()
-        self._candidates = Candidates(vocabulary, counts, options.candidates)
-        self.network, self.target, self.vocabulary, self.options = network, target, vocabulary, options
-        self.ids, self.place = torch.from_numpy(vocabulary.ids), torch.from_numpy(vocabulary.place)
-        self.head = target.head[self.ids].contiguous()
+        self.network, self.target, self.options = network, target, options
+        self.words = DraftHead(target, vocabulary, counts, options.candidates)
 
     def anchors(self, batch: TrainBatch) -> Tensor:
         """Where blocks begin: packed indices int64 [A], ascending, drawn anew for every batch's seed."""
@@ -100,7 +98,7 @@ class ParallelObjective:
         normed = self._normed(batch, at)
         index, there = self._slots(batch, at)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
-        counts = there & batch.loss_mask[index] & (self.place[following] >= 0)
+        counts = there & batch.loss_mask[index] & (self.words.place[following] >= 0)
         raw = torch.exp(-torch.arange(slots) / options.slope) * counts
         weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
             raw
@@ -108,8 +106,8 @@ class ParallelObjective:
         before = network.before(batch.tokens[index])
         with torch.no_grad():
             heard = self.target.norm(batch.states[:, -1])
-        drawn = self._candidates.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
-        head, offset = (self.head, None) if drawn is None else (self.head[drawn[0]], drawn[1])
+        drawn = self.words.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        head, offset = drawn.head, drawn.offset
 
         def piece(start: int, stop: int, normed: Tensor, *markov: Tensor) -> tuple[Tensor, Tensor]:
             logits = normed @ head.T
@@ -134,7 +132,8 @@ class ParallelObjective:
         if before is None or markov_head is None:
             total, facts = in_chunks(piece, _ANCHORS, (normed,))
         else:
-            rows = markov_head.markov_w2.weight if drawn is None else markov_head.markov_w2.weight[drawn[0]]
+            rows = markov_head.markov_w2.weight
+            rows = rows if drawn.chosen is None else rows[drawn.chosen]
             total, facts = in_chunks(piece, _ANCHORS, (normed, before), (rows,))
         figures = _figures(facts, counts)
         sure = network.confidence(normed, before)
@@ -158,8 +157,7 @@ class ParallelObjective:
         return walk(batch, right & sent, tried & sent), int((sent & tried).sum()), int(tried[:, 0].sum())
 
     def export(self) -> tuple[str, ParallelConfig, Mapping[str, Any]]:
-        tensors = {name: value.detach().numpy().copy() for name, value in self.network.state_dict().items()}
-        return "parallel", self.network.config, {**tensors, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+        return "parallel", self.network.config, self.words.tensors(self.network)
 
     @torch.no_grad()
     def _tried(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -183,7 +181,7 @@ class ParallelObjective:
 
     def _draft(self, batch: TrainBatch, at: Tensor) -> BlockDraft:
         normed = self._normed(batch, at)
-        draft: BlockDraft = self.network.decide(batch.tokens[at], normed, normed @ self.head.T, self.ids)
+        draft: BlockDraft = self.network.decide(batch.tokens[at], normed, normed @ self.words.head.T, self.words.ids)
         return draft
 
     def _normed(self, batch: TrainBatch, at: Tensor) -> Tensor:

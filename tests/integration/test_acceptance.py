@@ -1,0 +1,113 @@
+"""What a drafter's card is made of: figures that can be gone on with, of these weights and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import acceptance, ship
+from outpace.drafters.learned.checkpoint import read
+from outpace.errors import ParameterError
+from outpace.models.native import model as native
+from outpace.training import export
+from tests import eagles
+from tests.integration.conftest import SIZES
+from tests.native.native_helpers import Tiny
+
+VOCAB = 190  # tokens of a byte-level tokenizer
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend is not built")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Tiny) -> Path:
+    return tiny.path("F32", **SIZES | {"layers": 4, "vocab": VOCAB, "tokenizer": 1})
+
+
+@pytest.fixture
+def run(gguf: Path, tmp_path: Path) -> Path:
+    """What a training would have written."""
+    folder = tmp_path / "run"
+    model = native.load_native(gguf, threads=1)
+    made = eagles.random(model, range(VOCAB), (0, 1, 2))
+    target = {"name": "tiny", "dtype": "float32", "fingerprint": "0" * 16, "vocab_size": VOCAB}
+    export.write(folder, "eagle", made.config, made.tensors, target, {"data": "1" * 16, "seed": 7})
+    model.close()
+    last = {"step": 4, "tokens": 12_345, "seconds": 360.0, "tokens_per_step": 1.5, "acceptance": [0.3, 0.2]}
+    (folder / "curve.json").write_text(json.dumps([last]))
+    (folder / "curve.png").write_bytes(b"a picture")
+    return folder
+
+
+@pytest.fixture
+def measure(gguf: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))  # of what forwards cost
+    prompts = [
+        json.dumps({"id": i, "category": "ab"[i % 2], "token_ids": [1 + (i * j) % 9 for j in range(4, 12)]})
+        for i in range(6)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+
+    def call(*more: str) -> int:
+        return acceptance.main(
+            [str(run), str(tmp_path / "out.json"), "--model", str(gguf), "--prompts", str(tmp_path / "prompts.jsonl"),
+             "--max-tokens", "12", "--rows", "2", "--threads", "1", *more]
+        )  # fmt: skip
+
+    return call
+
+
+def test_it_goes_on_where_it_stopped(measure: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert measure("--minutes", "0") == 1
+    assert "the same command goes on" in capsys.readouterr().out
+    assert not out.exists()
+    assert measure("--limit", "2") == 0
+    some = json.loads(out.read_text())["runs"]
+    count = len(acceptance.CONFIGURATIONS) * len(acceptance.TEMPERATURES)
+    assert len(some) == 2 * count
+    some[0]["steps"] += 1000  # to see that it is not measured again
+    out.write_text(json.dumps(json.loads(out.read_text()) | {"runs": some}))
+    assert measure() == 0
+    whole = json.loads(out.read_text())
+    assert len(whole["runs"]) == 6 * count
+    assert whole["runs"][0]["steps"] == some[0]["steps"]
+    for its in whole["figures"]:
+        assert its["prompts"] == its["identical"] == 6
+        assert [its["by_category"][name]["prompts"] for name in "ab"] == [3, 3]
+        mine = [
+            run for run in whole["runs"]
+            if (run["configuration"], run["temperature"]) == (its["configuration"], its["temperature"])
+        ]  # fmt: skip
+        assert its["tokens_per_step"] == sum(run["tokens"] for run in mine) / sum(run["steps"] for run in mine)
+    chain = next(its for its in whole["figures"] if its["configuration"] == "chain of 4")
+    assert len(chain["acceptance_by_position"]) == 4
+    assert measure("--seed", "9") == 2
+    assert "was measured with seed 0, and this is 9: name another file" in capsys.readouterr().err
+
+
+def test_what_ships_is_what_was_measured(measure: Any, run: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "out.json", tmp_path / "demo-eagle"
+    assert measure("--limit", "1") == 0
+    ship.ship(run, folder, out, default=True)
+    assert read(folder).recipe == read(run).recipe
+    assert json.loads((folder / "config.json").read_text())["outpace"]["default"] is True
+    card = (folder / "README.md").read_text()
+    assert "4 steps over 12,345 tokens in 0.1 hours" in card
+    assert "`--drafter auto` uses it" in card
+    for its in json.loads(out.read_text())["figures"]:
+        assert f"| {its['configuration']} | {its['temperature']:g} | 1 | {its['tokens_per_step']:.2f} (" in card
+    assert "runs" not in json.loads((folder / "evaluation.json").read_text())
+
+    measured = json.loads(out.read_text())
+    for change, says in (
+        ({"drafter": "00000000"}, "measured with other weights"),
+        ({"figures": [{**measured["figures"][0], "identical": 0}]}, "did not give plain decoding's answers"),
+    ):
+        out.write_text(json.dumps(measured | change))
+        with pytest.raises(ParameterError, match=says):
+            ship.ship(run, tmp_path / "other", out, default=False)
+    assert not (tmp_path / "other").exists()

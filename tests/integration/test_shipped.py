@@ -1,0 +1,189 @@
+"""The drafter that comes for the demo model: found, refused or left out, and what ``auto`` makes of it.
+
+A tiny model stands for the demo one, by its fingerprint; the drafter beside it has random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
+from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.catalogue import AUTO
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.learned import shipped
+from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.registry import build, parse
+from outpace.errors import DrafterError
+from outpace.models.base import Model
+from outpace.models.fingerprint import fingerprint
+from outpace.models.native import model as native
+from outpace.models.options import LoadOptions
+from outpace.training import export
+from tests import eagles
+from tests.driving import finished
+from tests.integration.conftest import SIZES, VOCAB
+from tests.native.native_helpers import Tiny
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend is not built")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Tiny) -> Path:
+    return tiny.path("F32", **SIZES, layers=4)
+
+
+@pytest.fixture
+def model(gguf: Path) -> Iterator[Model]:
+    loaded = native.load_native(gguf, threads=1, kv_dtype="float32")
+    loaded.info = replace(loaded.info, name=str(gguf))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the drafter would lie, and nothing does: this checkout's own is out of sight."""
+    monkeypatch.setattr(shipped, "places", lambda: (tmp_path / "none", tmp_path / "demo-eagle"))
+    return tmp_path / "demo-eagle"
+
+
+def put(place: Path, model: Model, *, default: bool, trained_for: str | None = None) -> None:
+    made = eagles.random(model, range(VOCAB), (0, 1, 2))
+    target = {"fingerprint": trained_for or fingerprint(Path(model.info.name)), "vocab_size": model.info.vocab_size}
+    export.write(place, "eagle", made.config, made.tensors, target, {})
+    edit(place, default=default)
+
+
+def edit(place: Path, **own: Any) -> None:
+    config = json.loads((place / "config.json").read_text())
+    config["outpace"] |= own
+    (place / "config.json").write_text(json.dumps(config))
+
+
+def built(text: str, model: Model) -> Drafter:
+    return build(parse(text), DraftContext(model, None, LoadOptions(), 7))
+
+
+def chosen(model: Model) -> shipped.Choice:
+    return shipped.choose(model.info, LoadOptions())
+
+
+@pytest.mark.parametrize("name", shipped.NAMES)
+def test_its_names_lead_to_it(name: str, model: Model, place: Path) -> None:
+    put(place, model, default=False)
+    drafter = built(f"eagle:{name},branch=1", model)
+    assert isinstance(drafter, EagleDrafter)
+    assert drafter.name == f"eagle:{name}"  # not where it happens to lie
+    assert drafter.needs.taps == (0, 1, 2)
+    drafter.close()
+
+
+def test_a_folder_of_that_name_is_one_by_its_path(
+    model: Model, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "demo", model, default=False)
+    monkeypatch.chdir(tmp_path)
+    drafter = built("eagle:./demo", model)
+    assert drafter.name == "eagle:./demo"
+    drafter.close()
+    with pytest.raises(DrafterError, match="eagle:demo is not here"):
+        built("eagle:demo", model)
+
+
+def test_it_is_refused_where_it_is_not_and_beside_another_model(model: Model, place: Path) -> None:
+    with pytest.raises(DrafterError, match=r"eagle:demo is not here: copy drafters/demo-eagle .* to .*demo-eagle, or"):
+        built("suffix+eagle:demo", model)
+    put(place, model, default=True, trained_for="0123456789abcdef")
+    with pytest.raises(DrafterError, match=r"trained for the demo model \(0123456789abcdef\).*outpace train eagle"):
+        built("eagle:demo", model)
+
+
+def test_auto_uses_it_where_its_card_says_so(model: Model, place: Path) -> None:
+    put(place, model, default=True)
+    assert chosen(model).spec == shipped.BESIDE == "suffix+eagle:demo"
+    drafter = built("auto", model)
+    assert isinstance(drafter, ComposedDrafter)
+    assert drafter.name == "suffix+eagle:demo"
+    flat = Cost((1, 8, 16), (1e-3, 1e-3, 1e-3))  # nothing is measured
+    with Engine(model, drafter=drafter, cost=flat) as engine:
+        params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+        request = [1, 2, 3, 1, 2]
+        engine.add(request, params)
+        (drafted,) = finished(engine).values()
+        assert drafted.drafter == "suffix+eagle:demo"
+        assert drafted.token_ids == engine.generate(request, params, drafter=False).token_ids
+
+
+def test_as_a_part_auto_is_what_it_is_beside_any_model(model: Model, place: Path) -> None:
+    put(place, model, default=True)
+    drafter = built("auto+ngram", model)
+    assert drafter.name == f"{AUTO}+ngram"
+    drafter.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"default": False}, "is no faster by its card"),
+        ({"default": "yes"}, "is no faster by its card"),
+        (
+            {"target": {"vocab_size": VOCAB, "fingerprint": "0123456789abcdef"}},
+            "",
+        ),  # another model's, of one vocabulary
+        ({"target": {"vocab_size": VOCAB + 1}}, ""),
+        ({"target": {}}, ""),
+        ({"weights": "00000000"}, "is not the file that config.json was written for"),
+        ({"target": 3}, "has no object outpace"),
+    ],
+)
+def test_auto_does_without_and_says_why(
+    change: dict[str, Any], says: str, model: Model, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(place, model, default=True)
+    edit(place, **change)
+    with caplog.at_level(logging.WARNING):
+        found = chosen(model)
+        drafter = built("auto", model)
+    assert (found.spec, drafter.name) == (AUTO, AUTO)
+    assert says in found.why
+    assert bool(found.why) == bool(says)
+    assert ("cannot be used" in caplog.text) == ("weights" in change or change.get("target") == 3)
+    drafter.close()
+
+
+def test_auto_without_the_folder_says_so_beside_the_demo_model_alone(model: Model, place: Path) -> None:
+    assert chosen(model) == shipped.Choice(AUTO)
+    demo = shipped.choose(replace(model.info, name="demo"), LoadOptions())
+    assert demo.spec == AUTO
+    assert "eagle:demo is not here: copy drafters/demo-eagle" in demo.why
+    assert built("auto", model).name == AUTO
+
+
+def test_on_the_other_backend_it_has_to_be_named(model: Model, place: Path) -> None:
+    put(place, model, default=True)
+    found = shipped.choose(replace(model.info, backend="transformers"), LoadOptions())
+    assert found.spec == AUTO
+    assert "native backend alone" in found.why
+
+
+def test_a_checkout_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    root = Path(__file__).resolve().parents[2]
+    cached = tmp_path / "drafters" / "demo-eagle"
+    checkout = root / "drafters" / "demo-eagle"
+    assert shipped.places() in ((checkout, cached), (cached,))  # the second: what is tested is installed elsewhere
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "site-packages/outpace/drafters/learned/shipped.py"))
+    assert shipped.places() == (cached,)
+    assert shipped.folder() is None
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text("{}")
+    assert shipped.folder() == cached
