@@ -3,6 +3,7 @@
 Example: ./scripts/prove --prompts ../shared/data/spec_bench_dev.jsonl --out results/prove.json
 Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d model:TRUNCATED -t 0 -t 0.8 --size auto --batch 1 --batch 8
 (TRUNCATED stands for the target's first 10 layers, a draft model that is often wrong.)
+Learned ones: ./scripts/prove --backend native -d eagle:PATH -d suffix+parallel:PATH -d medusa:PATH
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference.
 """

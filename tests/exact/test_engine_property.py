@@ -31,10 +31,11 @@ from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from tests.toy import BYTES, ToyError, ToyKV, ToyModel, ToyTokenizer
+from tests.toy_blocks import medusa, parallel
 from tests.toy_head import ToyHead
 
 VOCAB, LONGEST, SIZE = 6, 72, 6
-EAGLES = ["eagle", "eagle chain", "eagle short", "eagle+"]
+LEARNED = ["eagle", "eagle chain", "eagle short", "eagle+", "parallel", "parallel+", "medusa", "medusa+"]
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,11 @@ def make_drafter(kind: str, target: ToyModel, seed: int, *, taps: bool = False) 
         head = ToyHead(guesses, [0, 1, 2, 4, 5], limit=60 if "short" in kind else None, max_length=LONGEST)
         eagle = EagleDrafter(head, (0, 2), "eagle", VOCAB, branch=1 if "chain" in kind else 3)
         return ComposedDrafter([NgramDrafter(), eagle]) if "+" in kind else eagle
+    if kind.startswith(("parallel", "medusa")):
+        guesses = ToyModel(VOCAB, seed=1, blur=0.3, memory=2)
+        ids = [0, 1, 2, 4, 5]
+        made = parallel(guesses, ids, VOCAB, LONGEST - 8) if kind.startswith("parallel") else medusa(guesses, ids)
+        return ComposedDrafter([NgramDrafter(), made]) if "+" in kind else made
     return Scripted(target, kind, seed, taps=taps)
 
 
@@ -333,7 +339,7 @@ operations = st.lists(
 configs = st.fixed_dictionaries(
     {
         "drafter": st.sampled_from(
-            ["perfect", "wrong", "chain", "tree", "tree", "ngram", "model", "model short", *EAGLES]
+            ["perfect", "wrong", "chain", "tree", "tree", "ngram", "model", "model short", *LEARNED]
         ),
         "memory": st.sampled_from([2, 100]),  # 100: every slot of the cache counts
         "taps": st.booleans(),
@@ -395,7 +401,7 @@ CALM = {
 }
 
 
-@pytest.mark.parametrize("kind", ["perfect", "wrong", "chain", "tree", "ngram", "model", "model short", *EAGLES])
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "chain", "tree", "ngram", "model", "model short", *LEARNED])
 @pytest.mark.parametrize("memory", [2, 100])
 def test_every_parameter_under_every_drafter(kind: str, memory: int) -> None:
     """All at once in one ragged batch, a third of the requests with two samples: ``judge`` compares each with plain."""

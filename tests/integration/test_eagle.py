@@ -16,12 +16,13 @@ import torch
 
 from outpace import Engine, SamplingParams
 from outpace.control.cost import Cost
-from outpace.drafters.base import DraftContext, DraftCost, Drafter, Event, RowView
+from outpace.drafters.base import DraftContext, DraftCost, Drafter, Event
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.choices import RIVALS, chosen, likeliest
+from outpace.drafters.learned.choices import likeliest
 from outpace.drafters.learned.eagle import CATCH_UP, EagleDrafter
 from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.picks import RIVALS, chosen
 from outpace.drafters.learned.torch_head import TorchHead
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
@@ -29,9 +30,10 @@ from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.base import Batch, Model
+from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from tests import eagles
+from tests.by_hand import Target, assert_same, forked, view
 from tests.driving import finished
 from tests.integration.conftest import VOCAB, Load
 
@@ -49,63 +51,17 @@ def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **opti
     return EagleDrafter(head, checkpoint.config.taps, "eagle", model.info.vocab_size, **options)
 
 
-def view(row: int, tokens: list[int], params: SamplingParams | None = None) -> RowView:
-    chooser = Chooser(params or SamplingParams(), Noise(row), len(tokens))
-    return RowView(row, row, np.array(tokens, np.int32), 2048, chooser, "coupled")
-
-
-class Target:
-    """The target's side of some rows, by hand: what is committed, and the taps of what became final."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.tokens: dict[int, list[int]] = {}
-
-    def start(self, prompt: list[int], drafter: Drafter, chunk: int = 7) -> int:
-        row = self.model.kv.alloc()
-        self.tokens[row] = prompt
-        for at in range(0, len(prompt) - 1, chunk):
-            drafter.observe([self.run(row, at, min(at + chunk, len(prompt) - 1))])
-        return row
-
-    def commit(self, row: int, tokens: list[int]) -> Event:
-        length = len(self.tokens[row])
-        self.tokens[row] = self.tokens[row] + tokens
-        return self.run(row, length - 1, length - 1 + len(tokens))
-
-    def run(self, row: int, start: int, end: int) -> Event:
-        """KV of positions ``start .. end - 1``, and the event that says so."""
-        its = np.array(self.tokens[row], np.int32)
-        batch = Batch.pack([row], [its[start:end]], [start], [False], taps=TAPS)
-        taps = self.model.forward(batch).taps(np.arange(end - start, dtype=np.int32))
-        return Event(row, start + 1, its[start + 1 : end + 1], None, taps)
-
-    def taps(self, row: int) -> Event:
-        """All of the row's, in one go."""
-        self.model.kv.truncate(row, 0)
-        return self.run(row, 0, len(self.tokens[row]) - 1)
-
-
 def propose(
     drafter: EagleDrafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
 ) -> Drafts:
     return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
 
 
-def assert_same(a: Drafts, i: int, b: Drafts, j: int) -> None:
-    one, other = a.row(i), b.row(j)
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert [one.parent(n) for n in range(len(one))] == [other.parent(n) for n in range(len(other))]
-    assert a.confidence is not None
-    assert b.confidence is not None
-    np.testing.assert_allclose(a.confidence[i, : len(one)], b.confidence[j, : len(other)], rtol=2e-3)
-
-
 @pytest.mark.parametrize(("options", "temperature"), [*zip(VARIANTS, (0.0, 0.8, 0.0), strict=True)])
 def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str, Any], temperature: float) -> None:
     """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked."""
     params = SamplingParams(temperature=temperature)
-    target, rng = Target(load(3)), np.random.default_rng(1)
+    target, rng = Target(load(3), TAPS), np.random.default_rng(1)
     checkpoint = eagles.random(target.model, IDS, TAPS, **options)
     drafter, fresh = (eagle(target.model, checkpoint, branch=3) for _ in range(2))
     rows = [target.start(rng.integers(0, VOCAB, n).tolist(), drafter) for n in (3, 30, 12)]
@@ -128,16 +84,6 @@ def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str,
         drafter.release(row)
     drafter.check([])
     assert drafter.bytes == 0
-
-
-def forked(target: Target, drafter: EagleDrafter, row: int) -> int:
-    """A row that shares all but the last five tokens, as the engine makes one of a finished row."""
-    other, common = target.model.kv.alloc(), len(target.tokens[row]) - 5
-    target.model.kv.fork(row, other, common - 1)
-    target.tokens[other] = [*target.tokens[row][:common], 7, 2, 7]
-    drafter.fork(row, other, common)
-    drafter.observe([target.run(other, common - 1, common + 2)])
-    return other
 
 
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
@@ -199,7 +145,7 @@ def test_ties_go_to_the_lower_token() -> None:
 
 def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None:
     """Also where states never came: those entries are left out, and the rest stays in step."""
-    target = Target(load(3))
+    target = Target(load(3), TAPS)
     checkpoint = eagles.random(target.model, IDS, TAPS)
     drafter, fresh, unseen = (eagle(target.model, checkpoint) for _ in range(3))
     tokens = np.random.default_rng(2).integers(0, VOCAB, 2 * CATCH_UP + 90).tolist()
@@ -220,7 +166,7 @@ def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None
 
 
 def test_without_memory_the_last_row_gives_way(load: Load) -> None:
-    target = Target(load(3))
+    target = Target(load(3), TAPS)
     checkpoint = eagles.random(target.model, IDS, TAPS)
     roomy = eagle(target.model, checkpoint)
     one = roomy.growth(0, 1)
@@ -301,7 +247,7 @@ def test_equal_to_plain_decoding(load: Load, kind: str, params: SamplingParams, 
 
 def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
     """What the chain was drawn from is the network's own distribution, nothing outside of the draft vocabulary."""
-    target = Target(load(3))
+    target = Target(load(3), TAPS)
     checkpoint = eagles.random(target.model, IDS, TAPS)
     drafter = eagle(target.model, checkpoint)
     row = target.start([1, 2, 3, 4, 5], drafter)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
 
+from outpace.drafters.learned import trees
 from outpace.drafters.learned.configs import tensor_shapes
-from outpace.errors import ParameterError
-from outpace.training import trees
-from outpace.training.networks.medusa import MedusaNetwork, candidates, fill
+from outpace.drafters.learned.medusa import filled
+from outpace.drafters.learned.networks.medusa import MedusaNetwork
+from outpace.drafters.learned.picks import likeliest
 from outpace.training.objectives.medusa import NEVER, MedusaObjective, MedusaOptions
 from tests.training import small
 
@@ -25,22 +26,13 @@ def objective(**options: Any) -> MedusaObjective:
 def test_untrained_heads_say_what_the_target_says_next() -> None:
     given_ = small.batch([9], PARTS)
     normed = PARTS.norm(given_.states[:, -1])
-    found = candidates(objective().network(normed) @ HEAD.T, small.IDS, 2)
+    logits = (objective().network(normed) @ HEAD.T).detach().numpy()
     wanted = PARTS.logits(given_.states[:, -1], small.IDS)
     for k in range(3):
-        assert found.tokens[:, k, 0].tolist() == small.IDS[wanted.argmax(-1)].tolist()
-    torch.testing.assert_close(found.probability[:, 0, 0], wanted.softmax(-1).amax(-1))
-
-
-def test_ties_go_to_the_lower_id() -> None:
-    assert candidates(torch.ones(2, 3, len(small.IDS)), small.IDS, 3).tokens.tolist() == [[[1, 2, 3]] * 3] * 2
-
-
-def test_a_tree_wants_no_more_than_there_is() -> None:
-    found = candidates(torch.ones(1, 2, 5), small.IDS, 2)
-    for tree in (((2,),), ((0,), (0, 0), (0, 0, 0))):
-        with pytest.raises(ParameterError, match="2 heads of 2 candidates"):
-            fill(tree, found)
+        for i, its in enumerate(logits[:, k]):
+            (best,), (gain,) = likeliest(its, 1)
+            assert best == int(wanted[i].argmax())
+            np.testing.assert_allclose(np.exp(gain), wanted[i].softmax(-1).amax(), rtol=1e-4)
 
 
 def test_it_learns_to_count_and_its_tree_is_what_it_accepts() -> None:
@@ -64,8 +56,8 @@ def test_it_learns_to_count_and_its_tree_is_what_it_accepts() -> None:
         tokens = given_.tokens[its].tolist()
         with torch.no_grad():
             logits = again(PARTS.norm(given_.states[its, -1])) @ HEAD.T
-        nodes, confidence = fill(config.tree, candidates(logits, small.IDS, 4))
-        at_path = [dict(zip(config.tree, row, strict=True)) for row in nodes.tolist()]
+        grown = [filled(tree, [likeliest(h, 4) for h in its], small.WORDS.ids, len(tree)) for its in logits.numpy()]
+        at_path = [dict(zip(tree, its.tokens, strict=True)) for its in grown]
         runs = [0]  # nothing is known before the first token
         for i, said in enumerate(at_path[:-1]):
             after = tokens[i + 2 :]
@@ -73,7 +65,8 @@ def test_it_learns_to_count_and_its_tree_is_what_it_accepts() -> None:
             runs.append(max(map(len, right), default=0))
         accepted.append(runs)
         parents = trees.parents(config.tree)
-        assert all((confidence[:, i] <= confidence[:, p]).all() for i, p in enumerate(parents) if p >= 0)
+        assert all(its.parents == parents for its in grown)
+        assert all(its.gains[i] <= its.gains[p] for its in grown for i, p in enumerate(parents) if p >= 0)
     assert small.same(made.simulate_tree(given_, tree), *small.served(given_, accepted))
 
 

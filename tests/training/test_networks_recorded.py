@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig, ParallelConfig
+from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.training.networks.eagle import EagleNetwork
-from outpace.training.networks.parallel import ParallelNetwork
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 

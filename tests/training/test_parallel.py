@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.learned.configs import tensor_shapes
+from outpace.drafters.learned.networks.parallel import BlockDraft, Context, ParallelNetwork
 from outpace.errors import ParameterError
-from outpace.training.networks.parallel import BlockDraft, Context, ParallelNetwork
 from outpace.training.objective import TrainBatch
 from outpace.training.objectives.parallel import ParallelObjective, ParallelOptions
 from outpace.training.prefixes import best_prefix

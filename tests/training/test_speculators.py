@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.drafters.learned.configs import tensor_shapes
-from outpace.training.networks.parallel import ParallelNetwork
+from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from tests.training import small
 
 

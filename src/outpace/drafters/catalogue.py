@@ -54,6 +54,18 @@ METHODS: Mapping[str, Method] = {
         short="PATH",
         example="/data/demo-eagle",
     ),
+    "parallel": Method(
+        "a block of tokens from one small forward, trained on the target's hidden states",
+        argument="a trained drafter's folder",
+        short="PATH",
+        example="/data/demo-parallel",
+    ),
+    "medusa": Method(
+        "heads that were trained on the target's last hidden state",
+        argument="a trained drafter's folder",
+        short="PATH",
+        example="/data/demo-medusa",
+    ),
 }
 
 

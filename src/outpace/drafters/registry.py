@@ -248,6 +248,20 @@ def _eagle(spec: DrafterSpec, context: DraftContext) -> Drafter:
     return load_eagle(path, context, name=f"eagle:{spec.argument}", quantize=spec.options.get("quantize"), **options)
 
 
+def _parallel(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.learned.load import load_parallel
+
+    assert spec.argument is not None
+    return load_parallel(spec.argument, context)
+
+
+def _medusa(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    from outpace.drafters.learned.load import load_medusa
+
+    assert spec.argument is not None
+    return load_medusa(spec.argument, context)
+
+
 _BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # of every method but ``auto``
     "none": _none,
     "ngram": _ngram,
@@ -257,4 +271,6 @@ _BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # o
     "layers": _layers,
     "model": _model,
     "eagle": _eagle,
+    "parallel": _parallel,
+    "medusa": _medusa,
 }

@@ -10,10 +10,10 @@ import torch
 
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.configs import MedusaConfig
+from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training import export
 from outpace.training.loop import Loop
-from outpace.training.networks.medusa import MedusaNetwork
 from outpace.training.objective import Simulated
 from outpace.training.objectives.medusa import MedusaObjective, MedusaOptions
 from outpace.training.setup import Job, prepared

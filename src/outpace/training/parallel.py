@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from outpace.drafters.learned.configs import ParallelConfig
+from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training.loop import Loop
-from outpace.training.networks.parallel import ParallelNetwork
 from outpace.training.objective import Simulated
 from outpace.training.objectives.parallel import ParallelObjective, ParallelOptions
 from outpace.training.setup import Job, prepared, shaped_as

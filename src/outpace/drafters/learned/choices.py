@@ -12,14 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.arrays import F32, F64, I32
+from outpace.arrays import I32
 from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.picks import chosen
 from outpace.exact.drafts import Drafts
-from outpace.exact.noise import Stream
-from outpace.exact.sampling import Chooser, filtered
 from outpace.exact.tree import Tree, pack
-
-RIVALS = 8  # tokens that a chance is shared among, at least, where noise decides
 
 
 class Frontier(NamedTuple):
@@ -97,23 +94,3 @@ def likeliest(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]
     both = torch.stack([best.to(torch.float64), gains.to(torch.float64)]).cpu().numpy()
     tokens: list[list[int]] = both[0].astype(np.int64).tolist()
     return tokens, both[1].tolist()
-
-
-def chosen(logits: F32, ids: I32, chooser: Chooser, level: int, k: int) -> tuple[list[int], list[float]]:
-    """The ``k`` tokens of the largest log q + g, best first, of logits float32 [D], and the logarithms of the chances.
-
-    g is the noise that the target will choose with at that output index; q has the request's temperature and filters.
-    A token's chance is its share of exp(log q + g) among the best: the noise is known, so what can still part drafter
-    and target is how far their logits differ, against the distance between scores. q itself says little of it: where
-    the noise has chosen an unlikely token, the target chooses it, too (docs/notebook.md).
-    """
-    kept = filtered(logits, chooser.params)
-    scaled: F64 = logits[kept].astype(np.float64) / chooser.params.temperature
-    # numpy's logarithm, not the noise's own: its last bits decide nothing that can show in the output.
-    scores = scaled - np.log(-np.log(chooser.noise.uniform(chooser.index + level, ids[kept], Stream.CHOICE)))
-    n = max(k, RIVALS)
-    some = np.argpartition(-scores, n - 1)[:n] if n < len(scores) else np.arange(len(scores))
-    best = some[np.lexsort((some, -scores[some]))]
-    gains = scores[best] - scores[best[0]]
-    gains -= np.log(np.exp(gains).sum())
-    return kept[best[:k]].tolist(), gains[:k].tolist()

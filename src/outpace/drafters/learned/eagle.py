@@ -19,9 +19,9 @@ from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, level
 from outpace.drafters.composed import ASSUMED
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.learned.head import Ask, Head
+from outpace.drafters.learned.picks import level_by_level
 from outpace.errors import MemoryLimitError
 from outpace.exact.drafts import Drafts
-from outpace.exact.rules import Penalties
 from outpace.models.base import HostOutput
 
 CATCH_UP = 256  # real entries of one row that wait unread, and that one call feeds
@@ -166,7 +166,7 @@ class EagleDrafter(ChainDrafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         views = [self._limited(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)]
-        alone = [i for i, view in enumerate(views) if _level_by_level(view)]
+        alone = [i for i, view in enumerate(views) if level_by_level(view)]
         if not alone:
             return self._grow(views, sizes)
         others = [i for i in range(len(views)) if i not in alone]
@@ -285,13 +285,6 @@ class EagleDrafter(ChainDrafter):
 
     def close(self) -> None:
         self._head.close()
-
-
-def _level_by_level(view: RowView) -> bool:
-    """Whether every level of the row's draft needs its logits here: to draw from a q that is known, or for rules that
-    forbid tokens."""
-    drawn = view.acceptance == "rejection" and not view.chooser.params.greedy
-    return drawn or any(type(rule) is not Penalties for rule in view.chooser.rules)
 
 
 def _together(pieces: Sequence[_Piece]) -> _Piece:

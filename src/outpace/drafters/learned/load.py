@@ -6,7 +6,15 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.drafters.learned.checkpoint import Checkpoint, EagleConfig, fit, read, stranger
+from outpace.drafters.learned.checkpoint import (
+    Checkpoint,
+    EagleConfig,
+    MedusaConfig,
+    ParallelConfig,
+    fit,
+    read,
+    stranger,
+)
 from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
@@ -14,6 +22,9 @@ from outpace.models.fingerprint import fingerprint_of
 if TYPE_CHECKING:
     from outpace.drafters.base import DraftContext
     from outpace.drafters.learned.head import Head
+    from outpace.drafters.learned.medusa import Heads, MedusaDrafter
+    from outpace.drafters.learned.parallel import Blocks, ParallelDrafter
+    from outpace.models.base import Model
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +49,74 @@ def load_eagle(
     for option, value, most in (("branch", branch, MOST_BRANCH), ("levels", levels, MOST_LEVELS)):
         if value is not None and not 1 <= value <= most:
             raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
-    checkpoint = read(path)
-    if checkpoint.method != "eagle":
-        raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
-    info = context.target.info
-    fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
-    checkpoint = fit(checkpoint, info, fingerprint)
-    if said := stranger(checkpoint, info, fingerprint):
-        log.warning("%s: %s, so its drafts may rarely be accepted: train one beside this target", name, said)
+    checkpoint = _fitting("eagle", path, context)
     config = checkpoint.config
     assert isinstance(config, EagleConfig)
     if config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
     options = {} if branch is None else {"branch": branch}
     head = head_for(checkpoint, context, quantize, name)
-    return EagleDrafter(head, config.taps, name, info.vocab_size, most_levels=levels, **options)
+    return EagleDrafter(head, config.taps, name, context.target.info.vocab_size, most_levels=levels, **options)
+
+
+def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
+    """``parallel:PATH``. Raises as ``load_eagle``."""
+    from outpace.drafters.learned.parallel import ParallelDrafter
+
+    checkpoint = _fitting("parallel", path, context)
+    assert isinstance(checkpoint.config, ParallelConfig)
+    blocks = blocks_for(checkpoint, context.target)
+    return ParallelDrafter(blocks, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
+
+
+def load_medusa(path: str, context: DraftContext) -> MedusaDrafter:
+    """``medusa:PATH``. Raises as ``load_eagle``."""
+    from outpace.drafters.learned.medusa import MedusaDrafter
+
+    checkpoint = _fitting("medusa", path, context)
+    config = checkpoint.config
+    assert isinstance(config, MedusaConfig)
+    heads, layer = heads_for(checkpoint, context.target), context.target.info.layers - 1
+    return MedusaDrafter(heads, config.heads, config.tree, layer, f"medusa:{path}")
+
+
+def _fitting(method: str, path: str | Path, context: DraftContext) -> Checkpoint:
+    """The checkpoint in a folder, as it is used beside the target."""
+    name, info = f"{method}:{path}", context.target.info
+    checkpoint = read(path)
+    if checkpoint.method != method:
+        raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
+    fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
+    checkpoint = fit(checkpoint, info, fingerprint)
+    if said := stranger(checkpoint, info, fingerprint):
+        log.warning("%s: %s, so its drafts may rarely be accepted: train one beside this target", name, said)
+    return checkpoint
+
+
+def blocks_for(checkpoint: Checkpoint, target: Model) -> Blocks:
+    """What computes a parallel drafter's network: the kernels of a native target, torch beside one of transformers."""
+    from outpace.models.native.model import NativeModel
+
+    if isinstance(target, NativeModel):
+        from outpace.drafters.learned.host_blocks import HostBlocks
+
+        return HostBlocks(target, checkpoint)
+    from outpace.drafters.learned.torch_blocks import TorchBlocks
+
+    return TorchBlocks(target, checkpoint)
+
+
+def heads_for(checkpoint: Checkpoint, target: Model) -> Heads:
+    """What computes Medusa's heads: the kernels of a native target, torch beside one of transformers."""
+    from outpace.models.native.model import NativeModel
+
+    if isinstance(target, NativeModel):
+        from outpace.drafters.learned.host_heads import HostHeads
+
+        return HostHeads(target, checkpoint)
+    from outpace.drafters.learned.torch_heads import TorchHeads
+
+    return TorchHeads(target, checkpoint)
 
 
 def head_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> Head:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.drafters.learned.configs import Decoder, EagleConfig
+from outpace.drafters.learned.networks.layers import Attention, Mlp, Norm, Rope, rotate
 from outpace.errors import ParameterError
 from outpace.training.networks.attention import AnchoredAttention, Span, pick
-from outpace.training.networks.layers import Attention, Mlp, Norm, Rope, rotate
 
 
 class EagleLayer(nn.Module):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.drafters.learned.configs import Decoder
+from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
 from outpace.errors import Argument, ParameterError
-from outpace.training.networks.layers import Attention, Layer, Norm, Rope, initialise
 
 Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, kv_heads, n, head_dim]
 Choice = Literal["first", "last", "even"]

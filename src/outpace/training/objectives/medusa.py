@@ -11,12 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outpace.drafters.learned import trees
 from outpace.drafters.learned.configs import MedusaConfig
+from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.errors import Argument, ParameterError
-from outpace.training import losses, trees
+from outpace.training import losses
 from outpace.training.chunks import in_chunks, sequence_weights
 from outpace.training.draft_head import DraftHead
-from outpace.training.networks.medusa import MedusaNetwork
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.simulate import walk
 from outpace.training.target import TargetParts

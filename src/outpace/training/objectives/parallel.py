@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.drafters.learned.configs import ParallelConfig
+from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses
 from outpace.training.chunks import in_chunks, sequence_weights
 from outpace.training.draft_head import DraftHead
-from outpace.training.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.prefixes import best_prefix
 from outpace.training.simulate import walk

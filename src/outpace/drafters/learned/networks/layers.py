@@ -51,9 +51,9 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [n, heads, head_dim] at the positions of ``cos``, ``sin`` [n, 1, head_dim / 2]."""
+    """Heads [n, heads, head_dim] at the positions of ``cos``, ``sin`` [n, 1, head_dim / 2], in their own type."""
     left, right = x.chunk(2, -1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.drafters.learned.configs import ParallelConfig
-from outpace.training.networks.layers import Attention, Layer, Norm, Rope, initialise
+from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
 
 Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_heads, head_dim] of n positions
 Pick = Callable[[Tensor, int], Tensor]

@@ -1,0 +1,194 @@
+"""``parallel:PATH``: a block of tokens from one small forward (DSpark, arXiv 2607.05147).
+
+The block stands at the pending token and reads the target's taps of all positions before it, as keys and values of its
+own that are computed once, when a position has become final. Where taps never came, a position is left out: each has
+its own place in attention, so that costs acceptance alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from outpace.arrays import F32, F64, I32
+from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
+from outpace.drafters.composed import ASSUMED
+from outpace.drafters.learned.contexts import Contexts
+from outpace.drafters.learned.picks import chosen, level_by_level
+from outpace.errors import NotFiniteError, NoTokenAllowedError
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Stream
+
+
+class Picker(Protocol):
+    """What chooses a row's tokens, slot by slot."""
+
+    def __call__(self, logits: F32) -> int:
+        """An index into the draft vocabulary, of the next slot's logits float32 [D]."""
+
+
+class Said(NamedTuple):
+    """What blocks say. ``places`` int32 [B, n] in the draft vocabulary; ``chance`` float32 [B, n]: that a slot is
+    accepted where those before it are, as the confidence head says, or without one the network's own probability."""
+
+    places: I32
+    chance: F32
+
+
+class Blocks(Protocol):
+    """What computes the network. A row's results do not depend on the others of a call (in torch, up to rounding)."""
+
+    ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
+    slots: int  # tokens that a block gives
+    max_length: int  # positions that it knows
+
+    def contexts(self) -> Contexts:
+        """Room for rows' keys and values."""
+
+    def context(self, taps: Sequence[Any], positions: Sequence[I32]) -> list[Any]:
+        """Keys and values [layers, 2, n, kv_heads, head_dim] of each row's ``taps`` [n, T, H], in the arrays of the
+        target's backend, at ``positions`` int32 [n]."""
+
+    def draft(
+        self, anchors: I32, positions: I32, contexts: Sequence[Any], pickers: Sequence[Picker | None], most: int
+    ) -> Said:
+        """The first ``most`` tokens of a block for each row: its pending token int32 [B], where that stands, what the
+        row has of contexts, and who picks (None: the likeliest, the lowest id on ties). Each slot knows the one before.
+        """
+
+
+class ParallelDrafter(Drafter):
+    """Chains of what ``blocks`` predict. ``taps``: layers of the target in the network's order.
+
+    Greedy rows' ``confidence`` is the confidence head's. Rows that sample under ``coupled`` share the request's noise,
+    and their chances are told as ``picks.chosen`` tells them. Rows whose rules say what is allowed, and those that
+    sample under ``rejection``, draw from what rules and filters leave, the latter with their q.
+    """
+
+    retires = True
+
+    def __init__(self, blocks: Blocks, taps: Sequence[int], name: str, vocab: int) -> None:
+        own = tuple(sorted(set(taps)))
+        self.name, self._blocks, self._vocab = name, blocks, vocab
+        self.needs = DrafterNeeds(taps=own, draws=True)
+        self._columns = [own.index(layer) for layer in taps]
+        self._contexts = blocks.contexts()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        rows, taps, positions = list[int](), list[Any](), list[I32]()
+        for event in events:
+            if event.taps is None:
+                continue
+            at = np.arange(event.start - 1, event.start - 1 + len(event.taps), dtype=np.int32)
+            new = np.flatnonzero((at >= self._contexts.end(event.row)) & (at < self._blocks.max_length))
+            if len(new):
+                rows.append(event.row)
+                taps.append(event.taps.at(new.astype(np.int32)).layers(self._columns).native)
+                positions.append(at[new])
+        if rows:
+            for row, its, at in zip(rows, self._blocks.context(taps, positions), positions, strict=True):
+                self._contexts.append(row, at, its)
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        reach = np.minimum(levels(rows, sizes), self._blocks.slots)
+        ready = [
+            i
+            for i, view in enumerate(rows)
+            if reach[i] and self._contexts.end(view.row) > 0 and len(view.tokens) + reach[i] <= self._blocks.max_length
+        ]
+        if not ready:
+            return Drafts.empty(len(rows))
+        views, most = [rows[i] for i in ready], reach[ready]
+        picks = [_Pick.of(v, int(n), self._blocks.ids, self._vocab) for v, n in zip(views, most, strict=True)]
+        said = self._blocks.draft(
+            np.array([view.tokens[-1] for view in views], np.int32),
+            np.array([len(view.tokens) - 1 for view in views], np.int32),
+            [self._contexts.read(view.row) for view in views],
+            picks,
+            int(most.max()),
+        )
+        if not np.isfinite(said.chance).all():
+            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+        tokens, chances, widths = self._blocks.ids[said.places], said.chance.copy(), most.astype(np.int32)
+        for b, pick in enumerate(picks):
+            if pick is not None:
+                widths[b] = n = len(pick.chances)
+                chances[b, :n] = pick.chances
+        q = _distributions(tokens, picks, self._vocab)
+        confidence = np.cumprod(np.clip(chances, 0, 1), 1, dtype=np.float32)
+        return Drafts(tokens, widths, q=q, confidence=confidence, sources=(self.name,)).among(ready, len(rows))
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        self._contexts.release(dst)
+        self._contexts.fork(src, dst, n - 1)
+
+    def retire(self, row: int, tokens: I32 | None = None) -> None:
+        """What the row has is kept for a fork."""
+
+    def release(self, row: int, tokens: I32 | None = None) -> None:
+        self._contexts.release(row)
+
+    def growth(self, row: int, positions: int) -> int:
+        return self._contexts.growth(row, min(positions, self._blocks.max_length))
+
+    @property
+    def bytes(self) -> int:
+        return self._contexts.bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        self._contexts.check(rows)
+
+    def close(self) -> None:
+        self._contexts.close()
+
+
+class _Pick:
+    """A row's tokens where noise or rules choose them: at most ``size``, fewer where the rules allow nothing."""
+
+    def __init__(self, view: RowView, size: int, ids: I32, vocab: int, alone: bool) -> None:
+        self._size, self._ids, self._vocab, self._alone = size, ids, vocab, alone
+        self._chooser, self._ended = view.chooser, False
+        self._drawn = view.acceptance == "rejection" and not view.chooser.params.greedy
+        self.chances: list[float] = []
+        self.q: list[F64] = []  # of each token that was drawn: [V]
+
+    @staticmethod
+    def of(view: RowView, size: int, ids: I32, vocab: int) -> _Pick | None:
+        alone = level_by_level(view)
+        return _Pick(view, size, ids, vocab, alone) if alone or not view.chooser.params.greedy else None
+
+    def __call__(self, logits: F32) -> int:
+        if self._ended or len(self.chances) == self._size:
+            return 0  # nobody reads it
+        if not np.isfinite(logits).all():
+            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+        if not self._alone:
+            (index,), (gain,) = chosen(logits, self._ids, self._chooser, len(self.chances), 1)
+            self.chances.append(float(np.exp(gain)))
+            return index
+        whole = np.full(self._vocab, -np.inf, np.float32)
+        whole[self._ids] = logits
+        try:
+            token = self._chooser.choose(whole, Stream.DRAFT if self._drawn else Stream.CHOICE)
+        except NoTokenAllowedError:
+            self._ended = True
+            return 0
+        if self._drawn:
+            self.q.append(self._chooser.probabilities(whole))
+        self._chooser = self._chooser.advance(token)
+        self.chances.append(ASSUMED)
+        return int(np.searchsorted(self._ids, token))
+
+
+def _distributions(tokens: I32, picks: Sequence[_Pick | None], vocab: int) -> F64 | None:
+    """q float64 [B, W, V], where a row has drawn; one-hot for the others."""
+    if not any(pick is not None and pick.q for pick in picks):
+        return None
+    q = Drafts(tokens, np.zeros(len(tokens), np.int32)).one_hot(vocab)
+    for b, pick in enumerate(picks):
+        if pick is not None:
+            for slot, its in enumerate(pick.q):
+                q[b, slot] = its
+    return q

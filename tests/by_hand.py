@@ -1,0 +1,68 @@
+"""The target's side of drafting by hand: rows, what is committed, and the taps that a drafter gets of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from outpace import SamplingParams
+from outpace.drafters.base import Drafter, Event, RowView
+from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.base import Batch, Model
+
+
+def view(row: int, tokens: list[int], params: SamplingParams | None = None) -> RowView:
+    chooser = Chooser(params or SamplingParams(), Noise(row), len(tokens))
+    return RowView(row, row, np.array(tokens, np.int32), 2048, chooser, "coupled")
+
+
+class Target:
+    """The target's side of some rows, by hand: what is committed, and the taps of what became final."""
+
+    def __init__(self, model: Model, taps: tuple[int, ...]) -> None:
+        self.model, self.layers = model, taps
+        self.tokens: dict[int, list[int]] = {}
+
+    def start(self, prompt: list[int], drafter: Drafter, chunk: int = 7) -> int:
+        row = self.model.kv.alloc()
+        self.tokens[row] = prompt
+        for at in range(0, len(prompt) - 1, chunk):
+            drafter.observe([self.run(row, at, min(at + chunk, len(prompt) - 1))])
+        return row
+
+    def commit(self, row: int, tokens: list[int]) -> Event:
+        length = len(self.tokens[row])
+        self.tokens[row] = self.tokens[row] + tokens
+        return self.run(row, length - 1, length - 1 + len(tokens))
+
+    def run(self, row: int, start: int, end: int) -> Event:
+        """KV of positions ``start .. end - 1``, and the event that says so."""
+        its = np.array(self.tokens[row], np.int32)
+        batch = Batch.pack([row], [its[start:end]], [start], [False], taps=self.layers)
+        taps = self.model.forward(batch).taps(np.arange(end - start, dtype=np.int32))
+        return Event(row, start + 1, its[start + 1 : end + 1], None, taps)
+
+    def taps(self, row: int) -> Event:
+        """All of the row's, in one go."""
+        self.model.kv.truncate(row, 0)
+        return self.run(row, 0, len(self.tokens[row]) - 1)
+
+
+def assert_same(a: Drafts, i: int, b: Drafts, j: int) -> None:
+    one, other = a.row(i), b.row(j)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert [one.parent(n) for n in range(len(one))] == [other.parent(n) for n in range(len(other))]
+    assert a.confidence is not None
+    assert b.confidence is not None
+    np.testing.assert_allclose(a.confidence[i, : len(one)], b.confidence[j, : len(other)], rtol=2e-3)
+
+
+def forked(target: Target, drafter: Drafter, row: int) -> int:
+    """A row that shares all but the last five tokens, as the engine makes one of a finished row."""
+    other, common = target.model.kv.alloc(), len(target.tokens[row]) - 5
+    target.model.kv.fork(row, other, common - 1)
+    target.tokens[other] = [*target.tokens[row][:common], 7, 2, 7]
+    drafter.fork(row, other, common)
+    drafter.observe([target.run(other, common - 1, common + 2)])
+    return other

@@ -1,0 +1,317 @@
+"""``parallel`` and ``medusa`` on tiny models of both backends: what they draft, and that plain tokens are said.
+
+What a drafter's rows hold is judged by what it says from them, against one that reads everything anew; what it says, by
+the networks as they are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
+from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import Config, Decoder, MedusaConfig, ParallelConfig
+from outpace.drafters.learned.contexts import BLOCK, Contexts, capacity
+from outpace.drafters.learned.load import blocks_for, heads_for
+from outpace.drafters.learned.medusa import MedusaDrafter, filled
+from outpace.drafters.learned.networks.medusa import MedusaNetwork
+from outpace.drafters.learned.networks.parallel import ParallelNetwork
+from outpace.drafters.learned.parallel import ParallelDrafter
+from outpace.drafters.learned.picks import likeliest
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.registry import build, parse
+from outpace.errors import DrafterError
+from outpace.exact.drafts import Drafts
+from outpace.models.base import Model
+from outpace.models.options import LoadOptions
+from outpace.training import export
+from tests import eagles, learned
+from tests.by_hand import Target, assert_same, forked, view
+from tests.driving import finished
+from tests.integration.conftest import VOCAB, Load
+
+TAPS, HIDDEN = (0, 1, 2), 64
+IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
+TREE = ((0,), (0, 0), (1,), (0, 1), (1, 0), (2,), (0, 0, 0), (2, 1))
+DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 2048, qk_norm=True)
+
+
+def block(**changes: Any) -> ParallelConfig:
+    given = ParallelConfig(DECODER, VOCAB, len(IDS), TAPS, 5, 2, 6, confidence=True)
+    return replace(given, **changes)
+
+
+def heads(**changes: Any) -> MedusaConfig:
+    return replace(MedusaConfig(HIDDEN, VOCAB, len(IDS), 3, 2, TREE), **changes)
+
+
+OTHERS = {
+    "decoder": replace(DECODER, qk_norm=False, kv_heads=4),
+    "sample_from_anchor": False,
+    "confidence_markov": False,
+}
+KINDS: dict[str, tuple[Config, bool]] = {  # and whether the checkpoint has a head and an embedding of its own
+    "parallel": (block(), False),
+    "parallel, others'": (block(**OTHERS), True),
+    "parallel, bare": (block(markov_rank=0, confidence=False), False),
+    "medusa": (heads(), False),
+    "medusa, others'": (heads(bias=True, own_heads=True, tree=()), True),
+}
+
+
+def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
+    """Weights that mean nothing, of the size that trained ones have."""
+    config, own = KINDS[kind]
+    tensors = learned.random_tensors(config, seed, head=own, embedding=own and not isinstance(config, MedusaConfig))
+    for name, values in tensors.items():
+        if values.dtype == np.float32 and values.ndim == 2 and "embed" not in name:
+            tensors[name] = values / np.float32(0.5 * np.sqrt(values.shape[1]))
+    return Checkpoint(kind.split(",")[0], config, tensors | eagles.maps(IDS, VOCAB))
+
+
+def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | MedusaDrafter:
+    config = checkpoint.config
+    if isinstance(config, MedusaConfig):
+        return MedusaDrafter(heads_for(checkpoint, model), config.heads, config.tree, model.info.layers - 1, "medusa")
+    assert isinstance(config, ParallelConfig)
+    return ParallelDrafter(blocks_for(checkpoint, model), config.taps, "parallel", VOCAB)
+
+
+def propose(
+    drafter: Drafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
+) -> Drafts:
+    return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, (0.0, 0.8, 0.8, 0.0, 0.8), strict=True)])
+def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
+    """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked; and a row's
+    draft is the same, natively bit for bit, whoever else is asked for."""
+    params = SamplingParams(temperature=temperature)
+    model, rng, checkpoint = load(3), np.random.default_rng(1), checkpoint_of(kind)
+    drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
+    target = Target(model, drafter.needs.taps)
+    rows = [target.start(rng.integers(0, VOCAB, n).tolist(), drafter) for n in (3, 70, 12)]
+    for step in range(5):
+        if step == 3:
+            rows.append(forked(target, drafter, rows[1]))
+        asked = rows if step % 3 else rows[:2]
+        found = propose(drafter, target, asked, 4, params)
+        assert (found.widths == 4).all()
+        for i, row in enumerate(asked):
+            alone = propose(drafter, target, [row], 4, params)
+            assert_same(found, i, alone, 0)
+            if model.info.backend == "native":
+                assert found.confidence is not None
+                assert alone.confidence is not None
+                assert found.confidence[i].tolist() == alone.confidence[0].tolist()
+            fresh.observe([target.taps(row)])
+            assert_same(found, i, propose(fresh, target, [row], 4, params), 0)
+            fresh.release(row)
+        for i, row in enumerate(rows):
+            draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
+            path = draft.path(int(rng.integers(-1, len(draft))))
+            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, VOCAB))])])
+        drafter.check(rows)
+    for row in rows:
+        drafter.release(row)
+    drafter.check([])
+    assert drafter.bytes == 0
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values, np.float32) if not isinstance(values, torch.Tensor) else values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) -> None:
+    model, checkpoint = load(3), checkpoint_of(kind)
+    config, w, ids = checkpoint.config, checkpoint.tensors, np.array(IDS, np.int32)
+    drafter, parts = drafter_of(model, checkpoint), model.parts
+    target = Target(model, drafter.needs.taps)
+    text = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    row = target.start(text, drafter)
+    found = propose(drafter, target, [row], 8)
+    taps = target.taps(row).taps
+    assert taps is not None
+    assert found.confidence is not None
+    head = tensor(eagles._rows(model, ids))
+
+    if isinstance(config, MedusaConfig):
+        medusa = MedusaNetwork(config)
+        medusa.load_state_dict({name: tensor(w[name]) for name in medusa.state_dict()})
+        with torch.no_grad():
+            states = medusa(tensor(parts.norm(taps.native[-1:, 0])))[0]
+        rows = [tensor(w[f"lm_heads.{k}.weight"]) if config.own_heads else head for k in range(config.heads)]
+        logits = [(its @ x).numpy() for its, x in zip(rows, states, strict=True)]
+        tree = config.tree or drafter._tree  # type: ignore[union-attr]
+        grown = filled(tree, [likeliest(its, len(IDS)) for its in logits], ids, 8)
+        assert found.row(0).tokens.tolist() == grown.tokens
+        assert [found.row(0).parent(n) for n in range(8)] == grown.parents
+        np.testing.assert_allclose(found.confidence[0], grown.gains, rtol=1e-3)
+        return
+    assert isinstance(config, ParallelConfig)
+    network = ParallelNetwork(config)
+    network.load_state_dict({name: tensor(w[name]) for name in network.state_dict()})
+    own = tensor(w["lm_head.weight"]) if "lm_head.weight" in w else head
+
+    def embed(tokens: torch.Tensor) -> torch.Tensor:
+        if "embed_tokens.weight" in w:
+            return tensor(w["embed_tokens.weight"])[tokens]
+        return tensor(parts.embed(tokens.numpy().astype(np.int32)))
+
+    with torch.no_grad():
+        context = network.context(tensor(taps.native), torch.arange(len(text) - 1))
+    said = network.draft(
+        torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), [context], embed, lambda x: x @ own.T, torch.tensor(IDS)
+    )
+    assert found.widths.tolist() == [network.slots]
+    assert found.tokens[0].tolist() == said.tokens[0].tolist()
+    np.testing.assert_allclose(found.confidence[0], said.confidence[0].cumprod(0).numpy(), rtol=1e-3)
+
+
+def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None:
+    model, params = load(3), SamplingParams(temperature=1.0)
+    for kind in ("parallel", "medusa"):
+        drafter = drafter_of(model, checkpoint_of(kind))
+        target = Target(model, drafter.needs.taps)
+        rows = [target.start([1, 2, 3, 4, 5 + n], drafter) for n in range(2)]
+        views = [
+            view(rows[0], target.tokens[rows[0]], params)._replace(acceptance="rejection"),
+            view(rows[1], target.tokens[rows[1]]),
+        ]
+        drafts = drafter.propose(views, np.array([4, 3], np.int32))
+        greedy = propose(drafter, target, rows, 4)
+        assert drafts.widths.tolist() == [4, 3]
+        assert drafts.tokens[1, :3].tolist() == greedy.tokens[1, :3].tolist()
+        if kind == "medusa":  # nothing is drawn, so that noise must not show
+            assert drafts.q is None
+            assert drafts.tokens[0].tolist() == greedy.tokens[0].tolist()
+            continue
+        assert drafts.q is not None
+        np.testing.assert_allclose(drafts.q[0].sum(-1), 1, rtol=1e-12)
+        assert (drafts.q[0][:, np.setdiff1d(np.arange(VOCAB), IDS)] == 0).all()
+        assert (drafts.q[0][np.arange(4), drafts.tokens[0]] > 0).all()
+        assert (drafts.q[0].max(-1) < 1).all()
+        assert (drafts.q[1, :3] == drafts.one_hot(VOCAB)[1, :3]).all()
+
+
+def test_memory_is_told_before_it_is_taken() -> None:
+    contexts, rng = Contexts(2, 1, 4, lambda shape: np.zeros(shape, np.float32), 4), np.random.default_rng(0)
+    for row, end in ((0, 1), (1, 3 * BLOCK), (0, BLOCK), (0, BLOCK + 1), (1, 40 * BLOCK + 3), (2, 7)):
+        before, told, n = contexts.bytes, contexts.growth(row, end), end - contexts.end(row)
+        contexts.append(row, np.arange(end - n, end, dtype=np.int32), rng.normal(size=(2, 2, n, 1, 4)))
+        assert contexts.bytes == before + told
+    contexts.fork(1, 3, 100)
+    assert (contexts.read(3) == contexts.read(1)[:, :, :100]).all()
+    assert all(n <= capacity(n) <= max(BLOCK, 1.5 * n) + BLOCK for n in range(0, 9000, 7))
+    with pytest.raises(AssertionError, match="already"):
+        contexts.append(0, np.array([BLOCK], np.int32), np.zeros((2, 2, 1, 1, 4)))
+    for row in range(4):
+        contexts.release(row)
+    assert contexts.bytes == 0
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------
+
+PROMPTS = [[1, 2, 3], [4] * 20, list(range(12)) * 3, [9]]
+
+
+def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **options: Any) -> list[Any]:
+    options = {"size": 6, "prefill_chunk": 8, "max_rows": 3} | options
+    with Engine(model, drafter=drafter, **options) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params.with_(seed=i))
+        found = list(finished(engine).values())
+    assert not any(result.notes for result in found)
+    return found
+
+
+MASKED = SamplingParams(temperature=2.0, frequency_penalty=0.3, allowed_tokens=[0, 1, 3, 5, 6, 9])
+
+
+@pytest.mark.parametrize("kind", ["parallel", "medusa"])
+@pytest.mark.parametrize(
+    ("beside", "params", "options"),
+    [
+        (False, SamplingParams(), {}),
+        (False, SamplingParams(temperature=2.0, n=2), {"max_rows": 2, "prefix_rows": 2}),
+        (False, SamplingParams(), {"acceptance": "rejection"}),
+        (True, MASKED, {}),
+        (True, SamplingParams(temperature=2.0), {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}),
+    ],
+)
+def test_equal_to_plain_decoding(
+    load: Load, kind: str, beside: bool, params: SamplingParams, options: dict[str, Any]
+) -> None:
+    params = params.with_(max_tokens=25)
+    model = load(4)
+    drafter: Drafter = drafter_of(model, checkpoint_of(kind))
+    if beside:
+        drafter = ComposedDrafter([NgramDrafter(), drafter])
+    found = answers(model, drafter, params, **options)
+    assert [r.token_ids for r in found] == [r.token_ids for r in answers(load(4), None, params)]
+    if options.get("size") != "auto":  # which goes by the clock
+        assert sum(r.stats.accepted_by.get(kind, 0) for r in found) > 3
+
+
+def test_preempted_rows_say_the_same(load: Load) -> None:
+    """Three rows in memory for about one and a half, with the contexts' share of it."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    model = load(3)
+    drafter = drafter_of(model, checkpoint_of("parallel"))
+    memory = int(1.6 * (model.kv.bytes_for(80) + drafter.growth(0, 80)))
+    with Engine(model, drafter=drafter, size=4, max_rows=3, kv_memory=memory, prefix_rows=0) as engine:
+        for i in range(3):
+            engine.add([*range(10), i] * 3, params)
+        found = finished(engine)
+        assert engine.stats.preemptions > 0
+    with Engine(load(3)) as plain:
+        for i in range(3):
+            assert found[i, 0].token_ids == plain.generate([*range(10), i] * 3, params).token_ids
+
+
+def folder(path: Path, checkpoint: Checkpoint) -> str:
+    export.write(path, checkpoint.method, checkpoint.config, checkpoint.tensors, {}, {}, dtype="float32")
+    return str(path)
+
+
+@pytest.mark.parametrize("method", ["parallel", "medusa"])
+def test_a_drafter_from_a_folder(load: Load, tmp_path: Path, method: str) -> None:
+    model, checkpoint = load(3), checkpoint_of(method)
+    path = folder(tmp_path / "drafter", checkpoint)
+    context = DraftContext(model, None, LoadOptions(), 7)
+    drafter = build(parse(f"{method}:{path}"), context)
+    assert (drafter.name, drafter.cost.levels) == (f"{method}:{path}", None)
+    direct, target = drafter_of(model, checkpoint), Target(model, drafter.needs.taps)
+    row = target.start([5, 1, 4, 4, 2], drafter)
+    direct.observe([target.taps(row)])
+    assert_same(propose(drafter, target, [row], 5), 0, propose(direct, target, [row], 5), 0)
+    other = "medusa" if method == "parallel" else "eagle"
+    with pytest.raises(DrafterError, match=f"name it {method}:"):
+        build(parse(f"{other}:{path}"), context)
+
+
+def test_a_tree_that_cannot_be_walked_is_refused(load: Load, tmp_path: Path) -> None:
+    model, checkpoint = load(3), checkpoint_of("medusa")
+    path = folder(tmp_path / "drafter", replace(checkpoint, config=heads(tree=((0,), (1, 0)))))
+    with pytest.raises(DrafterError, match=r"path \[1, 0\]"):
+        build(parse(f"medusa:{path}"), DraftContext(model, None, LoadOptions(), 7))
