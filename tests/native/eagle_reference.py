@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import EagleConfig
 from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 
 
-@dataclass(frozen=True)
-class Decoder:
-    hidden: int = 64
-    layers: int = 1
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    ffn: int = 96
-    eps: float = 1e-5
-    rope_theta: float = 10000.0
-    max_length: int = 512
-    qk_norm: bool = False
-
-
-@dataclass(frozen=True)
-class Config:
-    decoder: Decoder
-    vocab: int
-    draft_vocab: int
-    taps: tuple[int, ...] = (0, 1, 2)
-    norm_before_residual: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_fc: bool = False
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    config: Config
-    tensors: dict[str, Any]
-    method: str = "eagle"
-    target: dict[str, Any] = field(default_factory=dict)
-
-
 def random_checkpoint(
-    rng: np.random.Generator, config: Config, head: bool = False, embedding: bool = False, sharp: float = 1.0
+    rng: np.random.Generator, config: EagleConfig, head: bool = False, embedding: bool = False, sharp: float = 1.0
 ) -> Checkpoint:
     """``sharp``: what the layer's and the head's outputs are multiplied by, so that drafts are not all alike."""
     d = config.decoder
@@ -81,7 +48,7 @@ def random_checkpoint(
         t["lm_head.weight"] = matrix(config.draft_vocab, d.hidden)
     if embedding:
         t["embed_tokens.weight"] = matrix(config.vocab, d.hidden)
-    return Checkpoint(config, t)
+    return Checkpoint("eagle", config, t)
 
 
 class Reference:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from eagle_reference import Checkpoint, Config, Decoder, Reference, grown, random_checkpoint
+from eagle_reference import Reference, grown, random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_helpers import BLOCKS, Tiny, dequantized, packed, random_bytes
 
 from outpace import _native
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import Decoder, EagleConfig
+from outpace.drafters.learned.head import Ask
 from outpace.drafters.learned.native_head import NativeHead
 from outpace.errors import DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.noise import Noise, Stream
@@ -24,18 +27,14 @@ VOCAB, DRAFT, TAPS, HIDDEN = 1000, 600, 3, 64
 SIZES = {"vocab": VOCAB}
 
 
-class Ask(NamedTuple):
-    row: int
-    tokens: Any
-    taps: Any
-    nodes: int = 0
-    levels: int = 1
-    branch: int = 1
-    chooser: Chooser | None = None
-
-
-def config(**options: Any) -> Config:
-    return Config(Decoder(**options.pop("decoder", {})), VOCAB, DRAFT, **options)
+def config(**options: Any) -> EagleConfig:
+    shape = {
+        "hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "eps": 1e-5,
+        "rope_theta": 10000.0, "max_length": 512,
+    }  # fmt: skip
+    return EagleConfig(
+        Decoder(**{**shape, **options.pop("decoder", {})}), VOCAB, DRAFT, **{"taps": (0, 1, 2), **options}
+    )
 
 
 def entries(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
@@ -302,12 +301,12 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
     with pytest.raises(NotFiniteError, match="check its weights"):
         head.draft([Ask(1, more[0], broken, 4, 4, 1)])
     for wrong, said in (
-        (Ask(1, more[0][:4], more[1], 1), "differ in length"),
-        (Ask(1, more[0][:0], more[1][:0], 1), "no new entry"),
-        (Ask(1, np.array([VOCAB], np.int32), more[1][:1], 1), "token 1000 is not"),
-        (Ask(1, more[0], more[1][:, :2], 1), "must be"),
+        (Ask(1, more[0][:4], more[1], 1, 1, 1), "differ in length"),
+        (Ask(1, more[0][:0], more[1][:0], 1, 1, 1), "no new entry"),
+        (Ask(1, np.array([VOCAB], np.int32), more[1][:1], 1, 1, 1), "token 1000 is not"),
+        (Ask(1, more[0], more[1][:, :2], 1, 1, 1), "must be"),
         (Ask(1, more[0], more[1], 2, 2, 65), "branches of 65"),
-        (Ask(1, *entries(rng, 453)), "more than 512 entries"),
+        (Ask(1, *entries(rng, 453), 1, 1, 1), "more than 512 entries"),
     ):
         with pytest.raises(ValueError, match=said):
             head.draft([wrong])
@@ -342,7 +341,7 @@ def test_checkpoints_that_do_not_fit(target: NativeModel, rng: np.random.Generat
     ):
         tensors = {k: v for k, v in {**its.tensors, **change}.items() if v is not None}
         with pytest.raises(DrafterError, match=said):
-            NativeHead(target, Checkpoint(its.config, tensors))
+            NativeHead(target, Checkpoint("eagle", its.config, tensors))
     with pytest.raises(ParameterError, match="quantize='int3'"):
         NativeHead(target, its, "int3")
     with pytest.raises(ParameterError, match="give one"):
