@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from outpace import SamplingParams
+from outpace import Engine, SamplingParams
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch, Model
+from tests.driving import finished
 
 
 def view(row: int, tokens: list[int], params: SamplingParams | None = None) -> RowView:
@@ -66,3 +69,18 @@ def forked(target: Target, drafter: Drafter, row: int) -> int:
     drafter.fork(row, other, common)
     drafter.observe([target.run(other, common - 1, common + 2)])
     return other
+
+
+PROMPTS = [[1, 2, 3], [4] * 20, list(range(12)) * 3, [9]]
+MASKED = SamplingParams(temperature=2.0, frequency_penalty=0.3, allowed_tokens=[0, 1, 3, 5, 6, 9])
+
+
+def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **options: Any) -> list[Any]:
+    """What an engine with little room says to ``PROMPTS``."""
+    options = {"size": 6, "prefill_chunk": 8, "max_rows": 3} | options
+    with Engine(model, drafter=drafter, **options) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params.with_(seed=i))
+        found = list(finished(engine).values())
+    assert not any(result.notes for result in found)
+    return found

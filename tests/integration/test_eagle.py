@@ -33,8 +33,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from tests import eagles
-from tests.by_hand import Target, assert_same, forked, view
-from tests.driving import finished
+from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, forked, view
 from tests.integration.conftest import VOCAB, Load
 
 TAPS = (0, 1, 2)
@@ -196,9 +195,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-PROMPTS = [[1, 2, 3], [4] * 20, list(range(12)) * 3, [9]]
-
-
 def good(load: Load) -> tuple[Model, Checkpoint]:
     """A target, and a drafter that knows what follows which token in its answers."""
     model = load(4)
@@ -208,19 +204,6 @@ def good(load: Load) -> tuple[Model, Checkpoint]:
             for result in plain.generate_many(PROMPTS, SamplingParams(max_tokens=20, temperature=temperature, seed=9)):
                 np.add.at(counts, (result.token_ids[:-1], result.token_ids[1:]), weight)
     return model, eagles.table(model, IDS, (0, 1, 2, 3), np.array(IDS)[counts[:, IDS].argmax(1)].tolist())
-
-
-def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **options: Any) -> list[Any]:
-    options = {"size": 6, "prefill_chunk": 8, "max_rows": 3} | options
-    with Engine(model, drafter=drafter, **options) as engine:
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(prompt, params.with_(seed=i))
-        found = list(finished(engine).values())
-    assert not any(result.notes for result in found)
-    return found
-
-
-MASKED = SamplingParams(temperature=2.0, frequency_penalty=0.3, allowed_tokens=[0, 1, 3, 5, 6, 9])
 
 
 @pytest.mark.parametrize(

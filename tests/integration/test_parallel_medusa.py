@@ -36,7 +36,7 @@ from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from outpace.training import export
 from tests import eagles, learned
-from tests.by_hand import Target, assert_same, forked, view
+from tests.by_hand import MASKED, Target, answers, assert_same, forked, view
 from tests.driving import finished
 from tests.integration.conftest import VOCAB, Load
 
@@ -231,21 +231,6 @@ def test_memory_is_told_before_it_is_taken() -> None:
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------
-
-PROMPTS = [[1, 2, 3], [4] * 20, list(range(12)) * 3, [9]]
-
-
-def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **options: Any) -> list[Any]:
-    options = {"size": 6, "prefill_chunk": 8, "max_rows": 3} | options
-    with Engine(model, drafter=drafter, **options) as engine:
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(prompt, params.with_(seed=i))
-        found = list(finished(engine).values())
-    assert not any(result.notes for result in found)
-    return found
-
-
-MASKED = SamplingParams(temperature=2.0, frequency_penalty=0.3, allowed_tokens=[0, 1, 3, 5, 6, 9])
 
 
 @pytest.mark.parametrize("kind", ["parallel", "medusa"])

@@ -314,6 +314,6 @@ def test_without_pyarrow_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) ->
     kept = {name: module for name, module in sys.modules.items() if name.startswith("outpace.training")}
     for name in kept:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"needs pyarrow.*pip install 'outpace\[train\]'"):
         importlib.import_module("outpace.training.folder")

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-F = TypeVar("F", bound=Callable[..., Any])
+Command = Callable[..., Any]
 
 
 class Interrupted(Exception):
@@ -57,14 +57,13 @@ def argument(*, help: str, metavar: str | None = None) -> Any:
     return Spelling((), help, metavar)
 
 
-def flatten(function: F) -> F:
+def flatten(function: Command) -> Command:
     """The command of a function, for typer."""
     command = joined(function)
     its = inspect.signature(command).parameters.values()
     parameters = [parameter.replace(annotation=_for_typer(parameter.annotation)) for parameter in its]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+    return _signed(command, parameters)
 
 
 def _for_typer(hint: Any) -> Any:
@@ -74,7 +73,7 @@ def _for_typer(hint: Any) -> Any:
     return Annotated[(kind, *(its.for_typer() if isinstance(its, Spelling) else its for its in said))]
 
 
-def joined(function: F) -> F:
+def joined(function: Command) -> Command:
     """Let every parameter whose type is a dataclass appear as that dataclass's fields."""
     hints = get_type_hints(function, include_extras=True)
     parameters, groups = [], {}
@@ -107,5 +106,11 @@ def joined(function: F) -> F:
         except BrokenPipeError as error:
             raise ReaderLeft from error
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command  # type: ignore[return-value]
+    return _signed(command, parameters)
+
+
+def _signed(command: Any, parameters: list[inspect.Parameter]) -> Command:
+    """The command, which says that these are its parameters."""
+    command.__signature__ = inspect.Signature(parameters)
+    signed: Command = command
+    return signed

@@ -54,7 +54,7 @@ def _numpy() -> None:
         return
     os.environ[name] = "1"
     try:
-        import numpy  # noqa: F401
+        import_module("numpy")
     finally:
         del os.environ[name]  # others that we start may need theirs
 

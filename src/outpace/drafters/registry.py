@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -161,17 +162,15 @@ def _suffix(spec: DrafterSpec, context: DraftContext) -> Drafter:
 def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
     from outpace.drafters.composed import ComposedDrafter
 
-    parts: list[Drafter] = []
-    try:
+    with ExitStack() as on_failure:  # what was built is closed when something later fails
+        parts: list[Drafter] = []
         for part in spec.parts:
-            # what was built is closed when a later one fails
-            parts.append(build(replace(part, auto=False), context))  # noqa: PERF401
+            drafter = build(replace(part, auto=False), context)
+            on_failure.callback(drafter.close)
+            parts.append(drafter)
         composed = ComposedDrafter(parts, [part.flag("fallback", False) for part in spec.parts])
         composed.check_acceptance(context.acceptance)
-    except BaseException:
-        for built in parts:
-            built.close()
-        raise
+        on_failure.pop_all()
     return composed
 
 

@@ -1,11 +1,8 @@
 """Data and training of learned drafters. Needs the packages of ``outpace[train]``; running a drafter does not."""
 
-from importlib.util import find_spec
-
 from outpace.errors import MissingExtraError
 
 
-def need(package: str) -> None:
-    """Raise MissingExtraError where ``package`` is not installed."""
-    if find_spec(package) is None:
-        raise MissingExtraError(f"training needs {package}, which is not installed: pip install 'outpace[train]'")
+def missing(error: ModuleNotFoundError) -> MissingExtraError:
+    """The remedy for a package that is not installed."""
+    return MissingExtraError(f"training needs {error.name}, which is not installed: pip install 'outpace[train]'")

@@ -15,13 +15,14 @@ from typing import Any
 
 from outpace.errors import DataError
 from outpace.files import replacing, write_json
-from outpace.training import need
+from outpace.training import missing
 from outpace.units import format_bytes
 
-need("pyarrow")
-
-import pyarrow as pa  # noqa: E402  # it is asked for by name first
-import pyarrow.parquet as pq  # noqa: E402
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ModuleNotFoundError as error:
+    raise missing(error) from error
 
 FORMAT = 1
 META = "meta.json"

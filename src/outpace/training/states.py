@@ -13,12 +13,14 @@ import numpy as np
 from outpace.errors import DataError
 from outpace.models.base import Model
 from outpace.training import folder as folders
-from outpace.training import need
+from outpace.training import missing
 from outpace.training.data import Answers
 from outpace.training.taps import BF16, default_layers, forward_states, open_target, with_last
 
-need("torch")
-import torch  # noqa: E402  # torch is asked for by name first
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error) from error
 
 AHEAD = 16_384  # tokens whose states wait to be read
 TOGETHER = 1_024  # tokens computed between two looks at what is wanted next
@@ -45,16 +47,17 @@ class TapSource:
         self.answers = answers
         self.layers = with_last(default_layers(count) if layers is None else layers, count)
         self.hidden = int(answers.target["hidden_size"])
-        self._kept = _Kept.open(answers, self.layers)
         self._computed: _Computed | None = None
-        if self._kept is None:
-            own = open_target(answers.meta, threads) if model is None else None
-            self._computed = _Computed(answers, self.layers, model or own, own, ahead)  # type: ignore[arg-type]
+        source: _Kept | _Computed | None = _Kept.open(answers, self.layers)
+        if source is None:
+            target = open_target(answers.meta, threads) if model is None else model
+            source = self._computed = _Computed(answers, self.layers, target, model is None, ahead)
+        self._states = source.states
 
     @property
     def cached(self) -> bool:
         """Whether states are read, not computed."""
-        return self._kept is not None
+        return self._computed is None
 
     def plan(self, order: Iterable[int]) -> None:
         """Say what will be read next, by place in ``answers``, in order; it replaces what was planned before."""
@@ -63,7 +66,7 @@ class TapSource:
 
     def states(self, i: int) -> torch.Tensor:
         """bfloat16 [L, T + 1, h] of answer i. What was not planned is computed while the caller waits."""
-        found = self._kept.states(i) if self._kept is not None else self._computed.states(i)  # type: ignore[union-attr]
+        found = self._states(i)
         return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
 
     def close(self) -> None:
@@ -122,8 +125,8 @@ class _Kept:
 class _Computed:
     """States from the target, computed by a thread in the order of the plan, a bounded number of tokens ahead."""
 
-    def __init__(self, answers: Answers, layers: tuple[int, ...], model: Model, own: Model | None, ahead: int) -> None:
-        self._answers, self._layers, self._model, self._own, self._ahead = answers, layers, model, own, ahead
+    def __init__(self, answers: Answers, layers: tuple[int, ...], model: Model, owns: bool, ahead: int) -> None:
+        self._answers, self._layers, self._model, self._owns, self._ahead = answers, layers, model, owns, ahead
         self._lengths = answers.lengths().tolist()
         self._changed = threading.Condition()
         self._todo: deque[int] = deque()
@@ -165,8 +168,8 @@ class _Computed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
-        if self._own is not None:
-            self._own.close()
+        if self._owns:
+            self._model.close()
 
     def _run(self) -> None:
         try:

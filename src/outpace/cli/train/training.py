@@ -18,10 +18,12 @@ from outpace.cli.train.shared import say
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from outpace.training.loop import Loop
     from outpace.training.setup import Job
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Training:
         from outpace.training.setup import Basics, Job
 
         def made(kind: type[T]) -> T:
-            return kind(**{its.name: getattr(self, its.name) for its in fields(kind)})  # type: ignore[arg-type]
+            return kind(**{its.name: getattr(self, its.name) for its in fields(kind)})
 
         return Job(self.data, self.out, made(LoopOptions), made(Basics), self.model, self.threads, say)
 

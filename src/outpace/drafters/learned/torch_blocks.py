@@ -52,36 +52,37 @@ class TorchBlocks:
 
         return Contexts(its.layers, its.kv_heads, its.head_dim, zeros, self._dtype.itemsize)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def context(self, taps: Sequence[Any], positions: Sequence[I32]) -> list[Tensor]:
-        states = torch.cat([torch.as_tensor(its).to(self._device, self._dtype) for its in taps])
-        position = torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(self._device)
-        layers = self._network.context(states, position)
-        every = torch.stack([torch.stack([k, v]) for k, v in layers])
-        return list(every.split([len(its) for its in positions], 2))
+        with torch.no_grad():
+            states = torch.cat([torch.as_tensor(its).to(self._device, self._dtype) for its in taps])
+            position = torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(self._device)
+            layers = self._network.context(states, position)
+            every = torch.stack([torch.stack([k, v]) for k, v in layers])
+            return list(every.split([len(its) for its in positions], 2))
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def draft(
         self, anchors: I32, positions: I32, contexts: Sequence[Tensor], pickers: Sequence[Picker | None], most: int
     ) -> Said:
-        def pick(logits: Tensor, slot: int) -> Tensor:
-            best = logits.argmax(-1)
-            if slot < most:
-                for b, its in enumerate(pickers):
-                    if its is not None:
-                        best[b] = its(logits[b].float().cpu().numpy())
-            return best
+        with torch.no_grad():
 
-        ids = self._on_device
-        drafted = self._network.draft(
-            torch.from_numpy(anchors.astype(np.int64)).to(self._device),
-            torch.from_numpy(positions.astype(np.int64)).to(self._device),
-            [[(layer[0], layer[1]) for layer in context] for context in contexts],
-            self._embed, self._logits, ids, pick,
-        )  # fmt: skip
-        index = torch.searchsorted(ids, drafted.tokens[:, :most].contiguous())
-        chance = drafted.confidence[:, :most].float()
-        return Said(index.to(torch.int32).cpu().numpy(), chance.cpu().numpy())
+            def pick(logits: Tensor, slot: int) -> Tensor:
+                best = logits.argmax(-1)
+                if slot < most:
+                    for b, its in enumerate(pickers):
+                        if its is not None:
+                            best[b] = its(logits[b].float().cpu().numpy())
+                return best
+
+            ids = self._on_device
+            drafted = self._network.draft(
+                torch.from_numpy(anchors.astype(np.int64)).to(self._device),
+                torch.from_numpy(positions.astype(np.int64)).to(self._device),
+                [[(layer[0], layer[1]) for layer in context] for context in contexts],
+                self._embed, self._logits, ids, pick,
+            )  # fmt: skip
+            index = torch.searchsorted(ids, drafted.tokens[:, :most].contiguous())
+            chance = drafted.confidence[:, :most].float()
+            return Said(index.to(torch.int32).cpu().numpy(), chance.cpu().numpy())
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:

@@ -148,40 +148,40 @@ class TorchHead:
         k, v, there = self._kv.read(rows)
         return self._after(q, residual, k, v, there[:, None])[:, 0]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> None:
-        self._forget(rows)
-        self._append(rows, tokens, [self._fused(its) for its in taps])
+        with torch.no_grad():
+            self._forget(rows)
+            self._append(rows, tokens, [self._fused(its) for its in taps])
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> F32:
-        gs = []
-        for row, its, entry in zip(rows, taps, tokens, strict=True):
-            if its is None and (row not in self._said or len(entry) != 1):
-                raise ValueError(f"row {row}: a predicted entry is one, and follows what was extended")
-            gs.append(self._fed_back(self._said[row])[None] if its is None else self._fused(its))
-        before = [self.length(row) for row in rows]
-        q, residual = self._append(rows, tokens, gs)
-        try:
-            outputs = self._last(rows, q, residual)
-            logits: F32 = self._logits(outputs).cpu().numpy()
-        except BaseException:
-            self._back(rows, before)
-            raise
-        self._said |= dict(zip(rows, outputs, strict=True))
-        return logits
+        with torch.no_grad():
+            gs = []
+            for row, its, entry in zip(rows, taps, tokens, strict=True):
+                if its is None and (row not in self._said or len(entry) != 1):
+                    raise ValueError(f"row {row}: a predicted entry is one, and follows what was extended")
+                gs.append(self._fed_back(self._said[row])[None] if its is None else self._fused(its))
+            before = [self.length(row) for row in rows]
+            q, residual = self._append(rows, tokens, gs)
+            try:
+                outputs = self._last(rows, q, residual)
+                logits: F32 = self._logits(outputs).cpu().numpy()
+            except BaseException:
+                self._back(rows, before)
+                raise
+            self._said |= dict(zip(rows, outputs, strict=True))
+            return logits
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def draft(self, asks: Sequence[Ask]) -> Drafts:
-        rows = [ask.row for ask in asks]
-        self._forget(rows)
-        before = [self.length(row) for row in rows]
-        q, residual = self._append(rows, [ask.tokens for ask in asks], [self._fused(ask.taps) for ask in asks])
-        try:
-            return self._grown(asks, rows, self._last(rows, q, residual)[:, None])
-        except BaseException:
-            self._back(rows, before)
-            raise
+        with torch.no_grad():
+            rows = [ask.row for ask in asks]
+            self._forget(rows)
+            before = [self.length(row) for row in rows]
+            q, residual = self._append(rows, [ask.tokens for ask in asks], [self._fused(ask.taps) for ask in asks])
+            try:
+                return self._grown(asks, rows, self._last(rows, q, residual)[:, None])
+            except BaseException:
+                self._back(rows, before)
+                raise
 
     def _grown(self, asks: Sequence[Ask], rows: Sequence[int], outputs: Tensor) -> Drafts:
         """Drafts from outputs [B, 1, H] after the rows' last entries: level by level, all rows together."""

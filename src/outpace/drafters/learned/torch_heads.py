@@ -34,12 +34,12 @@ class TorchHeads:
         }
         self._rows = [shared[name] for name in own] if shared else None  # None: the target's
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def logits(self, states: Sequence[Tensor]) -> F32:
-        out: Tensor = self._network(self._parts.norm(torch.stack(list(states))))
-        if self._rows is None:
-            logits = self._parts.logits(out.flatten(0, 1), self.ids).unflatten(0, out.shape[:2])
-        else:
-            logits = torch.stack([out[:, k] @ rows.T for k, rows in enumerate(self._rows)], 1)
-        found: F32 = logits.float().cpu().numpy()
-        return found
+        with torch.no_grad():
+            out: Tensor = self._network(self._parts.norm(torch.stack(list(states))))
+            if self._rows is None:
+                logits = self._parts.logits(out.flatten(0, 1), self.ids).unflatten(0, out.shape[:2])
+            else:
+                logits = torch.stack([out[:, k] @ rows.T for k, rows in enumerate(self._rows)], 1)
+            found: F32 = logits.float().cpu().numpy()
+            return found
