@@ -71,7 +71,7 @@ _FEW = """
     child = os.fork()
     if child == 0:  # has none of the threads, and gets none
         leave(0.6)
-        with contextlib.suppress(RuntimeError):  # the C library may hand on the stacks of the parent's threads: all taken
+        with contextlib.suppress(RuntimeError):  # stacks of the parent's threads, which may be handed on
             while True:
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
         row = whole.kv.alloc()
