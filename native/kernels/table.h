@@ -91,8 +91,8 @@ struct Kernels {
                                uint32_t index, uint32_t sample, uint32_t stream, int32_t* places);
 };
 
+// Those that paths.cmake could build and was to build, by OUTPACE_HAS_...
 const Kernels& kernels_portable();
-// Those that paths.cmake could build, by OUTPACE_HAS_...
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx2vnni();
 const Kernels& kernels_avx512();

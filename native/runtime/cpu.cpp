@@ -40,7 +40,9 @@ std::vector<Candidate> candidates() {
 #if defined(OUTPACE_HAS_AVX2)
     all.push_back({"avx2", "avx2", kernels_avx2, machine.avx2});
 #endif
+#if defined(OUTPACE_HAS_PORTABLE)
     all.push_back({"portable", "portable", kernels_portable, true});
+#endif
     return all;
 }
 
@@ -96,6 +98,8 @@ const Kernels& kernels_for(const std::string& name) {
     }
     if (name == "avx512-amx") throw std::invalid_argument("instruction set 'avx512-amx' is not in use: " + amx().off);
     std::string have;
+    if (usable_isas().empty())
+        throw std::invalid_argument("this build is for another machine (left out: " OUTPACE_LEFT_OUT "): build it again here");
     for (const std::string& usable : usable_isas()) have += (have.empty() ? "" : ", ") + usable;
     const std::string left_out = OUTPACE_LEFT_OUT;
     const bool lost = !known && left_out.find(name + " (") != std::string::npos;

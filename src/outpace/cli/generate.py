@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -166,6 +165,8 @@ def _summary(engine: Engine, result: Result) -> str:
 
 
 def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool) -> int:
+    from statistics import median
+
     from rich.console import Console
     from rich.text import Text
 
@@ -179,7 +180,7 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
     if drafted.stats.total_seconds + plain.stats.total_seconds < _PATIENCE:
         runs += [_pair(engine, tokens, params) for _ in range(2)]
     difference = compare(engine, tokens, params, plain, drafted)
-    speeds = [statistics.median(pair[i].stats.decode_tokens_per_second for pair in runs) for i in (0, 1)]
+    speeds = [median(pair[i].stats.decode_tokens_per_second for pair in runs) for i in (0, 1)]
     if as_json:
         compared = {
             "identical": difference is None,

@@ -13,7 +13,7 @@ from outpace.cli.command import Interrupted, ReaderLeft, UsageError
 from outpace.errors import OutpaceError
 
 _INTERRUPTED = 130
-_LITTER = 50_000  # objects between two looks for garbage; loading makes many, and drops few
+_LITTER = 150_000  # objects between two looks for garbage; loading makes many (a vocabulary's merges), and drops few
 
 
 def main() -> None:

@@ -107,10 +107,11 @@ def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
     named = [token_id(gguf, name) for name in ("eos", "eot", "eom")]
     template = gguf.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
-        tokens = _tokens(gguf)
+        tokens = _listed(gguf)
         types = token_types(gguf, len(tokens))
         marked = np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)).tolist()
-        named.extend(i for i in marked if tokens[i] in _END_OF_TURN and tokens[i] in template)
+        ends = [i for i in marked if tokens[i] in _END_OF_TURN and tokens[i] in template]
+        named.extend(i for i in ends if tokens.index(tokens[i]) == i)  # a duplicate has another name (_tokens)
     return tuple(dict.fromkeys(i for i in named if i is not None))
 
 
