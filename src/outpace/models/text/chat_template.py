@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from outpace.errors import Argument, ParameterError
-from outpace.params import Message
 
 
 class ChatTemplate:
@@ -19,8 +18,13 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._compiled: Any = None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation. Raises ParameterError when the messages or the template are unusable."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a conversation. Raises ParameterError when the messages or the template are unusable.
+
+        ``variables``: what else the template may read, such as ``tools`` and ``enable_thinking``.
+        """
         _check(messages)
         try:
             if self._compiled is None:
@@ -38,7 +42,18 @@ class ChatTemplate:
         return text
 
 
-def _check(messages: Sequence[Message]) -> None:
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads. None where it is no template: rendering says why."""
+    import jinja2
+    from jinja2 import meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
+
+
+def _check(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise ParameterError("the conversation is empty: give at least one message")
     for i, message in enumerate(messages):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from outpace.files import cache_dir, write_bytes, write_json
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.params import Message
 
 
 class Tokenizer:
@@ -171,14 +170,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kw: Any) -> str:
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's source, if there is one."""
+        return None if self._template is None else self._template.source
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kw: Any
+    ) -> str:
         """A conversation as the model expects it. Raises ParameterError when there is no template or it refuses."""
         if self._template is None:
             whose = self.name or "this model"
             raise ParameterError(f"{whose} has no chat template: give plain text with ", Argument("raw", True))
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kw)
 
-    def encode_chat(self, messages: Sequence[Message], **kw: Any) -> I32:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kw: Any) -> I32:
         """Token ids int32 [n] of a rendered conversation; the template itself writes the start token."""
         return self.encode(self.render_chat(messages, **kw), add_special=False, parse_special=True)
 

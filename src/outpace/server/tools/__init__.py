@@ -1,0 +1,1 @@
+"""Tools and reasoning: conversations as a template takes them, and answers taken apart while they are written."""

@@ -1,0 +1,275 @@
+"""What an answer is made of, and how its text is read piece by piece, however it was cut on the way.
+
+A parser is a generator over characters: it sees one at a time, and waits where there is none yet. So what it says
+cannot depend on how the text was split. What may yet become a call is held back; what turns out to be none is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Reading = Generator[None, None, None]  # waits for text at every yield
+SPACE = " \t\r\n"
+WIDEST_GAP = 64  # characters of white space that may belong to a format; of more, the first are text
+FIRST = "<`"  # what begins the marks of every format
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStart:
+    """A call begins. ``index``: which of the answer's calls; ``id``: as the caller names calls."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """More of a call's arguments, JSON text."""
+
+    index: int
+    text: str
+
+
+Piece = Text | Reasoning | ToolStart | ToolArguments
+
+
+What = type[Text] | type[Reasoning] | int  # the last: arguments of this call
+
+
+class OutputParser(Protocol):
+    """Takes an answer's text apart. The joined pieces are the same under every split of the text; nothing raises."""
+
+    def feed(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back. Nothing may be fed afterwards."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A whole call. ``arguments``: JSON text; cut off, or followed by text, where the answer's call was broken."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Joined:
+    """Pieces put together: what an unstreamed answer says."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case ToolStart(_, its_id, name):
+                    self.calls.append(Call(its_id, name))
+                case ToolArguments(index, text):
+                    self.calls[index].arguments += text
+
+
+class Plain:
+    """An answer that is text and nothing else."""
+
+    def feed(self, text: str) -> list[Piece]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class Characters:
+    """Text that arrives in parts, read a character at a time."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+
+    @property
+    def ended_here(self) -> bool:
+        return self.ended and self.at == len(self.text)
+
+    def peek(self, ahead: int = 0) -> Generator[None, None, str]:
+        """The next character, or one ``ahead`` of it; it stays. "" at the end."""
+        while self.at + ahead >= len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at + ahead]
+
+    def take(self, n: int = 1) -> str:
+        """Pass over n characters that were peeked at (fewer at the end)."""
+        taken = self.text[self.at : self.at + n]
+        self.at += len(taken)
+        return taken
+
+    def spaces(self, which: str = SPACE) -> Reading:
+        """Pass over white space."""
+        while (c := (yield from self.peek())) and c in which:
+            self.at += 1
+
+    def literal(self, expected: str) -> Generator[None, None, bool]:
+        """Pass over ``expected``, or up to where the text differs."""
+        for character in expected:
+            if (yield from self.peek()) != character:
+                return False
+            self.at += 1
+        return True
+
+
+class Incremental:
+    """An ``OutputParser`` from a generator, ``_read``, that calls ``_emit``.
+
+    ``_mark``: where in the source that begins which is still undecided; None: everything read was taken.
+    """
+
+    def __init__(self) -> None:
+        self._source = Characters()
+        self._pieces: list[Piece] = []
+        self._what: What = Text
+        self._run: list[str] = []  # the piece that is being put together, of kind ``_what``
+        self._mark: int | None = None
+        self._reading = self._read()
+
+    def feed(self, text: str) -> list[Piece]:
+        source = self._source
+        done = source.at if self._mark is None else min(self._mark, source.at)
+        source.text, source.at = source.text[done:] + text, source.at - done
+        if self._mark is not None:
+            self._mark -= done
+        next(self._reading, None)
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        self._source.ended = True
+        next(self._reading, None)
+        return self._taken()
+
+    def _read(self) -> Reading:
+        raise NotImplementedError
+
+    def _taken(self) -> list[Piece]:
+        """What was emitted since the last time."""
+        self._flush()
+        found, self._pieces = self._pieces, []
+        return found
+
+    def _emit(self, piece: Piece) -> None:
+        self._flush()
+        self._pieces.append(piece)
+
+    def _say(self, what: What, text: str) -> None:
+        """More of a text: what follows one another becomes one piece."""
+        if what != self._what:
+            self._flush()
+            self._what = what
+        self._run.append(text)
+
+    def _flush(self) -> None:
+        text = "".join(self._run)
+        if text:
+            if isinstance(self._what, int):
+                self._pieces.append(ToolArguments(self._what, text))
+            else:
+                self._pieces.append(self._what(text))
+        self._run.clear()
+
+
+class CallParser(Incremental):
+    """What the formats of calls share: text between calls, and calls that turn out to be text.
+
+    ``tool_id``: a call's id from its index. ``names``: the tools there are; a call of another stays text. None: any.
+    White space between text and a call, between calls, and after the last one belongs to the format.
+    """
+
+    def __init__(self, tool_id: Callable[[int], str], names: Collection[str] | None = None) -> None:
+        super().__init__()
+        self._tool_id, self._names = tool_id, names
+        self._calls = 0
+        self._after_call = False  # nothing but white space since
+
+    def _known(self, name: str) -> bool:
+        return bool(name) and (self._names is None or name in self._names)
+
+    def _start(self, name: str) -> None:
+        """A call is certain."""
+        self._emit(ToolStart(self._calls, self._tool_id(self._calls), name))
+        self._calls += 1
+        self._mark = None
+
+    def _argue(self, text: str) -> None:
+        self._say(self._calls - 1, text)
+
+    def _keep(self) -> None:
+        """What was undecided is text."""
+        if self._mark is not None and self._mark < self._source.at:
+            self._say(Text, self._source.text[self._mark : self._source.at])
+            self._after_call = False
+        self._mark = None
+
+    def _settle(self, ended: bool, closing: str = "") -> None:
+        """Calls ended in their format, or stopped being calls. At the answer's end some of ``closing`` may be missing.
+
+        White space after calls stays undecided: it is text if text follows.
+        """
+        held = "" if self._mark is None else self._source.text[self._mark : self._source.at].strip(SPACE)
+        if ended or (self._after_call and self._source.ended_here and closing.startswith(held)):
+            self._mark, self._after_call = None, True
+        elif held:
+            self._keep()
+
+    def _until(self, openings: tuple[str, ...]) -> Generator[None, None, str]:
+        """Text up to the first of ``openings``, which is passed over and undecided; "" at the answer's end."""
+        source = self._source
+        if self._mark is None:
+            self._mark = source.at
+        while True:
+            text = source.text
+            hits = [(at, o) for o in openings if (at := text.find(o, self._mark)) >= 0]
+            end, opening = min(hits, default=(len(text), ""))
+            if not opening and not source.ended:
+                end -= _beginning(text, self._mark, openings)
+            begin = self._mark
+            shown = max(begin + len(text[begin:end].rstrip(SPACE)), end - WIDEST_GAP)
+            if shown > begin:
+                source.at = shown
+                self._keep()
+                self._mark = shown
+            source.at = end + len(opening) if opening else len(text)
+            if opening:
+                return opening
+            if source.ended:
+                if self._after_call and not text[self._mark :].strip(SPACE):
+                    self._mark = None
+                self._keep()
+                return ""
+            yield
+
+
+def _beginning(text: str, start: int, openings: tuple[str, ...]) -> int:
+    """Length of the longest end of ``text``, from ``start`` on, that begins one of ``openings``."""
+    for n in range(min(max(map(len, openings)) - 1, len(text) - start), 0, -1):
+        if text[-n] in FIRST and any(opening.startswith(text[-n:]) for opening in openings):
+            return n
+    return 0

@@ -1,0 +1,446 @@
+"""Tools and reasoning: what answers are taken apart into, what templates are given, and what grammars allow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from outpace.errors import ParameterError
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.server.tools.base import Call, Incremental, Joined, OutputParser, Plain
+from outpace.server.tools.definitions import checked, names_of, tool_grammar
+from outpace.server.tools.detect import Kind, format_of, parser_for, thoughts_end, thoughts_opened
+from outpace.server.tools.messages import conversation
+from outpace.server.tools.prompts import written
+from tests.server import formats
+from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER
+
+KINDS: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3", "smollm2")
+ABC: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3")  # whose parsers differ
+BOS = {"bos_token": "<s>"}
+
+
+def make(kind: str, *, names: frozenset[str] | None = NAMES, prompt: str = "", reasoning: bool = False) -> OutputParser:
+    template = TEMPLATES[kind]
+    return parser_for(template, tools=True, reasoning=reasoning, tool_id="c{}".format, prompt=prompt, names=names)
+
+
+def told(parser: OutputParser, parts: list[str]) -> Joined:
+    joined = Joined()
+    for part in parts:
+        joined.add(parser.feed(part))
+    joined.add(parser.finish())
+    return joined
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    return [text[a:b] for a, b in pairwise([0, *sorted(at), len(text)])]
+
+
+def weather(text: str = CITY, index: int = 0) -> Call:
+    return Call(f"c{index}", "get_weather", text)
+
+
+# What the formats are.
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [*BOTH.items(), ("gemma3", PYTHON), ("gemma3", f"```tool_code\n{PYTHON}\n```")]
+)
+def test_two_calls_wherever_the_text_is_cut(kind: str, text: str) -> None:
+    """Every cut into three, every cut into single characters."""
+    expected = Joined(calls=[weather(), Call("c1", "now", "{}")])
+    assert told(make(kind), list(text)) == expected
+    for i in range(len(text)):
+        for j in range(i, len(text), 7):
+            assert told(make(kind), cut(text, [i, j])) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_leave_while_they_are_written(kind: str) -> None:
+    """Nothing of an argument waits for what follows it, so pieces join to exactly what was shown before."""
+    text, parser, joined = BOTH[kind], make(kind), Joined()
+    begin = text.index(CITY)
+    joined.add(parser.feed(text[: begin + 1]))
+    assert [call.name for call in joined.calls] == ["get_weather"]
+    for n in range(1, len(CITY)):
+        assert joined.calls[0].arguments == CITY[:n]
+        joined.add(parser.feed(CITY[n]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        # words around calls; white space between is the format's
+        ("qwen3", "Let me see.\n\n<tool_call>{C}</tool_call>\n", Joined("Let me see.", "", [weather()])),
+        ("qwen3", "<tool_call>{C}</tool_call>\nDone. ", Joined("\nDone. ", "", [weather()])),
+        # but not without end
+        ("qwen3", "\n" * 70 + "<tool_call>{C}</tool_call>", Joined("\n" * 6, "", [weather()])),
+        ("qwen3", "<tool_call>{C}</tool_call>" + "\n" * 70, Joined("\n" * 70, "", [weather()])),
+        # keys in any order, arguments as a string, null or nothing, several in a tag
+        ("qwen3", '<tool_call>{"arguments": {A}, "name": "get_weather"}</tool_call>', Joined(calls=[weather()])),
+        (
+            "qwen3",
+            '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}',
+            Joined(calls=[Call("c0", "now", '{"a": 1}')]),
+        ),
+        ("qwen3", '<tool_call>{"name": "now", "arguments": null}', Joined(calls=[Call("c0", "now", "{}")])),
+        (
+            "qwen3",
+            '<tool_call>{"name": "now"}\n{C}</tool_call>',
+            Joined(calls=[Call("c0", "now", "{}"), weather(index=1)]),
+        ),
+        # raw control characters, which JSON forbids
+        (
+            "qwen3",
+            '<tool_call>{"name": "now", "arguments": {"a": "x\n\ty"}}',
+            Joined(calls=[Call("c0", "now", '{"a": "x\\n\\ty"}')]),
+        ),
+        # cut off
+        ("qwen3", "<tool_call>{C}</tool_", Joined(calls=[weather()])),
+        ("qwen3", '<tool_call>{"name": "get_weather", "arg', Joined('<tool_call>{"name": "get_weather", "arg')),
+        (
+            "qwen3",
+            '<tool_call>{"name": "now", "arguments": {"a": "\\u00',
+            Joined(calls=[Call("c0", "now", '{"a": "\\u00')]),
+        ),
+        ("qwen3", '<tool_call>{C}\n{"name": "n', Joined('\n{"name": "n', "", [weather()])),
+        # malformed: before a call is certain all of it is text, afterwards the rest is
+        ("qwen3", "<tool_call>none</tool_call> ", Joined("<tool_call>none</tool_call> ")),
+        ("qwen3", "<tool_call>[]</tool_call>", Joined("<tool_call>[]</tool_call>")),
+        ("qwen3", '<tool_call>{"name": "rm", "arguments": {}}', Joined('<tool_call>{"name": "rm", "arguments": {}}')),
+        ("qwen3", '<tool_call>{"name": "\\ud800"}', Joined('<tool_call>{"name": "\\ud800"}')),
+        (
+            "qwen3",
+            '<tool_call>{"name": "now", "arguments": {"a": 01}}',
+            Joined("}}", "", [Call("c0", "now", '{"a": 01')]),
+        ),
+        ("qwen3", "<tool_call>x <tool_call>{C}", Joined("<tool_call>x", "", [weather()])),
+        ("llama3", "\n {P} ", Joined(calls=[weather()])),
+        (
+            "llama3",
+            '<|python_tag|>{"type": "function", "function": "x"}',
+            Joined('<|python_tag|>{"type": "function", "function": "x"}'),
+        ),
+        ("llama3", "I call <function=get_weather>{A}</function>", Joined("I call", "", [weather()])),
+        ("llama3", "[{P}, {P}]", Joined(calls=[weather(), weather(index=1)])),
+        ("llama3", '{"name": "Alice", "age": 3}', Joined('{"name": "Alice", "age": 3}')),
+        ("llama3", "{P} and so on", Joined(" and so on", "", [weather()])),
+        ("llama3", "\n\nWell.", Joined("\n\nWell.")),
+        ("gemma3", "Yes:\n```json\n{C}\n```\n", Joined("Yes:", "", [weather()])),
+        ("gemma3", '```json\n{"a": 1}\n```', Joined('```json\n{"a": 1}\n```')),
+        (
+            "gemma3",
+            "```tool_code\nprint(now(a='\"', b=[True, None,], c={'d': -1.5e3,},))\n```",
+            Joined(calls=[Call("c0", "now", '{"a": "\\"", "b": [true, null], "c": {"d": -1.5e3}}')]),
+        ),
+        ("gemma3", "[now(a='\\x41\\d\\u00e9')]", Joined(calls=[Call("c0", "now", '{"a": "A\\\\d\\u00e9"}')])),
+        ("gemma3", "[1] now(3)", Joined("[1] now(3)")),
+        ("gemma3", "[now(a=1), rm(b=2)]", Joined(", rm(b=2)]", "", [Call("c0", "now", '{"a": 1}')])),
+    ],
+)
+def test_what_a_text_says(kind: str, text: str, expected: Joined) -> None:
+    """{C} and {P} stand for a call of each spelling, {A} for its arguments."""
+    text = text.replace("{C}", formats.F).replace("{P}", formats.F.replace("arguments", "parameters"))
+    text = text.replace("{A}", CITY)
+    assert told(make(kind), [text]) == expected
+    assert told(make(kind), list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("<think>\nWell, <b>\n</think>\n\nYes\n", False, Joined("Yes\n", "Well, <b>")),
+        ("\n<think>\n\n</think>\n\nYes", False, Joined("Yes")),
+        ("Yes <think>no</think>", False, Joined("Yes <think>no</think>")),
+        ("<thing", False, Joined("<thing")),
+        ("<think>cut</th", False, Joined("", "cut</th")),
+        ("Well\n</think>Yes", True, Joined("Yes", "Well")),
+        ("<think>Well</think>Yes", True, Joined("Yes", "Well")),
+        (
+            '<think>a <tool_call> b</think>\n<tool_call>{"name": "now"}',
+            False,
+            Joined("", "a <tool_call> b", [Call("c0", "now", "{}")]),
+        ),
+    ],
+)
+def test_thoughts_come_off_the_beginning(text: str, opened: bool, expected: Joined) -> None:
+    prompt = "<|im_start|>assistant\n<think>\n" if opened else ""
+    for parts in ([text], list(text), *(cut(text, [i]) for i in range(len(text)))):
+        assert told(make("qwen3", reasoning=True, prompt=prompt), parts) == expected
+
+
+# What must hold of any text.
+
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<function=", "</function>", "<", ">"]
+FENCED = ["```json", "```tool_code", "```", "`", "now(", "a=", "print(", ")", "'", "True"]
+JSON = ['{"name":"', "now", '","arguments":', '"parameters":', "{", "}", "[", "]", '"', ",", ":", ";", "1", "-", "tru"]
+PARTS = [*TAGS, *FENCED, *JSON, "null", "\\", "\\u00e", "é", "日", "😀", " ", "\n"]
+pieces = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=25).map("".join)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(ABC), pieces, st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
+@example("qwen3", "<tool_call>" * 3 + '{"name":' * 40, [5], False, False)
+@example("gemma3", "[now(a=" + "[" * 200, [], False, False)
+def test_any_text_any_cut(kind: str, text: str, at: list[int], reasoning: bool, known: bool) -> None:
+    """The same pieces once joined, nothing raises, and a text without calls or thoughts stays as it is."""
+
+    def parser() -> OutputParser:
+        return make(kind, names=NAMES if known else None, reasoning=reasoning)
+
+    whole = told(parser(), [text])
+    assert told(parser(), cut(text, at)) == whole
+    assert told(parser(), list(text)) == whole
+    if not whole.calls and not (reasoning and "<think>" in text):
+        assert whole.text == text
+    json.dumps([whole.text, whole.reasoning, *(call.arguments for call in whole.calls)], ensure_ascii=False).encode()
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(), inner, max_size=4)),
+    max_leaves=8,
+)
+keywords = st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), values, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(KINDS), st.lists(keywords, min_size=1, max_size=3), st.integers(1, 9))
+def test_calls_come_back_as_they_were_written(kind: Kind, arguments: list[dict[str, Any]], step: int) -> None:
+    calls = [{"function": {"name": "now", "arguments": its}} for its in arguments]
+    texts = [written(kind, calls)]
+    if kind == "gemma3":
+        texts.append("[" + ", ".join(f"now({', '.join(f'{k}={v!r}' for k, v in a.items())})" for a in arguments) + "]")
+    for text in texts:
+        found = told(make(kind), [text[i : i + step] for i in range(0, len(text), step)])
+        assert [json.loads(call.arguments) for call in found.calls] == arguments
+        assert not found.text
+    assert [call.arguments for call in told(make(kind), texts[:1]).calls] == [
+        json.dumps(its, ensure_ascii=False) for its in arguments
+    ]
+
+
+def test_nothing_said_is_kept_longer_than_needed() -> None:
+    """A parser holds what is undecided, not the answer; words leave as they come."""
+    parser = make("qwen3")
+    assert isinstance(parser, Incremental)
+    for _ in range(100):
+        assert parser.feed("words and <b>, ")
+    assert len(parser._source.text) < 50
+    parser.feed('<tool_call>{"name": "now", "arguments": {"a": "')
+    for _ in range(100):
+        parser.feed("x" * 50)
+    assert len(parser._source.text) <= 50
+
+
+# Templates.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_formats_are_known_by_their_templates(kind: Kind) -> None:
+    found = format_of(TEMPLATES[kind])
+    assert (found.kind, found.takes_tools) == (kind, kind in ("llama3", "qwen3"))
+    assert (found.thinks, found.may_think) == ((kind == "qwen3"),) * 2
+
+
+def test_other_templates() -> None:
+    assert format_of(formats.HERMES).kind == "qwen3"
+    for template in (None, "{{ messages }}", formats.CODER, "{% broken"):
+        assert format_of(template).kind == "none"
+        assert isinstance(parser_for(template, tools=True, reasoning=True, tool_id=str), Plain)
+    assert format_of(formats.OPENING).thinks
+
+
+def test_thoughts_are_opened_by_the_prompt_or_by_the_model() -> None:
+    hello = [{"role": "user", "content": "hello <think>"}]
+    opening = ChatTemplate(formats.OPENING, {}).render(hello)
+    assert thoughts_opened(opening)
+    qwen = ChatTemplate(formats.QWEN3, {})
+    plain, off = qwen.render(hello), qwen.render(hello, enable_thinking=False)
+    assert not thoughts_opened(plain)
+    assert not thoughts_opened(off)
+    assert thoughts_end(formats.OPENING, opening) == thoughts_end(formats.QWEN3, plain) == "</think>"
+    assert thoughts_end(formats.QWEN3, off) is thoughts_end(formats.HERMES, plain) is None
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": CITY}},
+            {"id": "b", "type": "function", "function": {"name": "now", "arguments": "{oops"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "b", "content": "noon"},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "rain"}]},
+    {"role": "user", "content": "Thanks."},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_with_calls_is_told_whole(kind: Kind) -> None:
+    """Every template takes it, in order, and the calls in it are those that the format's parser reads."""
+    given_ = conversation(HISTORY, TEMPLATES[kind], checked([WEATHER, NOW]))
+    prompt = ChatTemplate(TEMPLATES[kind], BOS).render(given_.messages, tools=given_.tools)
+    told_ = ["kind.", "Weather?", "get_weather", "now", "noon", "Thanks."]
+    if kind == "llama3":  # each call with its own result
+        told_ = ["kind.", "Weather?", "get_weather", "rain", "now", "noon", "Thanks."]
+    assert prompt.count("noon") == prompt.count("rain") == 1
+    ends = prompt.index("Weather?")
+    assert "Be\nkind." in prompt
+    places = [prompt.index("kind.")] + [prompt.index(word, ends) for word in told_[1:]]
+    assert places == sorted(places)
+    assert CITY in prompt
+    assert "Weather in a city" in prompt
+    assert (given_.tools is None) == (kind in ("gemma3", "smollm2"))
+    assert (prompt.count("<tool_response>") == 2) == (kind != "llama3")
+
+
+def test_no_tools_are_offered_under_none() -> None:
+    for template in TEMPLATES.values():
+        found = conversation([{"role": "user", "content": "hi"}], template, checked([WEATHER]), "none")
+        assert found.tools is None
+        assert found.messages == [{"role": "user", "content": "hi"}]
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("make_", "parameter", "word"),
+    [
+        (lambda: conversation([], None), "messages", "empty"),
+        (lambda: conversation([{"role": "robot", "content": "x"}], None), "messages[0].role", "robot"),
+        (lambda: conversation(user(None), None), "messages[0].content", "text"),
+        (
+            lambda: conversation(user([{"type": "image_url", "image_url": {}}]), None),
+            "messages[0].content[0].type",
+            "image_url",
+        ),
+        (lambda: conversation(user([{"type": "text"}]), None), "messages[0].content[0].text", "text"),
+        (
+            lambda: conversation([{"role": "tool", "content": "x", "tool_call_id": "z"}], None),
+            "messages[0].tool_call_id",
+            "z",
+        ),
+        (
+            lambda: conversation([{"role": "user", "content": "x", "tool_calls": [CALL]}], None),
+            "messages[0].tool_calls",
+            "assistant",
+        ),
+        (
+            lambda: conversation([{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}], None),
+            "messages[0].tool_calls[0].id",
+            "id",
+        ),
+        (
+            lambda: conversation(
+                [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}], None
+            ),
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON",
+        ),
+        (lambda: conversation(user("x"), None, checked([NOW])), "tools", "template"),
+        (lambda: conversation([{"role": "assistant", "tool_calls": [CALL]}], "{{ messages }}"), "messages", "template"),
+        (lambda: conversation(user("x"), formats.QWEN3, None, "required"), "tool_choice", "needs"),
+        (lambda: conversation(user("x"), formats.QWEN3, checked([NOW]), "maybe"), "tool_choice", "auto"),
+        (
+            lambda: tool_grammar("qwen3", checked([NOW]), {"type": "function", "function": {"name": "g"}}),
+            "tool_choice",
+            "now",
+        ),
+        (lambda: tool_grammar("none", checked([NOW]), "required"), "tool_choice", "template"),
+        (lambda: checked([{"type": "web_search"}]), "tools[0].type", "web_search"),
+        (lambda: checked([{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "a b"),
+        (lambda: checked([{"type": "function", "name": "f", "x": 1}]), "tools[0].x", "supported"),
+        (lambda: checked([NOW, NOW]), "tools[1].function.name", "twice"),
+        (lambda: checked([{"type": "function", "name": "f", "parameters": []}]), "tools[0].parameters", "schema"),
+    ],
+)
+def test_what_is_refused_is_named(make_: Callable[[], Any], parameter: str, word: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        make_()
+    assert caught.value.parameter == parameter
+    assert word in str(caught.value)
+
+
+# Grammars.
+
+
+@pytest.fixture(scope="module")
+def allows() -> Callable[[str | None, str], bool]:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def allowed(grammar: str | None, text: str) -> bool:
+        """Whether the grammar allows the whole text, and that it ends there."""
+        assert grammar is not None
+        matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from("lark", grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        data = list(text.encode())
+        return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
+
+    return allowed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str], bool]) -> None:
+    tools = checked([WEATHER, NOW])
+
+    def calls(*which: tuple[str, dict[str, Any]]) -> str:
+        return written(kind, [{"function": {"name": name, "arguments": its}} for name, its in which])
+
+    right, now = calls(("get_weather", {"city": "Zürich"})), calls(("now", {}))
+    two = calls(("get_weather", {"city": "日", "days": 1}), ("now", {}))
+    wrong = [
+        calls(("get_weather", {"days": 1})),
+        calls(("get_weather", {"city": "x" * 21})),
+        calls(("rm", {})),
+        right + right,
+        right + " done",
+        right[:-1],
+        calls(("now", {"a": 1})),
+    ]
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice, parallel, words in (
+        ("required", True, False),
+        ("required", False, False),
+        ("auto", True, True),
+        ("auto", False, True),
+    ):
+        grammar = tool_grammar(kind, tools, choice, parallel=parallel)
+        assert allows(grammar, right)
+        assert allows(grammar, now)
+        assert allows(grammar, two) == parallel
+        assert not any(allows(grammar, each) for each in wrong)
+        assert allows(grammar, "Plain words, 日本.") == allows(grammar, "") == words
+        if kind == "llama3":
+            assert not allows(grammar, "Words, then <function=now>{}</function>")
+        else:
+            assert allows(grammar, "Words, then:\n" + two) == (words and parallel)
+    for choice in (named, {"type": "function", "name": "now"}):
+        grammar = tool_grammar(kind, tools, choice)
+        assert allows(grammar, now)
+        assert not any(allows(grammar, each) for each in (right, two, "words", ""))
+    assert tool_grammar(kind, tools, "none") is tool_grammar(kind, checked([NOW]), "auto") is None
+    assert told(make(kind, names=names_of(tools)), list(two)).calls[1] == Call("c1", "now", "{}")
+
+
+def test_what_is_not_strict_may_have_a_schema_that_no_grammar_knows(allows: Callable[[str | None, str], bool]) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "integer"}}, "if": {"required": ["a"]}}
+    grammar = tool_grammar("qwen3", checked([{"type": "function", "name": "f", "parameters": odd}]), "required")
+    assert allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
