@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.engine import Engine
+    from outpace.engine.grammar import Grammars
     from outpace.engine.results import Delta, Result
     from outpace.engine.statistics import Stats
-    from outpace.errors import DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError, RuleError
+    from outpace.errors import (
+        DrafterError,
+        GrammarError,
+        MemoryLimitError,
+        ModelError,
+        OutpaceError,
+        ParameterError,
+        RuleError,
+    )
     from outpace.exact.sampling import TokenLogprob
     from outpace.params import GrammarRule, LogitRule, SamplingParams
 
@@ -21,7 +30,9 @@ _HOME = {
     "Delta": "engine.results",
     "DrafterError": "errors",
     "Engine": "engine.engine",
+    "GrammarError": "errors",
     "GrammarRule": "params",
+    "Grammars": "engine.grammar",
     "LogitRule": "params",
     "MemoryLimitError": "errors",
     "ModelError": "errors",
@@ -38,7 +49,9 @@ __all__ = [
     "Delta",
     "DrafterError",
     "Engine",
+    "GrammarError",
     "GrammarRule",
+    "Grammars",
     "LogitRule",
     "MemoryLimitError",
     "ModelError",

@@ -62,6 +62,10 @@ class ParameterError(OutpaceError, ValueError):
     """A parameter, option or prompt is out of range or cannot be honoured."""
 
 
+class GrammarError(ParameterError):
+    """A JSON schema, regular expression or grammar is malformed, has no text, or asks for what is not offered."""
+
+
 class ModelError(OutpaceError):
     """A model cannot be found, read, or served exactly."""
 

@@ -32,9 +32,10 @@ class LogitRule(Protocol):
     """A change to the logits that depends on the tokens so far. A pure function of its arguments: it sees drafts that
     may never be committed. What it raises ends its request, as a RuleError.
 
-    A rule may have two methods more (``GrammarRule``). ``mask(state)`` gives the tokens it allows as bits, or None;
+    A rule may have three methods more (``GrammarRule``). ``mask(state)`` gives the tokens it allows as bits, or None;
     where it gives bits, they are all that the rule does there: ``apply`` is not called, no logits are copied, and
-    drafted nodes that it forbids are dropped before the forward. ``forced(state)`` gives tokens that must follow.
+    drafted nodes that it forbids are dropped before the forward. ``allows(state, token)`` says the same of one token.
+    ``forced(state)`` gives tokens that must follow.
     """
 
     def start(self, prompt: I32) -> Any:
@@ -48,7 +49,7 @@ class LogitRule(Protocol):
 
 
 class GrammarRule(LogitRule, Protocol):
-    """A rule with both methods that a rule may have. Each may stand alone; nothing needs to inherit from here."""
+    """A rule with all methods that a rule may have. ``allows`` needs ``mask``; nothing needs to inherit from here."""
 
     def mask(self, state: Any) -> U32 | None:
         """uint32 [ceil(V / 32)]: bit t % 32 of word t // 32 says that token t is allowed. Not to be changed by anyone.
@@ -56,10 +57,16 @@ class GrammarRule(LogitRule, Protocol):
         None: nothing is said in this state, ``apply`` is called.
         """
 
-    def forced(self, state: Any) -> Sequence[int]:
-        """Tokens, in order, that are each the only one allowed in its place; as many as are known, perhaps none.
+    def allows(self, state: Any, token: int) -> bool:
+        """Whether ``mask(state)``, which is bits in every state, has ``token``; worth having where that costs less.
 
-        They are drafted, which costs nothing; never imposed: the target says them itself, under the mask.
+        The mask is then asked for only after a token that the target would choose without it turned out forbidden.
+        """
+
+    def forced(self, state: Any) -> Sequence[int]:
+        """Tokens, in order, that are likely since the text must go on so; as many as are known, perhaps none.
+
+        They are drafted, which costs nothing; never imposed: the target says them itself, under the mask, or others.
         """
 
 

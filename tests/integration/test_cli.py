@@ -114,6 +114,29 @@ def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["stats"]["tokens"] == value["completion_tokens"]
 
 
+def test_generate_holds_the_answer_to_a_grammar(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    limits = {"type": "integer", "minimum": 0, "maximum": 99}
+    file.write_text(json.dumps({"type": "object", "properties": {"age": limits}, "required": ["age"]}))
+    code, out, _ = outpace(capsys, "generate", "A person as JSON.", "--json-schema", str(file), "--json", "--compare")
+    value = json.loads(out)
+    assert code == 0
+    assert value["compare"]["identical"]
+    assert 0 <= json.loads(value["text"])["age"] <= 99
+    code, out, _ = outpace(capsys, "generate", "Yes or no?", "--regex", "(yes|no), sir")
+    assert code == 0
+    assert out in ("yes, sir\n", "no, sir\n")
+    for args, says in (
+        (("--regex", "("), "unclosed group"),
+        (("--json-schema", str(tmp_path / "gone")), "cannot be read"),
+        (("--json-object", "--regex", "a"), "exclude one another"),
+    ):
+        code, _, err = outpace(capsys, "generate", "x", *args)
+        assert code == 2
+        assert says in err
+
+
 def test_generate_streams_and_reads_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
     from outpace.exact.sampling import TokenLogprob
-    from outpace.params import Prompt, SamplingParams
+    from outpace.params import LogitRule, Prompt, SamplingParams
 
 _PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
 
@@ -44,6 +44,13 @@ def run(
         int | None, option("--prompt-logprobs", help="The same of the prompt's tokens (with --json).")
     ] = None,
     system: Annotated[str | None, SYSTEM] = None,
+    json_schema: Annotated[
+        Path | None, option("--json-schema", metavar="FILE", help="The answer is JSON that this schema describes.")
+    ] = None,
+    json_object: Annotated[bool, option("--json-object", help="The answer is a JSON object.")] = False,
+    regex: Annotated[
+        str | None, option("--regex", metavar="PATTERN", help="The answer is a text that this matches as a whole.")
+    ] = None,
     raw: Annotated[bool, option("--raw", help="Give the model the text itself, without a chat template.")] = False,
     compare: Annotated[bool, option("--compare", help="Also decode plainly, and assert identical tokens.")] = False,
     trace: Annotated[
@@ -60,6 +67,7 @@ def run(
     asked: Prompt = prompt if system is None else [*system_message(system), {"role": "user", "content": prompt}]
     told = {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0, "prompt_logprobs": prompt_logprobs}
     params = sampling.params(n=n, **told)
+    grammar = _grammar(json_schema, json_object, regex)
     if compare and n != 1:
         raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
     if compare:
@@ -76,6 +84,8 @@ def run(
         _traced(engine, trace, load),
     ):
         tokens = engine.encode(asked, raw=raw)
+        if grammar is not None:
+            params = params.with_(rules=[grammar(engine)])
         if compare:
             return _compare(engine, tokens, params, common.json)
         results = _stream(engine, tokens, params, quiet=common.json)
@@ -86,6 +96,30 @@ def run(
     if failed:
         raise ParameterError(str(failed[0]))
     return 0
+
+
+def _grammar(schema: Path | None, json_object: bool, regex: str | None) -> Callable[[Engine], LogitRule] | None:
+    """What compiles the grammar that was asked for, once there is a tokenizer. Raises ParameterError."""
+    if (schema is not None) + json_object + (regex is not None) > 1:
+        raise ParameterError("--json-schema, --json-object and --regex exclude one another: give one of them")
+    if schema is None and not json_object and regex is None:
+        return None
+    text = None
+    if schema is not None:
+        try:
+            text = schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParameterError(f"--json-schema: {schema} cannot be read ({error}): name a file in UTF-8") from error
+
+    def compiled(engine: Engine) -> LogitRule:
+        from outpace.engine.grammar import Grammars
+
+        grammars = Grammars.of(engine)
+        if text is not None:
+            return grammars.json_schema(text)
+        return grammars.json_object() if regex is None else grammars.regex(regex)
+
+    return compiled
 
 
 def _traced(engine: Engine, path: Path | None, load: Load) -> AbstractContextManager[Any]:

@@ -118,7 +118,7 @@ class Drafting:
         if self.needs.choices:
             self._asked = {view.row: proposed.row(i) for i, view in enumerate(views)}
         if any(view.chooser.rules for view in views):
-            proposed = self._under_rules(sequences, views, proposed, sizes.nodes)
+            proposed = self._under_rules(sequences, views, proposed)
         kept, decisions = self._trim(sequences, views, proposed, load)
         if self.needs.choices:
             self._verified = {view.row: kept.row(i) for i, view in enumerate(views)}
@@ -134,10 +134,7 @@ class Drafting:
         )  # fmt: skip
 
     def _plan(self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], load: Load) -> Sizes:
-        most = [
-            min(s.size, s.room - 1) if view.drafter != NONE and not s.paused else 0
-            for s, view in zip(sequences, views, strict=True)
-        ]
+        most = _most(sequences, views)
         try:
             sizes = self._policy.plan(views, most, load)
             if not all(0 <= n <= m for n, m in zip(sizes.nodes, most, strict=True)):
@@ -165,23 +162,23 @@ class Drafting:
             self._drafter_failed(name, error, rows)
             return None
 
-    def _under_rules(
-        self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], drafts: Drafts, sizes: list[int]
-    ) -> Drafts:
+    def _under_rules(self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], drafts: Drafts) -> Drafts:
         """Nodes that a rule forbids are dropped, tokens that must follow are added; not where nodes were drawn under
-        ``rejection``, whose existence may not depend on what was drawn."""
+        ``rejection``, whose existence may not depend on what was drawn.
+
+        Tokens that must follow need no drafter, so they are proposed also where it was not asked."""
         parts: list[tuple[list[int], Drafts]] = []
-        for i, view in enumerate(views):
-            its = drafts.take([i])
+        for i, (view, most) in enumerate(zip(views, _most(sequences, views), strict=True)):
+            its = drafts if len(views) == 1 else drafts.take([i])
             drawn = view.acceptance == "rejection" and its.q is not None
-            if view.chooser.rules and not drawn and sizes[i]:
+            if view.chooser.rules and not drawn and most:
                 try:
-                    must = forced(view.chooser)[: sizes[i]]
+                    must = forced(view.chooser, most)
                     if must:
-                        gains = np.linspace(0.99, 0.9, len(must)).tolist()
+                        gains = [0.99 - 0.09 * n / len(must) for n in range(len(must))]
                         own = tree_of(its, 0)
                         own.sources = [source + 1 for source in own.sources]
-                        whole = merge([Tree.chain(must, gains), own], sizes[i])
+                        whole = merge([Tree.chain(must, gains), own], most)
                         its = pack([whole], (GRAMMAR, *(drafts.sources or (UNNAMED,))))
                     keep = pruned(its.row(0), view.chooser)
                     if len(keep) < int(its.widths[0]):
@@ -354,6 +351,14 @@ class Drafting:
 
     def _say(self, fault: str) -> None:
         self.faults.append(fault)
+
+
+def _most(sequences: SequenceOf[Sequence], views: SequenceOf[RowView]) -> list[int]:
+    """Nodes that each row may have."""
+    return [
+        min(s.size, s.room - 1) if view.drafter != NONE and not s.paused else 0
+        for s, view in zip(sequences, views, strict=True)
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -37,13 +37,16 @@ class Verifier:
         self._roots, self._acceptances = choosers, acceptances
         self._drafts, self._starts, self._output = drafts, starts, output
         self._choosers: dict[tuple[int, int], Chooser] = {}  # after a node, as they are asked for
+        self._known: dict[tuple[int, int], int] = {}  # choices after a node, of rows whose free verdict does not stand
         self.failures: dict[int, str] = {}
 
     def verdicts(self) -> Verdicts:
         coupled = [acceptance == "coupled" for acceptance in self._acceptances]
-        there = [chooser if its else None for chooser, its in zip(self._roots, coupled, strict=True)]
+        there = [chooser.free if its else None for chooser, its in zip(self._roots, coupled, strict=True)]
         found = self._output.verify(self._drafts, self._starts[: len(there)], there) if any(coupled) else None
-        left = range(len(there)) if found is None else [i for i, n in enumerate(found.accepted.tolist()) if n < 0]
+        left = (
+            range(len(there)) if found is None else [i for i in range(len(there)) if not self._decided(found, i, there)]
+        )
         if found is not None and not left:
             return found
         verdicts = {} if found is None else {i: found.row(i) for i in range(len(found)) if i not in left}
@@ -60,7 +63,7 @@ class Verifier:
         nodes = range(-1, int(self._drafts.widths[i]))
         try:
             at = (self._starts[i] + np.arange(len(nodes))).astype(np.int32)
-            return self._output.choose(at, [self._chooser(i, node) for node in nodes])
+            return self._said(at, [self._chooser(i, node) for node in nodes])
         except OWN_FAULTS:  # a dead end that nobody need reach
             return np.array([self._choose_one(i, node, fatal=False) for node in nodes], np.int32)
 
@@ -84,21 +87,56 @@ class Verifier:
             path = draft.path(asked)  # its tokens were accepted before the dead end was met
             return Verdict(np.append(draft.tokens[path], np.int32(FORBIDDEN)), path)
 
+    def _decided(self, found: Verdicts, i: int, there: Sequence[Chooser | None]) -> bool:
+        """Whether row i's verdict stands: it was found, and what was chosen freely on its way is allowed."""
+        if found.accepted[i] < 0:
+            return False
+        if there[i] is self._roots[i]:
+            return True
+        verdict, node = found.row(i), -1
+        try:
+            for token, after in zip(verdict.tokens.tolist(), [*verdict.path.tolist(), -1], strict=True):
+                chooser = self._chooser(i, node)
+                if not chooser.allows(token):
+                    self._known[i, node] = int(self._output.choose(self._starts[i : i + 1] + (node + 1), (chooser,))[0])
+                    return False
+                self._known[i, node] = token
+                node = after
+        except OWN_FAULTS:  # the walk meets it again
+            return False
+        return True
+
     def _choose(self, rows: I32, nodes: I32) -> I32:
         """The target's choices int32 [n] after ``nodes`` of batch rows ``rows``."""
         pairs = list(zip(rows.tolist(), nodes.tolist(), strict=True))
+        if all(pair in self._known for pair in pairs):
+            return np.array([self._known[pair] for pair in pairs], np.int32)
         try:
-            return self._output.choose(self._starts[rows] + nodes + 1, [self._chooser(i, node) for i, node in pairs])
+            return self._said(self._starts[rows] + nodes + 1, [self._chooser(i, node) for i, node in pairs])
         except OWN_FAULTS:  # one row's fault spares the others
             return np.array([self._choose_one(*pair) for pair in pairs], np.int32)
 
     def _choose_one(self, i: int, node: int, fatal: bool = True) -> int:
         try:
-            return int(self._output.choose(self._starts[i : i + 1] + (node + 1), (self._chooser(i, node),))[0])
+            return int(self._said(self._starts[i : i + 1] + (node + 1), (self._chooser(i, node),))[0])
         except OWN_FAULTS as error:
             if fatal:
                 self.failures[i] = str(error)
             return FORBIDDEN
+
+    def _said(self, at: I32, choosers: Sequence[Chooser]) -> I32:
+        """The choices int32 [n] after packed tokens ``at``; masks are asked for where a free choice is forbidden."""
+        free = [chooser.free for chooser in choosers]
+        if all(its is chooser for its, chooser in zip(free, choosers, strict=True)):
+            return self._output.choose(at, choosers)
+        try:
+            tokens = self._output.choose(at, free)
+        except (NoTokenAllowedError, FloatingPointError):  # of logits that a mask may forbid
+            return self._output.choose(at, choosers)
+        wrong = [i for i, token in enumerate(tokens.tolist()) if not choosers[i].allows(token)]
+        if wrong:
+            tokens[wrong] = self._output.choose(at[wrong], [choosers[i] for i in wrong])
+        return tokens
 
     def _chooser(self, i: int, node: int) -> Chooser:
         """The chooser after a node: its parent's, one token further."""

@@ -310,7 +310,9 @@ def pruned(draft: Draft, chooser: Chooser) -> list[int]:
         return list(range(len(draft)))
     rules = [chooser.rules[i] for i in asked]
     states: dict[int, list[Any]] = {-1: [chooser.states[i] for i in asked]}  # after a node, once a child asks
-    masks: dict[int, U32 | None] = {}
+    tested = [i for i, rule in enumerate(rules) if hasattr(rule, "allows")]
+    masked = [i for i in range(len(rules)) if i not in tested]
+    masks: dict[int, U32 | None] = {}  # of those that can give nothing but a mask
     tokens, kept = draft.tokens.tolist(), []
     alive = {-1}
     for node, token in enumerate(tokens):
@@ -321,9 +323,10 @@ def pruned(draft: Draft, chooser: Chooser) -> list[int]:
             if parent not in states:
                 above = states[draft.parent(parent)]
                 states[parent] = [called(r, "advance", s, tokens[parent]) for r, s in zip(rules, above, strict=True)]
-            masks[parent] = allowed_mask(rules, states[parent])
-        mask = masks[parent]
-        if mask is None or allows(mask, token):
+            its = states[parent]
+            masks[parent] = allowed_mask([rules[i] for i in masked], [its[i] for i in masked])
+        mask, its = masks[parent], states[parent]
+        if (mask is None or allows(mask, token)) and all(called(rules[i], "allows", its[i], token) for i in tested):
             alive.add(node)
             kept.append(node)
     return kept

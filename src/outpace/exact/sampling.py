@@ -86,6 +86,26 @@ class Chooser:
         """Whether the choice is the argmax of the raw logits, so that it can be taken where they lie."""
         return self.params.greedy and not self.rules
 
+    @property
+    def free(self) -> Chooser:
+        """Itself without rules that can test a single token: what it chooses is the choice if they allow it.
+
+        That holds where a choice does not depend on what else is allowed, so not under top-k, top-p or min-p; itself
+        there, and where no rule can.
+        """
+        p = self.params
+        if not self.rules or not (p.greedy or (p.top_k == 0 and p.top_p == 1 and p.min_p == 0)):
+            return self
+        pairs = [pair for pair in zip(self.rules, self.states, strict=True) if not hasattr(pair[0], "allows")]
+        if len(pairs) == len(self.rules):
+            return self
+        return Chooser(p, self.noise, self.index, tuple(r for r, _ in pairs), tuple(s for _, s in pairs))
+
+    def allows(self, token: int) -> bool:
+        """Whether all rules that can test a single token allow ``token``. Raises RuleError."""
+        pairs = zip(self.rules, self.states, strict=True)
+        return all(called(rule, "allows", state, token) for rule, state in pairs if hasattr(rule, "allows"))
+
     def mask(self) -> U32 | None:
         """What all rules that say allow next, as bits (``LogitRule``); None where none says. Raises RuleError."""
         return allowed_mask(self.rules, self.states)

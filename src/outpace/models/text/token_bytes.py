@@ -54,10 +54,13 @@ class TokenBytes:
             return b""
         if self.tokenizer.spelling == "bytes":
             alphabet = _alphabet()
-            if token in self.tokenizer.added_ids or not alphabet.keys() >= set(text):
+            if token in self.tokenizer.added_ids:
                 return text.encode()
-            return bytes(alphabet[character] for character in text)
-        byte = _BYTE.fullmatch(text)
+            try:
+                return bytes([alphabet[character] for character in text])
+            except KeyError:  # its own text, though the tokenizer does not say so
+                return text.encode()
+        byte = _BYTE.fullmatch(text) if text.startswith("<0x") else None
         return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
 
     def encode(self, text: str, *, continued: bool) -> list[int] | None:

@@ -1,0 +1,192 @@
+"""Grammars as logit rules: JSON schemas, regular expressions and Lark, through ``llguidance``.
+
+A mask is the grammar's own language over bytes, so every split of an allowed text into tokens is allowed. Text that
+must follow is drafted as the tokenizer writes it and never imposed (llguidance's ``no_forcing``): a token that also
+holds what comes after it stays possible.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from outpace.engine.grammar_rule import Grammar, reason
+from outpace.engine.grammar_tokens import Vocabulary
+from outpace.errors import GrammarError, MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outpace.engine.engine import Engine
+    from outpace.models.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MOST_KEPT = 64  # compiled grammars
+MOST_TEXT = 1 << 18  # characters of a schema, an expression or a grammar
+MOST_PROPERTIES = 1000  # of an object: compiling takes time with their square
+
+# A hostile grammar ends in an error, not in a hang: after a second or two of compiling, or within a token's mask.
+LIMITS = {
+    "max_grammar_size": 20_000,  # symbols
+    "max_items_in_row": 1_000,  # of an ambiguous grammar's parses
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,
+}
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREELY = {"whitespace_flexible": True}
+_GAP = r"/[ \t\r\n]{0,8}/"  # between reasoning and JSON
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and model. Its methods may be called from several threads.
+
+    ``vocab_size``: the model's; ``eos_ids``: allowed where a text may end, and nowhere else; the usual one first.
+    Methods give a rule for ``SamplingParams(rules=[...])``, which any number of requests may share; the last 64 are
+    kept. Compiling takes milliseconds, at most a second or two; the first also reads the vocabulary, 10 to 30
+    microseconds a token.
+
+    ``after``: free text comes first, until this text (or special token) has been written: the end of a model's
+    reasoning, say. The answer cannot end before. JSON may then begin on a new line.
+    ``whitespace``: JSON stands on one line as Python's ``json.dumps`` writes it, so that a model cannot go on with
+    white space, and more of the text must follow; True allows any.
+
+    Raises GrammarError with the reason, MissingExtraError without ``llguidance``, and ModelError for a tokenizer whose
+    tokens stand for no bytes of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._eos = tuple(dict.fromkeys(int(token) for token in eos_ids if 0 <= token < vocab_size))
+        if not self._eos:
+            raise GrammarError("this model has no token that ends an answer, so no grammar could end: name its eos_ids")
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._native = _llguidance()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._read: Vocabulary | None = None
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+
+    @staticmethod
+    def of(engine: Engine) -> Grammars:
+        """For an engine's target."""
+        if engine.tokenizer is None:
+            raise GrammarError("a grammar is about text, and the engine has no tokenizer: give it one")
+        return Grammars(engine.tokenizer, engine.model.info.vocab_size, engine.model.info.eos_ids)
+
+    def json_object(self, *, after: str | None = None, whitespace: bool = False) -> Grammar:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, after=after, whitespace=whitespace)
+
+    def json_schema(
+        self, schema: str | dict[str, Any] | bool, *, after: str | None = None, whitespace: bool = False
+    ) -> Grammar:
+        """JSON that ``schema`` describes, with properties in its order. A keyword that is not supported is named."""
+        what = "JSON schema"
+        value: Any = schema
+        if isinstance(schema, str):
+            try:
+                value = json.loads(_checked(what, schema))
+            except (ValueError, RecursionError) as error:
+                raise GrammarError(f"the {what} is not JSON ({error}): mend it") from error
+        if value is True:
+            value = {}
+        own = value.get("x-guidance", {}) if isinstance(value, dict) else None
+        if not isinstance(own, dict):
+            raise GrammarError(f"the {what} is {str(value)[:80]}: give an object, such as {{'type': 'object'}}")
+        value = {**value, "x-guidance": {**(_FREELY if whitespace else _ONE_LINE), **own}}
+        try:
+            _checked(what, json.dumps(value))
+            _check_properties(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, GrammarError):
+                raise
+            raise GrammarError(f"the {what} cannot be written as JSON ({error}): mend it") from error
+        return self._compiled(what, {"json_schema": value}, after, gap=True)
+
+    def regex(self, pattern: str, *, after: str | None = None) -> Grammar:
+        """Text that all of ``pattern`` matches: the syntax of Rust's regex, without look-around."""
+        what = "regular expression"
+        its = self._native.regex_to_lark(_checked(what, pattern))
+        return self._compiled(what, {"lark_grammar": f"start: /{its}/\n{_OPTIONS}"}, after)
+
+    def lark(self, text: str, *, after: str | None = None) -> Grammar:
+        """Text of a context-free grammar in Lark's syntax, with llguidance's extensions."""
+        its = _checked("grammar", text) + "\n" + _OPTIONS  # at its end, so that errors name the text's own lines
+        return self._compiled("grammar", {"lark_grammar": its}, after)
+
+    def _compiled(self, what: str, answer: dict[str, Any], after: str | None, *, gap: bool = False) -> Grammar:
+        vocabulary = self._vocabulary()
+        start = "start: @answer\n" if after is None else _switch(vocabulary, after, gap)
+        grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}]
+        source = json.dumps({"grammars": grammars})
+        with self._lock:
+            found = self._kept.get(source)
+            if found is not None:
+                self._kept.move_to_end(source)
+                return found
+        limits = self._native.LLParserLimits(**LIMITS)
+        matcher = self._native.LLMatcher(vocabulary.native, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(f"the {what} cannot be used ({reason(matcher)}): mend or simplify it")
+        first = matcher.deep_copy()
+        if not any(first.compute_bitmask()) or first.is_error():
+            raise GrammarError(f"no text fits the {what} ({reason(first) or 'it allows no first token'}): loosen it")
+        for warning in matcher.get_grammar_warnings():
+            log.warning("%s: %s", what, warning)
+        made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell)
+        with self._lock:
+            made = self._kept.setdefault(source, made)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _vocabulary(self) -> Vocabulary:
+        with self._reading:
+            if self._read is None:
+                self._read = Vocabulary(self._native, self._tokenizer, self._vocab_size, self._eos)
+            return self._read
+
+
+def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
+    """Free text up to ``after``, then the answer."""
+    if not isinstance(after, str) or not after:
+        raise GrammarError(f"after={after!r} is no text: give what ends the free text, such as '</think>'")
+    token = vocabulary.special(after)
+    if token is None:
+        free = f"free[suffix={json.dumps(after, ensure_ascii=False)}]: /(?s:.*)/"
+    else:
+        free = f"free: /(?s:.*)/ <[{token}]>"
+    return f"start: free gap @answer\n{free}\ngap: {_GAP}\n" if gap else f"start: free @answer\n{free}\n"
+
+
+def _check_properties(schema: Any) -> None:
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    its = schema.get("properties") if isinstance(schema, dict) else None
+    if isinstance(its, dict) and len(its) > MOST_PROPERTIES:
+        raise GrammarError(
+            f"an object of the JSON schema has {len(its)} properties: at most {MOST_PROPERTIES} are taken"
+        )
+    for value in inner:
+        _check_properties(value)
+
+
+def _checked(what: str, text: str) -> str:
+    if not isinstance(text, str):
+        raise GrammarError(f"the {what} is a {type(text).__name__}: give a text")
+    if len(text) > MOST_TEXT:
+        raise GrammarError(f"the {what} has {len(text)} characters: at most {MOST_TEXT} are taken")
+    return text
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError("grammars need llguidance: pip install 'outpace[serve]'") from error
+    return llguidance
