@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +43,28 @@ def replacing(path: Path, mode: int = 0o644, durable: bool = True) -> Iterator[B
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep every other process, and every other caller in this one, that locks the file ``path`` waiting until the
+    block ends. A process that is killed gives the lock up. The file is made, and stays. Raises OSError."""
+    with path.open("a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            while True:
+                try:
+                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EDEADLK:  # which it says after ten seconds
+                        raise
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:

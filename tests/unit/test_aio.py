@@ -14,6 +14,7 @@ import pytest
 from outpace import AsyncEngine, Engine, SamplingParams
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.results import Delta
+from outpace.engine.sequence import Prepared
 from outpace.errors import OutpaceError, ParameterError
 from tests.toy import ToyError, ToyModel, ToyTokenizer
 
@@ -39,7 +40,7 @@ async def quiet(engine: AsyncEngine) -> None:
     assert engine.engine.idle
     engine.engine.check()
     assert engine.engine.model.kv.rows == []
-    assert engine._receivers == {}
+    assert engine._running == {}
 
 
 def test_concurrent_streams_equal_single_runs() -> None:
@@ -100,24 +101,24 @@ def test_a_cancelled_task_cancels_its_request() -> None:
 def test_a_task_cancelled_while_its_request_is_being_added(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """The engine's thread may be about to add the request: then it must be cancelled all the same."""
     adding, go_on = threading.Event(), threading.Event()
-    original = Engine.add
+    original = Engine.submit
 
-    def slow(self: Engine, *args: Any, **options: Any) -> int:
+    def slow(self: Engine, prepared: Prepared) -> int:
         adding.set()
         go_on.wait(10)
         if fails:
             raise ParameterError("no")
-        return original(self, *args, **options)
+        return original(self, prepared)
 
     async def scenario() -> None:
         async with AsyncEngine(make()) as engine:
-            monkeypatch.setattr(Engine, "add", slow)
+            monkeypatch.setattr(Engine, "submit", slow)
             task = asyncio.create_task(engine.generate([1], LONG))
             await asyncio.to_thread(adding.wait, 10)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            monkeypatch.setattr(Engine, "add", original)
+            monkeypatch.setattr(Engine, "submit", original)
             go_on.set()
             await asyncio.sleep(0.05)
             await quiet(engine)

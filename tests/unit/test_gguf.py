@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.errors import ModelError
+from outpace.models.fingerprint import fingerprint
 from outpace.models.formats import gguf as gguf_files
 from outpace.models.formats.gguf import TYPES, GGUFFile, strings_reference
 from outpace.models.text.tokenizer import Tokenizer
@@ -225,3 +226,42 @@ def test_native_and_python_read_the_same_strings(
                 return str(error)
 
         assert read(gguf_files._strings) == read(strings_reference)
+
+
+def test_shards_are_one_model(tmp_path: Path, path: Path) -> None:
+    """What the reference writer splits reads as the whole file does; a shard that is missing, or another's, is told."""
+    whole = GGUFFile.open(path)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=1)
+    writer.add_context_length(64)
+    for name in whole.tensors:
+        info = whole.info(name)
+        kind = gguf.GGMLQuantizationType[info.type]
+        shape = (*info.shape[:-1], info.n_bytes // max(1, info.elements // info.shape[-1]))
+        if kind.name in ("F32", "F16"):
+            writer.add_tensor(name, whole.dequantize(name).astype(np.float32 if kind.name == "F32" else np.float16))
+        else:
+            writer.add_tensor(name, whole.raw(name).reshape(shape), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("m-0000*"))
+    assert len(parts) == 3
+    split = GGUFFile.open(parts[0])
+    assert split.files == parts
+    assert split.tensors.keys() == whole.tensors.keys()
+    for name in whole.tensors:
+        assert (split.raw(name) == whole.raw(name)).all()
+    before = fingerprint(parts[0])
+    with pytest.raises(ModelError, match="give the first"):
+        GGUFFile.open(parts[1])
+    content = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    assert fingerprint(parts[0]) != before
+    with pytest.raises(ModelError, match="is not shard 3"):
+        GGUFFile.open(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ModelError, match="one of 3 shards"):
+        GGUFFile.open(parts[0])
+    parts[2].write_bytes(content)
+    assert GGUFFile.open(parts[0]).raw("half").size

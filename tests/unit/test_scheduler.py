@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace import Engine
 from outpace.arrays import common_prefix
 from outpace.control.policy import Fixed
+from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
+from outpace.engine.pace import LEAST, Pace
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.request import Request
 from outpace.engine.scheduler import Plan, Scheduler
@@ -20,7 +23,7 @@ from outpace.engine.text import TextReader
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
-from tests.toy import BYTES, ToyKV
+from tests.toy import BYTES, ToyKV, ToyModel
 
 
 def make(kv: ToyKV, *, rows: int = 4, chunk: int = 8, memory: int | None = None, prefix: int = 0) -> Scheduler:
@@ -28,7 +31,7 @@ def make(kv: ToyKV, *, rows: int = 4, chunk: int = 8, memory: int | None = None,
         kv,
         Drafting({}, Fixed, 1000),
         max_rows=rows,
-        prefill_chunk=chunk,
+        pace=Pace(chunk, None),
         memory=None if memory is None else memory * BYTES,
         prefix_rows=prefix,
     )
@@ -221,3 +224,51 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
     n = common_prefix(np.array(a, np.int32), np.array(b, np.int32))
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+@pytest.mark.parametrize("each", [1e-5, 1e-3, 1e-1])
+def test_prefill_keeps_its_pace_beside_rows_that_decode(each: float) -> None:
+    """A machine on which a step takes 5 ms and a prompt's token ``each``: chunks soon fit into 20 ms, or are least."""
+    pace = Pace(512, 0.02)
+    assert pace.budget(decoding=False) == 512
+    for _ in range(20):
+        pace.learn(0, True, 0.005)
+    for step in range(12):
+        count = pace.budget(decoding=True)
+        assert count == LEAST or (step and count * each <= 0.02 + 1e-9)
+        pace.learn(count, True, 0.005 + count * each)
+    assert pace.budget(decoding=True) == {1e-5: 512, 1e-3: 16, 1e-1: LEAST}[each]
+    pace.learn(LEAST, True, 0.005 + LEAST * 0.01)  # slower at once
+    assert pace.budget(decoding=True) == LEAST
+    assert Pace(512, None).budget(decoding=True) == 512
+
+
+def test_kept_prefixes_are_found_within_their_scope() -> None:
+    cache = PrefixCache(4)
+    tokens = np.arange(40, dtype=np.int32)
+    cache.keep(1, tokens, "one")
+    assert cache.find(tokens, "two") == (-1, 0)
+    assert cache.find(tokens) == (-1, 0)
+    assert cache.find(tokens, "one") == (1, 40)
+    cache.keep(2, tokens, "two")
+    cache.check()
+    cache.forget(1)
+    cache.check()
+    assert cache.find(tokens, "one") == (-1, 0)
+    assert cache.find(tokens, "two") == (2, 40)
+
+
+def test_rows_of_different_scopes_share_nothing() -> None:
+    prompt = [i % 6 for i in range(40)]
+    with Engine(ToyModel(6, max_length=200), drafter=NgramDrafter(), size=2, prefix_rows=4) as engine:
+        first = engine.generate(prompt, SamplingParams(max_tokens=4), cache_scope="a")
+        other = engine.generate(prompt, SamplingParams(max_tokens=4), cache_scope="b")
+        again = engine.generate(prompt, SamplingParams(max_tokens=4), cache_scope="a")
+        assert (other.stats.reused_tokens, again.stats.reused_tokens > 0) == (0, True)
+        assert first.token_ids == other.token_ids == again.token_ids
+        together = [engine.add(prompt, SamplingParams(max_tokens=8), cache_scope=scope) for scope in "cdc"]
+        reused = {}
+        while not engine.idle:
+            reused |= {d.request: d.result.stats.reused_tokens for d in engine.step() if d.result is not None}
+        assert [reused[i] > 0 for i in together] == [False, False, True]
+        engine.check()

@@ -16,6 +16,7 @@ from outpace.cli import (
     export,
     generate,
     plan,
+    serve,
     trace,
     train,
     tune,
@@ -53,7 +54,22 @@ def _root(
     pass
 
 
-for command in (generate, bench, chat, verify, trace, explain, plan, datastore, train, export, tune, cache, doctor):
+for command in (
+    generate,
+    bench,
+    chat,
+    serve,
+    verify,
+    trace,
+    explain,
+    plan,
+    datastore,
+    train,
+    export,
+    tune,
+    cache,
+    doctor,
+):
     command.register(app)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import option
@@ -40,7 +41,10 @@ class Load:
     """Which target to load, and how."""
 
     model: Annotated[
-        str, option("--model", "-m", help="demo, demo-gemma, a Hugging Face id, a folder or a .gguf file.")
+        str,
+        option(
+            "--model", "-m", help="demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file."
+        ),
     ] = "demo"
     backend: Annotated[str, option("--backend", help="auto, native (C++ on the CPU) or transformers.")] = "auto"
     dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
@@ -61,6 +65,7 @@ class Load:
         None
     )
     revision: Annotated[str | None, option("--revision", help="Branch, tag or commit on Hugging Face.")] = None
+    offline: Annotated[bool | None, option("--offline", help="Download nothing: what is in the cache must do.")] = None
     trust_remote_code: Annotated[bool, option("--trust-remote-code", help="Run code that comes with the model.")] = (
         False
     )
@@ -68,19 +73,29 @@ class Load:
         bool, option("--allow-pickle", help="Read weights that are not safetensors; they can run code.")
     ] = False
 
-    def engines(self, drafters: Sequence[str], **options: Any) -> list[Engine]:
-        """Load the target once, and an engine a drafter over it."""
+    def engines(self, drafters: Sequence[str], more: Sequence[str] = (), **options: Any) -> list[Engine]:
+        """Load the target once, and an engine a drafter over it. ``more``: drafters that requests may choose."""
         from outpace.engine.engine import Engine
         from outpace.engine.load import load_engines
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        self.fetch()
         # an option that was given overrides a command's own choice
         given = {name: value for part in (options, own) for name, value in part.items() if value is not None}
-        return load_engines(Engine, self.model, drafters, given)
+        return load_engines(Engine, self.model, drafters, given, more)
 
-    def engine(self, drafter: str, **options: Any) -> Engine:
-        """Load the target with one drafter."""
-        return self.engines([drafter], **options)[0]
+    def engine(self, drafter: str, more: Sequence[str] = (), **options: Any) -> Engine:
+        """Load the target with one drafter, and ``more`` that requests may choose."""
+        return self.engines([drafter], more, **options)[0]
+
+    def fetch(self) -> None:
+        """Download a model that is named as in a hub, with a bar. Raises ModelError."""
+        from outpace.models.hub import from_name, is_name
+
+        if is_name(self.model) and not Path(self.model).expanduser().exists():
+            from outpace.cli.progress import progress
+
+            from_name(self.model, revision=self.revision, offline=self.load_options().offline, progress=progress)
 
     def load_options(self) -> LoadOptions:
         """Raises ParameterError."""
@@ -88,6 +103,8 @@ class Load:
         from outpace.units import parse_bytes
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "prefix_rows")}
+        if self.offline is None:
+            del own["offline"]  # HF_HUB_OFFLINE says
         if self.kv_memory is not None:
             own["kv_memory"] = parse_bytes(self.kv_memory)
         return LoadOptions(**own)
@@ -184,7 +201,11 @@ def _bias(text: str) -> tuple[int, float]:
         raise ParameterError(name, " is malformed: write a token id and a number, like 42=-1.5") from None
 
 
-_ELSEWHERE = ("n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard")  # options of single commands
+_ELSEWHERE = (  # options of single commands
+    "n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard", "url", "against", "concurrency",
+    "host", "port", "queue", "cors", "drain", "request_timeout", "max_body", "max_n", "max_logprobs", "max_rows",
+    "prefill_delay", "model_memory",
+)  # fmt: skip
 
 
 def spell(argument: Argument) -> str:

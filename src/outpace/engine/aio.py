@@ -7,21 +7,22 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.engine.engine import Engine
 from outpace.engine.results import Delta, Result
+from outpace.engine.sequence import Prepared
 from outpace.engine.statistics import Stats
 from outpace.errors import OutpaceError
 from outpace.params import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_Receive = Callable[[Delta | BaseException], None]
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -35,7 +36,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._receivers: dict[int, _Receive] = {}  # touched by the engine's thread alone
+        self._running: dict[int, Running] = {}  # by request; touched by the engine's thread alone
         self._failing = False  # the last step failed
         self._closed = False
         self._lock = threading.Lock()  # no job may slip in behind the last one, where nobody would ever run it
@@ -52,38 +53,31 @@ class AsyncEngine:
         """The engine, for what never changes (``model.info``, ``tokenizer``); its methods belong to its thread."""
         return self._engine
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
-        """Deltas of one request as they come. Options as in ``Engine.add``; raises what it raises."""
-        loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+        """Deltas of one request as they come. Options as in ``Engine.prepare``; raises what it raises."""
+        prepared = await asyncio.to_thread(self._engine.prepare, prompt, params, **options)
+        async with contextlib.aclosing(await self.open([prepared])) as running:
+            while running.left:
+                for delta in await running.get():
+                    yield delta
 
-        def receive(item: Delta | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(deltas.put_nowait, item)
-
-        def add() -> int:
-            request = self._engine.add(prompt, params, **options)
-            self._receivers[request] = receive
-            return request
-
-        adding = asyncio.wrap_future(self._call(add))
+    async def open(self, requests: Sequence[Prepared]) -> Running:
+        """Queue requests together, between two steps; what comes of them. Whoever opens it closes it."""
+        running = Running(self, requests)
+        adding = asyncio.wrap_future(self._call(running.begin))
         try:
-            request = await asyncio.shield(adding)
+            await asyncio.shield(adding)
         except asyncio.CancelledError:
-            adding.add_done_callback(self._cancel_added)
+            adding.add_done_callback(running.abandon)
             raise
-        left = (params or SamplingParams()).n
-        try:
-            while left:
-                item = await deltas.get()
-                if isinstance(item, BaseException):
-                    raise item
-                left -= item.result is not None
-                yield item
-        finally:
-            self._cancel(request)
+        return running
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> list[Result]:
         """Run one request to its end; one result a sample."""
@@ -92,7 +86,12 @@ class AsyncEngine:
 
     async def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
-        return await asyncio.wrap_future(self._call(lambda: self._engine.stats))
+        return await self.ask(lambda engine: engine.stats)
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """What ``question`` says of the engine, asked in its thread between two steps: keep it short."""
+        answer: T = await asyncio.wrap_future(self._call(lambda: question(self._engine)))
+        return answer
 
     def close(self) -> None:
         """End what runs (its streams raise OutpaceError), stop the thread and close the engine."""
@@ -128,16 +127,13 @@ class AsyncEngine:
             self._inbox.put(run)
         return future
 
-    def _cancel_added(self, adding: asyncio.Future[int]) -> None:
-        if adding.exception() is None:
-            self._cancel(adding.result())
-
-    def _cancel(self, request: int) -> None:
-        """Forget a request, between steps; one that is over has nothing left to end."""
+    def _cancel(self, requests: list[int]) -> None:
+        """Forget requests, between steps; those that are over have nothing left to end."""
 
         def cancel() -> None:
-            self._receivers.pop(request, None)
-            self._engine.cancel(request)
+            for request in requests:
+                self._running.pop(request, None)
+                self._engine.cancel(request)
 
         self._inbox.put(cancel)
 
@@ -170,14 +166,125 @@ class AsyncEngine:
             self._failing = not self._failing
             return
         self._failing = False
+        whose: dict[Running, list[Delta]] = {}
         for delta in deltas:
-            receive = self._receivers.get(delta.request)
-            if receive is not None:
-                receive(delta)
+            running = self._running.get(delta.request)
+            if running is not None:
+                whose.setdefault(running, []).append(delta)
+        for running, its in whose.items():
+            running.tell(its)
 
     def _fail(self, error: BaseException) -> None:
         """Every request that runs gets ``error`` and ends."""
-        for request, receive in list(self._receivers.items()):
+        whose = set(self._running.values())
+        for request in list(self._running):
             self._guarded(partial(self._engine.cancel, request))
-            receive(error)
-        self._receivers.clear()
+        self._running.clear()
+        for running in whose:
+            running.tell(error)
+
+
+class Running:
+    """Requests that were queued together. One task reads it; ``close`` ends what still runs."""
+
+    def __init__(self, serving: AsyncEngine, requests: Sequence[Prepared]) -> None:
+        self._serving, self._requests = serving, list(requests)
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._deltas: list[Delta] = []
+        self._error: BaseException | None = None
+        self._closed = False
+        self.left = sum(len(prepared.sequences) for prepared in requests)  # samples whose end was not read yet
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the requests, in their order."""
+        return [prepared.request.id for prepared in self._requests]
+
+    async def get(self, timeout: float | None = None) -> list[Delta]:
+        """What has come since the last call, at least one; none when ``timeout`` seconds brought none.
+
+        What comes while nobody reads is joined into one delta a sample, so that a slow reader costs no more than the
+        answer itself. Raises what ended the engine's work.
+        """
+        if not self._arrived.is_set():
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
+        self._arrived.clear()
+        deltas, self._deltas = self._deltas, []
+        if self._error is not None and not deltas:
+            raise self._error
+        if self._error is not None:
+            self._arrived.set()
+        deltas = joined(deltas)
+        self.left -= sum(delta.result is not None for delta in deltas)
+        return deltas
+
+    def wake(self) -> None:
+        """Let ``get`` return now; of the task that reads."""
+        self._arrived.set()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs, before the engine's next step. Calling twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            self._serving._cancel(self.ids)
+
+    def abandon(self, adding: asyncio.Future[None]) -> None:
+        """Whoever asked is gone, and so is whoever would have heard that it failed."""
+        if adding.exception() is None:
+            self.close()
+
+    def begin(self) -> None:
+        """In the engine's thread."""
+        engine = self._serving.engine
+        begun: list[int] = []
+        try:
+            begun.extend(engine.submit(prepared) for prepared in self._requests)
+        except BaseException:
+            for request in begun:
+                engine.cancel(request)
+            raise
+        for request in begun:
+            self._serving._running[request] = self
+
+    def tell(self, what: list[Delta] | BaseException) -> None:
+        """In the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._receive, what)
+
+    def _receive(self, what: list[Delta] | BaseException) -> None:
+        if isinstance(what, BaseException):
+            self._error = what
+        else:
+            self._deltas.extend(what)
+        self._arrived.set()
+
+
+def joined(deltas: list[Delta]) -> list[Delta]:
+    """The same with one delta a sample, in the order in which they first come."""
+    parts: dict[tuple[int, int], list[Delta]] = {}
+    for delta in deltas:
+        parts.setdefault((delta.request, delta.sample), []).append(delta)
+    return [its[0] if len(its) == 1 else _one(its) for its in parts.values()]
+
+
+def _one(parts: list[Delta]) -> Delta:
+    first, last = parts[0], parts[-1]
+    return Delta(
+        request=first.request,
+        sample=first.sample,
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        sources=tuple(source for part in parts for source in part.sources),
+        logprobs=tuple(its for part in parts for its in part.logprobs),
+        prompt_logprobs=tuple(its for part in parts for its in part.prompt_logprobs),
+        finish_reason=last.finish_reason,
+        result=last.result,
+    )

@@ -127,6 +127,9 @@ class Core:
             if sequence.row >= 0:
                 self._clock(sequence, clock)
                 self.outbox.append(sequence.delta())
+        if self.scheduler.pace.bounded:
+            tokens = sum(chunk.count for chunk in plan.chunks)
+            self.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])
         for chunk in plan.chunks:
             chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
         if self.on_step is not None:

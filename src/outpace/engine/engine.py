@@ -26,10 +26,11 @@ from outpace.engine import intake
 from outpace.engine.core import Core
 from outpace.engine.drafting import Drafting
 from outpace.engine.intake import EngineOptions
+from outpace.engine.pace import Pace
 from outpace.engine.request import Request, Size, StepRecord
 from outpace.engine.results import Delta, Result
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import Sequence
+from outpace.engine.sequence import Prepared, Sequence
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.text import TextReader
 from outpace.errors import Argument, ParameterError
@@ -82,7 +83,7 @@ class Engine:
             model.kv,
             drafting,
             max_rows=self.options.max_rows,
-            prefill_chunk=self.options.prefill_chunk,
+            pace=Pace(self.options.prefill_chunk, self.options.prefill_delay),
             memory=min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None),
             prefix_rows=self.options.prefix_rows,
         )
@@ -110,7 +111,12 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> int:
+        """Queue a request and return its id. It runs when ``step`` is called. Arguments and errors as in ``prepare``;
+        when it raises, nothing was queued."""
+        return self.submit(self.prepare(prompt, params, **options))
+
+    def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -120,17 +126,18 @@ class Engine:
         size: Size | None = None,
         acceptance: Acceptance | None = None,
         reuse_prefix: bool = True,
+        cache_scope: str = "",
         deadline: float | None = None,
         priority: int = 0,
-    ) -> int:
-        """Queue a request and return its id. It runs when ``step`` is called.
+    ) -> Prepared:
+        """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
 
         ``prompt``: text (as a user's message through the chat template, if the model has one; ``raw`` for the text
         itself), token ids, or chat messages. ``drafter``: the name of a loaded one, or False (plain decoding);
         ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither takes nor leaves KV that other
-        requests share, since sharing shows in timing. ``deadline``: seconds from now, after which it ends as it is.
-        ``priority``: higher runs first. Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or
-        RuleError; then nothing was queued.
+        requests share, since sharing shows in timing; ``cache_scope``: it is shared within one such name alone.
+        ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first. Raises
+        ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
@@ -143,13 +150,13 @@ class Engine:
             name, nodes, adaptive = "none", 0, False
         else:
             self.drafters[name].check_acceptance(acceptance)
-        intake.checked_serving(deadline, priority)
+        intake.checked_serving(deadline, priority, cache_scope)
         tokens = self.encode(prompt, raw=raw)
         intake.check_params(params, info, self.tokenizer)
         request = Request(
             next(self._ids), tokens, params, fresh_seed() if params.seed is None else params.seed,
             intake.limit_of(tokens, params, info, self._core.scheduler.most_positions()),
-            nodes, adaptive, acceptance, name, reuse_prefix, priority, deadline, time.perf_counter(),
+            nodes, adaptive, acceptance, name, reuse_prefix, priority, deadline, time.perf_counter(), cache_scope,
         )  # fmt: skip
         rules = rules_for(params, info.vocab_size, intake.encoder(self.tokenizer), info.eos_ids)
         notes = ("typical acceptance is lossy: not the target's distribution",) if acceptance == "typical" else ()
@@ -168,8 +175,14 @@ class Engine:
             )
             for sample in range(params.n)
         ]  # fmt: skip
-        self._core.submit(request, sequences)
-        return request.id
+        return Prepared(request, sequences)
+
+    def submit(self, prepared: Prepared) -> int:
+        """Queue what ``prepare`` made, once, and return its id. Raises ParameterError when the engine was closed."""
+        if self._closed:
+            raise ParameterError("this engine is closed: make a new one")
+        self._core.submit(prepared.request, prepared.sequences)
+        return prepared.request.id
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
         """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""

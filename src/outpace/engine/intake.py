@@ -28,14 +28,16 @@ class EngineOptions:
     """The engine's own options, validated before anything is loaded. Raises ParameterError.
 
     ``size``: tokens drafted a step, or "auto": what pays; ``acceptance``: docs/exactness.md; ``max_rows``: requests
-    that run at once; ``prefill_chunk``: prompt tokens a step; ``prefix_rows``: finished rows whose KV is kept for
-    prompts that begin alike (0: none).
+    that run at once; ``prefill_chunk``: prompt tokens a step; ``prefill_delay``: seconds by which they may hold up
+    rows that decode (None: any; 16 tokens go in any case); ``prefix_rows``: finished rows whose KV is kept for prompts
+    that begin alike (0: none).
     """
 
     size: Size = "auto"
     acceptance: Acceptance = "coupled"
     max_rows: int = 16
     prefill_chunk: int = 512
+    prefill_delay: float | None = None
     prefix_rows: int = 16
 
     def __post_init__(self) -> None:
@@ -43,6 +45,9 @@ class EngineOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise ParameterError(Argument(name, value), f" is out of range: give at least {least}")
+        delay = self.prefill_delay
+        if delay is not None and (isinstance(delay, bool) or not isinstance(delay, (int, float)) or not delay > 0):
+            raise ParameterError(Argument("prefill_delay", delay), " is out of range: give seconds above 0, or None")
         checked_acceptance(self.acceptance)
         checked_size(self.size)
 
@@ -152,14 +157,16 @@ def checked_acceptance(acceptance: Acceptance) -> Acceptance:
     return acceptance
 
 
-def checked_serving(deadline: float | None, priority: int) -> None:
-    """Raise ParameterError for a deadline (seconds) or a priority that cannot be."""
+def checked_serving(deadline: float | None, priority: int, cache_scope: str) -> None:
+    """Raise ParameterError for a deadline (seconds), a priority or a scope that cannot be."""
     if deadline is not None and (
         isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
     ):
         raise ParameterError(Argument("deadline", deadline), " is out of range: give seconds above 0, or None")
     if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
         raise ParameterError(Argument("priority", priority), " is no whole number: 0 is usual, more goes first")
+    if not isinstance(cache_scope, str):
+        raise ParameterError(Argument("cache_scope", cache_scope), " is no text: give a name, or '' for the common one")
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> I32:

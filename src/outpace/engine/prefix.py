@@ -1,6 +1,7 @@
 """The prefix cache: finished rows whose KV stays for requests that begin alike, found by hashing pieces of tokens.
 
-Rows share blocks by reference, so a kept row costs only what no other row has. Least recently used goes first.
+Rows share blocks by reference, so a kept row costs only what no other row has. Least recently used goes first. A row is
+found within its scope alone (Request.cache_scope).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class PrefixCache:
     def __init__(self, most: int) -> None:
         self.most = most
         self._rows: OrderedDict[int, I32] = OrderedDict()  # tokens whose KV is there; least recently used first
+        self._scopes: dict[int, str] = {}  # of the rows
         self._index: dict[int, int] = {}  # hash of a beginning -> a row that has it
 
     def __len__(self) -> int:
@@ -28,23 +30,25 @@ class PrefixCache:
         """Kept rows, the least recently used first."""
         return list(self._rows)
 
-    def keep(self, row: int, tokens: I32) -> None:
+    def keep(self, row: int, tokens: I32, scope: str = "") -> None:
         """``row`` holds KV for ``tokens`` int32 [n] and stays."""
         self._rows[row] = tokens.copy()
-        for key in _keys(tokens):
+        self._scopes[row] = scope
+        for key in _keys(tokens, scope):
             self._index[key] = row
 
-    def find(self, tokens: I32) -> tuple[int, int]:
-        """The kept row that begins most like ``tokens`` int32 [n], and how many tokens they share; (-1, 0): none."""
+    def find(self, tokens: I32, scope: str = "") -> tuple[int, int]:
+        """The kept row of ``scope`` that begins most like ``tokens`` int32 [n], and how many tokens they share;
+        (-1, 0): none."""
         found = -1
-        for key in _keys(tokens):
+        for key in _keys(tokens, scope):
             row = self._index.get(key, -1)
             if row < 0:
                 break
             found = row
-        if found < 0:
+        if found < 0 or self._scopes[found] != scope:  # hashes may collide; scopes and tokens do not
             return -1, 0
-        shared = common_prefix(tokens, self._rows[found])  # hashes may collide; tokens do not
+        shared = common_prefix(tokens, self._rows[found])
         return (found, shared) if shared >= PIECE else (-1, 0)
 
     def tokens(self, row: int) -> I32:
@@ -57,26 +61,28 @@ class PrefixCache:
 
     def forget(self, row: int) -> None:
         """The row is gone."""
-        tokens = self._rows.pop(row)
-        for key in _keys(tokens):
+        tokens, scope = self._rows.pop(row), self._scopes.pop(row)
+        for key in _keys(tokens, scope):
             if self._index.get(key) == row:
                 del self._index[key]
         for other, its in self._rows.items():  # beginnings that another row has too
-            if len(its) >= PIECE and len(tokens) >= PIECE and (its[:PIECE] == tokens[:PIECE]).all():
-                for key in _keys(its):
+            alike = len(its) >= PIECE and len(tokens) >= PIECE and (its[:PIECE] == tokens[:PIECE]).all()
+            if alike and self._scopes[other] == scope:
+                for key in _keys(its, scope):
                     self._index.setdefault(key, other)
 
     def check(self) -> None:
         """Assert that every kept row can be found, and that the index names no other."""
         assert len(self._rows) <= self.most
         assert set(self._index.values()) <= set(self._rows)
-        for tokens in self._rows.values():
-            assert all(key in self._index for key in _keys(tokens))
+        assert set(self._scopes) == set(self._rows)
+        for row, tokens in self._rows.items():
+            assert all(key in self._index for key in _keys(tokens, self._scopes[row]))
 
 
-def _keys(tokens: I32) -> list[int]:
-    """Hashes of the first 16, 32, 48, ... tokens."""
-    data, key, keys = tokens.tobytes(), 0, []
+def _keys(tokens: I32, scope: str) -> list[int]:
+    """Hashes of the first 16, 32, 48, ... tokens, within ``scope``."""
+    data, key, keys = tokens.tobytes(), hash(scope), []
     for at in range(0, len(tokens) - PIECE + 1, PIECE):
         key = hash((key, data[4 * at : 4 * (at + PIECE)]))
         keys.append(key)

@@ -31,6 +31,7 @@ class Request:
     priority: int = 0  # higher runs first, and is preempted last
     deadline: float | None = None  # seconds after ``add``; then it ends as it is
     added: float = 0.0  # on the engine's clock (time.perf_counter)
+    cache_scope: str = ""  # requests of one scope alone share KV
 
 
 @dataclass(frozen=True, slots=True)

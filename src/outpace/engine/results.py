@@ -23,6 +23,7 @@ class Delta:
     token_ids: tuple[int, ...]
     sources: tuple[str, ...]  # who wrote each token: a drafter's name, or "target"
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # where they were asked for, with the first tokens
     finish_reason: FinishReason | None = None
     result: Result | None = None
 

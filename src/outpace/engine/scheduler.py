@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from outpace.arrays import I32, common_prefix
 from outpace.control.policy import Load
 from outpace.engine.drafting import Drafting
+from outpace.engine.pace import Pace
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
@@ -64,12 +65,12 @@ class Scheduler:
         drafting: Drafting,
         *,
         max_rows: int,
-        prefill_chunk: int,
+        pace: Pace,
         memory: int | None,
         prefix_rows: int,
     ) -> None:
         self._kv, self._drafting = kv, drafting
-        self._max_rows, self._prefill_chunk, self._memory = max_rows, prefill_chunk, memory
+        self._max_rows, self.pace, self._memory = max_rows, pace, memory
         self.prefixes = PrefixCache(prefix_rows)
         self._waiting: list[tuple[int, int, Sequence]] = []  # (-priority, arrival), ascending
         self._arrivals: dict[int, int] = {}  # by id(sequence), of those that wait or run
@@ -132,15 +133,17 @@ class Scheduler:
                 return plan
 
     def _rows(self, failed: list[tuple[Sequence, str]]) -> Plan:
-        budget, chunks, decoding = self._prefill_chunk, [], []
+        decoding: list[Sequence] = []
+        filling: list[Sequence] = []
         for sequence in self.running:
-            left = sequence.length - 1 - sequence.cached
-            if left <= 0:
-                decoding.append(sequence)
-            elif budget:
-                count = min(budget, left)
-                chunks.append(Chunk(sequence, sequence.cached, count))
-                budget -= count
+            (decoding if sequence.decoding else filling).append(sequence)
+        budget, chunks = self.pace.budget(bool(decoding)) if filling else 0, []
+        for sequence in filling:
+            if not budget:
+                break
+            count = min(budget, sequence.length - 1 - sequence.cached)
+            chunks.append(Chunk(sequence, sequence.cached, count))
+            budget -= count
         return Plan(decoding, chunks, failed)
 
     def _fits(self, plan: Plan) -> bool:
@@ -251,11 +254,12 @@ class Scheduler:
         to wait because a row that is being prefilled will soon share more."""
         begin = sequence.tokens[: sequence.length - 1]
         shares = sequence.request.reuse_prefix and sequence.request.params.prompt_logprobs is None
+        scope = sequence.request.cache_scope
         best: tuple[tuple[int, Sequence | None], int] = ((-1, None), 0)
         soon = 0
         for other in self.running:
             sibling = other.request is sequence.request
-            if not sibling and not (shares and other.request.reuse_prefix):
+            if not sibling and not (shares and other.request.reuse_prefix and other.request.cache_scope == scope):
                 continue
             common, least = common_prefix(begin, other.tokens[: other.length - 1]), 1 if sibling else PIECE
             if (ready := min(common, other.cached)) > best[1] and ready >= least:
@@ -263,7 +267,7 @@ class Scheduler:
             if not other.decoding and common >= least:
                 soon = max(soon, common)
         if shares and self.prefixes.most:
-            row, shared = self.prefixes.find(begin)
+            row, shared = self.prefixes.find(begin, scope)
             if shared > best[1]:
                 best = (row, None), shared
         return best[0], best[1], soon > best[1]
@@ -366,7 +370,7 @@ class Scheduler:
             self.running.remove(sequence)
             sequence.row, sequence.native = -1, None
             if keep:
-                self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)])
+                self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)], sequence.request.cache_scope)
                 if len(self.prefixes) > self.prefixes.most:
                     self._forget(self.prefixes.rows[0])
             else:

@@ -220,7 +220,8 @@ class Sequence:
         text, self._reported_text = "".join(self._shown[self._reported_text :]), len(self._shown)
         now = time.perf_counter()
         gained = self._reported - start
-        if self._first is None and gained:
+        first = self._first is None and gained > 0
+        if first:
             self._first = now
             self.stats.time_to_first_token = now - self.request.added
             self.stats.first_delta_tokens = gained
@@ -234,6 +235,7 @@ class Sequence:
             token_ids=tuple(self.buffer[self.length - gained : self.length].tolist()),
             sources=tuple(self.sources[start:]),
             logprobs=tuple(self.logprobs[start:]),
+            prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
             finish_reason=self.finish_reason,
             result=self._result() if self.finish_reason else None,
         )
@@ -259,3 +261,10 @@ class Sequence:
             error=self.error,
             notes=tuple(self.notes),
         )
+
+
+class Prepared(NamedTuple):
+    """A request that was checked, with its samples: what ``Engine.submit`` queues."""
+
+    request: Request
+    sequences: list[Sequence]

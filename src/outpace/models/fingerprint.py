@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import ModelError
+from outpace.models.formats.gguf import shards
 from outpace.models.load import resolve
 from outpace.models.options import BACKENDS, LoadOptions
 
@@ -57,10 +58,11 @@ def fingerprint_of(name: str, options: LoadOptions) -> str | None:
 def fingerprint(path: Path) -> str:
     """16 hexadecimal digits that change with a model's weights, configuration or tokenizer.
 
-    ``path``: a .gguf file or a Hugging Face folder. Of large files only the size and 512 pieces are read, so it takes
-    milliseconds; it tells models apart, it does not guard against forgery. Raises OSError.
+    ``path``: a .gguf file (of a model in shards the first) or a Hugging Face folder. Of large files only the size and
+    512 pieces are read, so it takes milliseconds; it tells models apart, it does not guard against forgery. Raises
+    OSError.
     """
-    files = [path] if path.is_file() else sorted({found for pattern in _NAMES for found in path.glob(pattern)})
+    files = shards(path) if path.is_file() else sorted({found for pattern in _NAMES for found in path.glob(pattern)})
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

@@ -17,7 +17,7 @@ from outpace.errors import Argument, ModelError, ParameterError
 from outpace.files import cache_dir
 from outpace.models import demo
 from outpace.models.formats.gguf import GGUFFile
-from outpace.models.hub import from_hub
+from outpace.models.hub import from_hub, from_name, is_name
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -53,13 +53,16 @@ class MemoryEstimate:
 
 
 def resolve(spec: str, options: LoadOptions | None = None) -> Source:
-    """Find ``spec``: demo, demo-gemma, a .gguf file, a folder, or a Hugging Face id (downloaded when not cached).
+    """Find ``spec``: demo, demo-gemma, a .gguf file, a folder, a Hugging Face id, or a GGUF file in such a repository,
+    by its quantisation ("user/repo:Q4_K_M"); what is not cached is downloaded.
 
     Raises ModelError with the remedy when it cannot be found.
     """
     options = options or LoadOptions()
     if not spec:
-        raise ModelError("the model's name is empty: give demo, a folder, a .gguf file or a Hugging Face id")
+        raise ModelError(
+            "the model's name is empty: give demo, a folder, a .gguf file, a Hugging Face id or user/repo:Q4_K_M"
+        )
     if spec == "demo":
         return Source(spec, "gguf", demo.smollm2())
     if spec == "demo-gemma":
@@ -73,6 +76,8 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "gguf", path)
+    if is_name(spec):
+        return Source(spec, "gguf", from_name(spec, revision=options.revision, offline=options.offline))
     if path.suffix.lower() == ".gguf" or spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or "\\" in spec:
         raise ModelError(f"{spec} does not exist: check the path, or use ", Argument("model", "demo"))
     return Source(

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: its own floor, above the engine."""
+"""The OpenAI-compatible server (docs/serving.md). Needs ``outpace[serve]``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 }
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
+_FIRST = re.compile(r"(?P<stem>.+)-00001-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
 
 # ggml type -> (name, elements in a block, bytes of a block)
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -103,11 +105,44 @@ class GGUFFile:
 
     def __init__(self, file: FileBytes) -> None:
         self.path = file.path
-        self._file = file
         reader = _Reader(file)
         self.version = reader.version
         self.metadata: dict[str, Any] = reader.metadata
         self.tensors: dict[str, TensorInfo] = reader.tensors
+        self._files = [file]
+        self._elsewhere: dict[str, FileBytes] = {}  # tensors that lie in other shards
+        if self.metadata.get("split.count", 1) != 1:
+            self._add_shards(self.metadata["split.count"])
+
+    @property
+    def files(self) -> list[Path]:
+        """The file, or all shards."""
+        return [file.path for file in self._files]
+
+    def _add_shards(self, count: Any) -> None:
+        """Take in the tensors of the shards that follow this one. Raises ModelError."""
+        paths = shards(self.path)
+        if self.metadata.get("split.no", 0) != 0 or len(paths) != count:
+            raise ModelError(
+                f"{self.path.name} is one of {count} shards of a model: keep them in one folder under the names that "
+                f"they had, and give the first, which ends in -00001-of-{str(count).zfill(5)}.gguf"
+            )
+        for path in paths[1:]:
+            file = FileBytes(path)
+            shard = _Reader(file)
+            if shard.metadata.get("split.count") != count or shard.metadata.get("split.no") != len(self._files):
+                raise ModelError(f"{path} is not shard {len(self._files) + 1} of {self.path.name}: get it again")
+            self._files.append(file)
+            for name, info in shard.tensors.items():
+                if name in self.tensors:
+                    raise ModelError(f"{path.name} has the tensor {name!r} of another shard: get all of them again")
+                self.tensors[name] = info
+                self._elsewhere[name] = file
+        whole = self.metadata.get("split.tensors.count", len(self.tensors))
+        if whole != len(self.tensors):
+            raise ModelError(
+                f"{self.path.name}: the shards have {len(self.tensors)} tensors, not {whole}: get them again"
+            )
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
@@ -136,7 +171,8 @@ class GGUFFile:
     def stored(self, name: str) -> StoredTensor:
         """Where a tensor lies. Raises ModelError when the file has no such tensor."""
         info = self.info(name)
-        return StoredTensor(info.type, info.shape, self._file, info.offset, info.n_bytes)
+        file = self._elsewhere.get(name, self._files[0])
+        return StoredTensor(info.type, info.shape, file, info.offset, info.n_bytes)
 
     def info(self, name: str) -> TensorInfo:
         """Raises ModelError when the file has no such tensor."""
@@ -172,6 +208,16 @@ class GGUFFile:
             ) from error
         quantised: F32 = np.ascontiguousarray(unpacked, np.float32)
         return quantised.reshape(info.shape)
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of a model of which ``path`` is the first: itself, and those beside it that its name announces."""
+    match = _FIRST.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = match["count"]
+    every = [path.with_name(f"{match['stem']}-{i:05d}-of-{count}{match['ending']}") for i in range(1, int(count) + 1)]
+    return [shard for shard in every if shard.is_file()]
 
 
 def strings_reference(data: bytearray, at: int, count: int) -> tuple[list[str], int]:

@@ -73,7 +73,7 @@ class GGUFWeights:
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self.name = gguf.path.name
-        self.files = [gguf.path]
+        self.files = gguf.files
         self.interleaved = gguf.architecture == "llama"
 
     def unused(self, layers: int) -> list[str]:

@@ -1,0 +1,105 @@
+"""``outpace serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from outpace.cli.command import flatten, option
+from outpace.cli.options import Common, Draft, Load
+from outpace.errors import MissingExtraError, ParameterError
+
+if TYPE_CHECKING:
+    import typer
+
+    from outpace.engine.aio import AsyncEngine
+
+_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+_KEYS = "OUTPACE_API_KEYS"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve", epilog="Example: outpace serve -m demo --port 8000")(flatten(run))
+
+
+def run(
+    load: Load,
+    draft: Draft,
+    common: Common,
+    host: Annotated[str, option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, option("--port", "-p", help="Port to listen at. 0: any that is free.")] = 8000,
+    more_drafter: Annotated[
+        list[str] | None, option("--more-drafter", help="A drafter that requests may choose. Repeatable.")
+    ] = None,
+    served_name: Annotated[str | None, option("--served-name", help="What requests call the model.")] = None,
+    api_key_file: Annotated[
+        Path | None, option("--api-key-file", help=f"Keys, one a line; also from {_KEYS}, between commas.")
+    ] = None,
+    max_rows: Annotated[int, option("--max-rows", help="Answers that are written at once.")] = 16,
+    queue: Annotated[int, option("--queue", help="Answers that may wait beyond those; then it is 429.")] = 256,
+    prefill_delay: Annotated[
+        float, option("--prefill-delay", help="Seconds by which prompts may hold up answers in a step.")
+    ] = 0.05,
+    request_timeout: Annotated[
+        float | None, option("--request-timeout", help="Seconds of an answer, after which it ends as it is.")
+    ] = None,
+    drain: Annotated[float, option("--drain", help="Seconds for what runs, once told to stop.")] = 30.0,
+    max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
+    max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
+    max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
+    cors: Annotated[
+        list[str] | None, option("--cors", metavar="ORIGIN", help="Pages of this origin may ask. Repeatable.")
+    ] = None,
+) -> int:
+    """Serve a model with OpenAI's API."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f"a server needs {', '.join(missing)}: pip install 'outpace[serve]'")
+    from outpace.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
+        max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, cors=tuple(cors or ()),
+    )  # fmt: skip
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    from outpace.engine.aio import AsyncEngine
+    from outpace.server.runner import Server, bound
+    from outpace.server.service import Service
+    from outpace.server.single import SingleModel
+
+    with bound(settings) as listener:  # before a model is loaded for nothing
+        engine = load.engine(
+            draft.drafter, more=more_drafter or (), size=draft.size, acceptance=draft.acceptance, max_rows=max_rows,
+            prefill_delay=prefill_delay,
+        )  # fmt: skip
+        name = served_name or load.model
+        service = Service(SingleModel(name, AsyncEngine(engine)), settings, fingerprint=_named)
+        server = Server(service, listener)
+        where, at = server.address
+        print(f"{name} is served at http://{where}:{at}/v1", file=sys.stderr, flush=True)
+        asyncio.run(server.run_until_stopped())
+    return 0
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    keys = [key.strip() for key in os.environ.get(_KEYS, "").split(",")]
+    if path is not None:
+        try:
+            keys += [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except UnicodeDecodeError:
+            raise ParameterError(f"{path} is not UTF-8: write one key a line") from None
+    found = tuple(dict.fromkeys(key for key in keys if key))
+    if path is not None and not found:
+        raise ParameterError(f"{path} has no key, so that everybody would be let in: write one a line")
+    return found
+
+
+def _named(serving: AsyncEngine) -> str:
+    info = serving.engine.model.info
+    return f"{info.name}-{info.backend}-{info.dtype}"

@@ -1,0 +1,200 @@
+"""Chats with an OpenAI-compatible server, as ``outpace verify`` needs them: a request out, its tokens and text back."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any
+
+from outpace.errors import Argument, OutpaceError
+
+_TRIES = 5  # of a request that is told to come again
+_LONGEST = 30.0  # seconds between two of them
+
+
+class RemoteError(OutpaceError):
+    """A server cannot be reached, refuses, or answers what is no answer. ``status``: its HTTP status, if it has one."""
+
+    def __init__(self, *parts: Any, status: int | None = None) -> None:
+        super().__init__(*parts)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as a server tells it; ``top``: the likeliest ones' logprobs in nats, by text."""
+
+    text: str
+    logprob: float
+    top: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``tokens`` are None where the server tells no logprobs; ``speculation``: what it says of it, None: nothing."""
+
+    text: str
+    finish: str | None
+    tokens: tuple[Token, ...] | None
+    speculation: Mapping[str, Any] | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A server. ``url``: with or without /v1; ``key``: for its Authorization header, in no message; ``timeout``: of one
+    answer, in seconds."""
+
+    url: str
+    key: str | None = None
+    timeout: float = 600.0
+
+    @property
+    def base(self) -> str:
+        """The address that paths are added to."""
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    def models(self) -> list[str]:
+        """What it serves. Raises RemoteError."""
+        with self._open("/models", None) as response:
+            listed = _json(self.base, response)
+        try:
+            return [str(its["id"]) for its in listed["data"]]
+        except (KeyError, TypeError) as error:
+            raise RemoteError(f"{self.base}/models does not list models: is it an OpenAI-compatible server?") from error
+
+    def model(self, wanted: str | None) -> str:
+        """``wanted``, or the first that it serves. Raises RemoteError for one that it does not."""
+        there = self.models()
+        if not there or (wanted is not None and wanted not in there):
+            its = " nothing" if not there else f" {', '.join(there)}"
+            raise RemoteError(f"{self.url} serves", its, "; name one as ", Argument("model"))
+        return there[0] if wanted is None else wanted
+
+    def chat(self, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+        """The answer to a request for a chat. Raises RemoteError."""
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+        with self._open("/chat/completions", asked) as response:
+            try:
+                return _streamed(self.base, response) if stream else _whole(_json(self.base, response))
+            except (KeyError, TypeError, IndexError, ValueError) as error:
+                raise RemoteError(f"{self.base} answers what is no chat completion ({error!r})") from error
+            except (OSError, HTTPException) as error:
+                raise RemoteError(f"{self.base} ended an answer in the middle ({error})") from error
+
+    def chats(self, bodies: Sequence[Mapping[str, Any]], concurrency: int, *, stream: bool = False) -> list[Answer]:
+        """All answers, in order, so many at once. Raises RemoteError."""
+        if concurrency == 1:
+            return [self.chat(body, stream=stream) for body in bodies]
+        with ThreadPoolExecutor(concurrency) as pool:
+            futures = [pool.submit(self.chat, body, stream=stream) for body in bodies]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json", "User-Agent": "outpace"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                request = urllib.request.Request(self.base + path, data, headers)
+                return urllib.request.urlopen(request, timeout=self.timeout)
+            except urllib.error.HTTPError as error:
+                with error:
+                    told, busy = _told(error), error.headers.get("Retry-After", "")
+                waits = error.code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+                if last or not waits or not busy.isdecimal() or int(busy) > _LONGEST:
+                    raise RemoteError(f"{self.base}{path} refuses ({told})", status=error.code) from None
+                time.sleep(int(busy))
+            except (OSError, HTTPException, ValueError) as error:
+                reason = getattr(error, "reason", error)
+                raise RemoteError(f"{self.base} cannot be reached ({reason}): check ", Argument("url")) from error
+        raise AssertionError("unreachable")
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        message = json.loads(error.read(1 << 16))["error"]["message"]
+        return f"HTTP {error.code}: {' '.join(str(message).split())}"
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return f"HTTP {error.code}"
+
+
+def _json(base: str, response: Any) -> Any:
+    try:
+        return json.loads(response.read())
+    except (ValueError, OSError, HTTPException) as error:
+        raise RemoteError(f"{base} answers what is no JSON ({error})") from error
+
+
+def _whole(answer: Any) -> Answer:
+    choice = answer["choices"][0]
+    return Answer(
+        str(choice["message"].get("content") or ""),
+        choice.get("finish_reason"),
+        _tokens(choice.get("logprobs")),
+        (answer.get("usage") or {}).get("speculation"),
+        answer.get("system_fingerprint"),
+    )
+
+
+def _streamed(base: str, response: Any) -> Answer:
+    text, finish, usage, fingerprint = "", None, None, None
+    tokens: list[Token] | None = None
+    done = False
+    for chunk in _events(base, response):
+        if chunk is None:
+            done = True
+            break
+        fingerprint = chunk.get("system_fingerprint") or fingerprint
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices", ()):
+            text += choice.get("delta", {}).get("content") or ""
+            finish = choice.get("finish_reason") or finish
+            if (more := _tokens(choice.get("logprobs"))) is not None:
+                tokens = [*(tokens or ()), *more]
+    if not done:
+        raise RemoteError(f"{base} ended a stream without [DONE]")
+    its = None if tokens is None else tuple(tokens)
+    return Answer(text, finish, its, (usage or {}).get("speculation"), fingerprint)
+
+
+def _events(base: str, response: Any) -> Iterator[Any]:
+    """The stream's JSON, one an event; None: its end."""
+    for line in response:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            chunk = None if data == b"[DONE]" else json.loads(data)
+            if chunk is not None and "error" in chunk:
+                raise RemoteError(f"{base} failed in the middle of an answer ({chunk['error']})")
+            yield chunk
+
+
+def _tokens(logprobs: Any) -> tuple[Token, ...] | None:
+    if not logprobs or logprobs.get("content") is None:
+        return None
+    return tuple(
+        Token(
+            _spelled(item),
+            float(item["logprob"]),
+            {_spelled(its): float(its["logprob"]) for its in item.get("top_logprobs") or ()},
+        )
+        for item in logprobs["content"]
+    )
+
+
+def _spelled(item: Any) -> str:
+    """A token by its bytes, where they are told: half a character has no text."""
+    code = item.get("bytes")
+    return str(item["token"]) if not code else bytes(code).decode("utf-8", "surrogateescape")

@@ -1,0 +1,69 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}`` and a status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outpace.errors import Argument, MemoryLimitError, MissingExtraError, OutpaceError
+
+CLIENT, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
+
+_NAMES = {  # our parameters, as a request spells them
+    "stop_ids": "stop_token_ids",
+    "allowed_tokens": "allowed_token_ids",
+    "include_stop": "include_stop_str_in_output",
+    "drafter": "speculation.drafter",
+    "size": "speculation.size",
+    "acceptance": "speculation.acceptance",
+    "raw": "/v1/completions",
+}
+
+
+class APIError(Exception):
+    """An error with the status and the fields that a client sees. ``headers``: of the response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.kind = kind or (SERVER if status >= 500 else CLIENT)
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def spell(argument: Argument) -> str:
+    """An argument as a request spells it."""
+    name = _NAMES.get(argument.name, argument.name)
+    return f"{name}={argument.value!r}" if argument.has_value else name
+
+
+def of(error: BaseException) -> APIError:
+    """What a client is told of ``error``: all of what it can mend, nothing of our insides."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, MissingExtraError):
+        return APIError(501, error.told(spell), code="not_installed")
+    if isinstance(error, MemoryLimitError):
+        return APIError(400, error.told(spell), param=_param(error), code="context_length_exceeded")
+    if isinstance(error, OutpaceError) and isinstance(error, ValueError):
+        return APIError(400, error.told(spell), param=_param(error))
+    if isinstance(error, OutpaceError):
+        return APIError(500, error.told(spell))
+    return APIError(500, "an internal error; the server's log has it")
+
+
+def _param(error: OutpaceError) -> str | None:
+    name = error.parameter
+    return None if name is None else _NAMES.get(name, name)

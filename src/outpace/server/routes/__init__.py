@@ -1,0 +1,1 @@
+"""One thin file a route: what it takes, what it answers."""

@@ -1,0 +1,150 @@
+"""The service behind the routes: models, admission, the way of a request, and an end that answers everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from outpace.engine.aio import AsyncEngine
+from outpace.exact.noise import fresh_seed
+from outpace.server.errors import APIError
+from outpace.server.generation import Caller, Generation, Observer
+from outpace.server.served import Served
+from outpace.server.settings import ServerSettings
+from outpace.server.single import Models
+from outpace.server.translate import Work
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WORKERS = 4  # threads for templates, tokens, grammars and large JSON
+_EXACT = 2**53  # whole numbers below it survive JSON anywhere
+_TOLD = 2.0  # seconds that readers have to take the last word
+
+
+class Service:
+    """``models``: what is served; it is closed with this. ``fingerprint``: of a loaded model. ``observer``: whoever
+    counts. Its methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        models: Models,
+        settings: ServerSettings,
+        *,
+        fingerprint: Callable[[AsyncEngine], str],
+        observer: Observer | None = None,
+    ) -> None:
+        self.models, self.settings, self.observer = models, settings, observer
+        self._fingerprint = fingerprint
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="outpace-request")
+        self._served: dict[str, Served] = {}
+        self._generations: set[Generation] = set()
+        self.inside = 0  # requests that are prepared, wait or run
+        self._over: asyncio.Event | None = None
+        self.draining = False
+        self.started = int(time.time())
+
+    async def work(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function`` off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)
+
+    async def begin(self, name: str | None, translate: Callable[[Served], Work], caller: Caller) -> Generation:
+        """A request, running. Raises what translating or queueing it raises; then nothing of it is left."""
+        self.check_open()
+        async with AsyncExitStack() as held:
+            self.inside += 1
+            held.callback(self._left)
+            model = await self.model(name, held)
+            model.admission.take(1)
+            taken = [1]
+            held.callback(lambda: model.admission.give(taken[0]))
+            work = await self.work(translate, model)
+            if work.samples > 1:
+                model.admission.take(work.samples - 1, 1)
+                taken[0] = work.samples
+            if work.params.seed is None:
+                work = replace(work, params=work.params.with_(seed=fresh_seed() % _EXACT))
+            engine = model.serving.engine
+
+            def prepared() -> list[Any]:
+                return [engine.prepare(its.tolist(), work.params, **work.options) for its in work.prompts]
+
+            running = await model.serving.open(await self.work(prepared))
+            held.callback(running.close)
+            generation = Generation(model, work, running, caller, self.observer)
+            self._generations.add(generation)
+            held.callback(self._generations.discard, generation)
+            if self.observer is not None:
+                self.observer.began(generation)
+            generation.held = held.pop_all()
+            return generation
+
+    async def model(self, name: str | None, held: AsyncExitStack) -> Served:
+        """The model of that name, leased until ``held`` closes. Raises APIError (404) for one that there is not."""
+        names = self.models.names()
+        name = names[0] if name is None else name
+        if name not in names:
+            there = ", ".join(names)
+            raise APIError(404, f"the model {name!r} is not served: use {there}", param="model", code="model_not_found")
+        serving: AsyncEngine = await held.enter_async_context(self.models.lease(name))
+        known = self._served.get(name)
+        if known is None or known.serving is not serving:
+            fingerprint = await self.work(self._fingerprint, serving)
+            known = self._served.get(name)
+        if known is None or known.serving is not serving:
+            known = Served(name, serving, queue=self.settings.queue, fingerprint=fingerprint)
+            self._served[name] = known
+        return known
+
+    def known(self, name: str) -> Served | None:
+        """A model that has served; None: not yet."""
+        return self._served.get(name)
+
+    def check_ready(self) -> None:
+        """Raise APIError (503) unless requests are taken."""
+        self.check_open()
+        lost = [its.name for its in self._served.values() if not its.serving.alive]
+        if lost and set(lost) == set(self.models.names()):
+            raise APIError(503, f"the engine of {lost[0]} has stopped", code="engine_stopped")
+
+    def check_open(self) -> None:
+        """Raise APIError (503) while the server ends."""
+        if self.draining:
+            raise APIError(503, "the server is shutting down: try another", code="shutting_down")
+
+    def _left(self) -> None:
+        self.inside -= 1
+        if self._over is not None and not self.inside:
+            self._over.set()
+
+    async def drain(self) -> None:
+        """Take nothing new; give what runs ``settings.drain`` seconds to end, then end it with an error."""
+        self.draining = True
+        self._over = asyncio.Event()
+        if not self.inside:
+            return
+        log.info("shutting down: %d requests have %g s to end", self.inside, self.settings.drain)
+        try:
+            async with asyncio.timeout(self.settings.drain):
+                await self._over.wait()
+        except TimeoutError:
+            log.warning("%d requests did not end in time and are refused", self.inside)
+            for generation in list(self._generations):
+                generation.abort(APIError(503, "the server is shutting down", code="shutting_down"))
+            try:
+                async with asyncio.timeout(_TOLD):
+                    await self._over.wait()
+            except TimeoutError:
+                log.warning("%d requests were not told: their readers take nothing", self.inside)
+
+    async def close(self) -> None:
+        """Unload the models."""
+        await self.models.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,70 @@
+"""What a server is started with: ``ServerSettings``, validated before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.errors import Argument, ParameterError
+
+_LEAST = {  # of whole numbers
+    "queue": 0,
+    "max_body": 1024,
+    "max_n": 1,
+    "max_logprobs": 0,
+    "max_prompts": 1,
+}
+_SECONDS = ("drain", "write_timeout", "keep_alive", "request_timeout", "body_timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Raises ParameterError that names the value and the remedy.
+
+    ``queue``: samples that may wait beyond those that run; ``max_body``: bytes of a request; ``max_prompts``: of one
+    request for completions. In seconds: ``request_timeout``: for one answer, after which it ends as it is (None: no
+    bound); ``body_timeout``: for a request to arrive; ``write_timeout``: for a reader to take what was written;
+    ``keep_alive``: between signs of life in a stream; ``drain``: for what runs when the server is told to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    queue: int = 256
+    max_body: int = 8 << 20
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_prompts: int = 128
+    request_timeout: float | None = None
+    body_timeout: float = 60.0
+    write_timeout: float = 30.0
+    keep_alive: float = 10.0
+    drain: float = 30.0
+    cors: tuple[str, ...] = ()  # origins; none: no cross-origin requests
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ParameterError(Argument("host", self.host), " is empty: give an address such as 127.0.0.1")
+        _whole("port", self.port, 0, 65535)
+        for name, least in _LEAST.items():
+            _whole(name, getattr(self, name), least, 2**31 - 1)
+        for name in _SECONDS:
+            value = getattr(self, name)
+            if value is None and name == "request_timeout":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ParameterError(Argument(name, value), " is out of range: give seconds above 0")
+        for key in self.api_keys:
+            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+                raise ParameterError(
+                    Argument("api_key"), " is unusable: give 8 or more ASCII characters without spaces"
+                )
+        for origin in self.cors:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ParameterError(
+                    Argument("cors", origin), " is no origin: give one such as https://example.org, or *"
+                )
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ParameterError(Argument(name, value), f" is out of range: give a whole number from {low} to {high}")

@@ -1,0 +1,83 @@
+"""Server-sent events as an ASGI response: errors in mid-stream, signs of life, readers that go away or take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import Response
+
+from outpace.server import errors
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+ALIVE = b": still working\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event with ``value`` as JSON."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends ``events``, then ends. What they raise is told as a last event. ``close`` is called whatever happens.
+    ``write_timeout``: seconds that a reader may take for what was written, after which it is let go."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], close: Callable[[], Awaitable[None]], write_timeout: float
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8")] + [
+            its for its in self.raw_headers if its[0] != b"content-length"
+        ]
+        self._events, self._close, self._write_timeout = events, close, write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            writing = asyncio.ensure_future(self._write(send))
+            leaving = asyncio.ensure_future(gone(receive))
+            try:
+                await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (writing, leaving):
+                    task.cancel()
+                done = await asyncio.gather(writing, leaving, return_exceptions=True)
+        finally:
+            await self._events.aclose()
+            await self._close()
+        if isinstance(done[0], Exception) and not isinstance(done[0], (OSError, TimeoutError)):
+            raise done[0]
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await self._send(send, data)
+        except (TimeoutError, OSError):
+            raise
+        except Exception as error:
+            told = errors.of(error)
+            if told is not error and told.status >= 500:
+                log.exception("a stream failed")
+            await self._send(send, event(told.body()))
+            await self._send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(self._write_timeout):
+            await send({"type": "http.response.body", "body": data, "more_body": True})

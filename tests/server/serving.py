@@ -1,0 +1,88 @@
+"""A server on a loopback port, in a thread of its own, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+
+from outpace import AsyncEngine, Engine
+from outpace.server.runner import Server, bound
+from outpace.server.service import Service
+from outpace.server.settings import ServerSettings
+from outpace.server.single import SingleModel
+
+
+class Running:
+    """A server that runs. ``url``: without a path; ``service`` belongs to its loop."""
+
+    def __init__(self, server: Server, service: Service, loop: asyncio.AbstractEventLoop, engine: AsyncEngine) -> None:
+        self.server, self.service, self.loop, self.engine = server, service, loop, engine
+        self.url = f"http://127.0.0.1:{server.address[1]}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+    def call(self, waiting: Any, timeout: float = 30) -> Any:
+        """Run a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(waiting, self.loop).result(timeout)
+
+    def at_rest(self, seconds: float = 10) -> None:
+        """Wait until nothing runs, and assert that nothing is left."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(seconds):
+                while self.service.inside or not await self.engine.ask(lambda engine: engine.idle):
+                    await asyncio.sleep(0.01)
+            await self.engine.ask(lambda engine: engine.check())
+
+        self.call(wait(), seconds + 5)
+        for name in self.service.models.names():
+            known = self.service.known(name)
+            assert known is None or known.admission.inside == 0
+
+
+@contextmanager
+def serving(engine: Engine, name: str = "demo", **settings: Any) -> Iterator[Running]:
+    """Serves ``engine``, which is closed at the end."""
+    started = threading.Event()
+    found: list[Any] = []
+
+    def run() -> None:
+        async def main() -> None:
+            its = AsyncEngine(engine)
+            options = ServerSettings(**{"port": 0, "drain": 5.0, **settings})
+            service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test")
+            server = Server(service, bound(options))
+            task = asyncio.create_task(server.run_until_stopped())
+            while not server.started:
+                if task.done():
+                    await task
+                await asyncio.sleep(0.005)
+            found.append(Running(server, service, asyncio.get_running_loop(), its))
+            started.set()
+            await task
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            found.append(error)
+            started.set()
+            raise
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(60)
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    running: Running = found[0]
+    try:
+        yield running
+    finally:
+        running.loop.call_soon_threadsafe(running.server.stop)
+        thread.join(30)
+        assert not thread.is_alive()

@@ -1,0 +1,272 @@
+"""Who comes, waits, goes away, reads slowly, or is not let in; and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from outpace import Engine
+from outpace.engine import core
+from tests.server.serving import Running, serving
+
+LONG = {
+    "model": "demo", "messages": [{"role": "user", "content": "Go on and on."}], "max_tokens": 1500, "ignore_eos": True,
+    "temperature": 0,
+}  # fmt: skip
+SHORT = {**LONG, "max_tokens": 3}
+
+
+def engine(**options: Any) -> Engine:
+    return Engine.load("demo", drafter="ngram", **{"max_length": 2048, "max_rows": 2, **options})
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    """Two rows, a queue of two."""
+    with serving(engine(), queue=2, write_timeout=1.0, keep_alive=0.05) as running:
+        yield running
+
+
+def raw(running: Running, body: dict[str, Any], **headers: str) -> socket.socket:
+    """A request that was sent; its answer is not read."""
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    connection = socket.create_connection(("127.0.0.1", running.server.address[1]), timeout=30)
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def post(running: Running, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, str], Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", running.server.address[1], timeout=60)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json", **headers}
+        )
+        response = connection.getresponse()
+        told = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, told, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def rows(running: Running) -> int:
+    found: int = running.call(running.engine.ask(lambda its: len(its.model.kv.rows)))
+    return found
+
+
+def until(running: Running, inside: int) -> None:
+    """Wait until so many samples are in the house."""
+    end = time.monotonic() + 20
+    known = running.service.known("demo")
+    while (known := running.service.known("demo")) is None or known.admission.inside != inside:
+        assert time.monotonic() < end, known and known.admission.inside
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_go_away_leave_nothing(small: Running, stream: bool) -> None:
+    for moment in (0, 0.01, 0.05, 0.2):
+        for n in (1, 2):
+            connection = raw(small, {**LONG, "stream": stream, "n": n})
+            time.sleep(moment)
+            connection.close()
+    until(small, 0)
+    small.at_rest()
+    assert post(small, SHORT)[0] == 200
+
+
+def test_a_client_that_goes_away_frees_its_row_within_a_step(small: Running) -> None:
+    connection = raw(small, {**LONG, "stream": True})
+    connection.recv(4096)
+    steps: list[int] = []
+
+    def watch(record: Any) -> None:
+        steps.append(record.index)
+
+    def listen(its: Engine) -> None:
+        its.on_step = watch
+
+    small.call(small.engine.ask(listen))
+    connection.close()
+    until(small, 0)
+    before = len(steps)  # the cancellation is in the engine's inbox by now
+    small.at_rest()
+    assert len(steps) <= before + 2
+
+    def unlisten(its: Engine) -> None:
+        its.on_step = None
+
+    small.call(small.engine.ask(unlisten))
+
+
+def test_the_queue_is_bounded(small: Running) -> None:
+    held = [raw(small, {**LONG, "stream": True}) for _ in range(4)]
+    until(small, 4)
+    status, headers, answer = post(small, SHORT)
+    assert status == 429
+    assert answer["error"]["code"] == "queue_full"
+    assert 1 <= int(headers["retry-after"]) <= 60
+    status, _, answer = post(small, {**SHORT, "n": 5})
+    assert (status, answer["error"]["param"]) in ((429, None), (400, "n"))
+    for connection in held:
+        connection.close()
+    until(small, 0)
+    status, _, answer = post(small, {**SHORT, "n": 5})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    small.at_rest()
+
+
+def test_a_reader_that_takes_nothing_is_let_go(small: Running) -> None:
+    """Its receive buffer is small and full, and so is what the kernel keeps here: the request ends, its row is free."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", small.server.address[1]))
+    body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 2}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    connection.sendall(head + data)
+    until(small, 2)
+    other = post(small, SHORT)  # others are served meanwhile
+    assert other[0] == 200
+    until(small, 0)
+    small.at_rest()
+    connection.close()
+
+
+def test_a_deadline_ends_an_answer_as_it_is(small: Running) -> None:
+    status, _, answer = post(small, {**LONG, "deadline": 0.3})
+    assert status == 200
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+    assert 0 < answer["usage"]["completion_tokens"] < 1500
+
+
+def test_a_stream_shows_signs_of_life(small: Running) -> None:
+    """The second of two rows' worth waits: comments keep its connection open, and clients read past them."""
+    held = [raw(small, {**LONG, "stream": True}) for _ in range(2)]
+    until(small, 2)
+    waiting = raw(small, {**SHORT, "stream": True})
+    assert b": still working\n\n" in waiting.recv(65536) + waiting.recv(65536)
+    for connection in held:
+        connection.close()
+    said = b""
+    while not said.endswith(b"0\r\n\r\n"):
+        said += waiting.recv(65536)
+    waiting.close()
+    assert b"[DONE]" in said
+
+
+def test_a_request_that_fails_fails_alone(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in one sequence, in mid-stream: its client is told, and another's answer is what it would have been."""
+    expected = post(small, {**LONG, "max_tokens": 40})[2]["choices"][0]["message"]
+    original = core.Sequence.extended
+
+    def faulty(self: Any, tokens: list[int]) -> Any:
+        if self.request.seed == 13 and self.length > self.prompt_length + 5:
+            from outpace.errors import RuleError
+
+            raise RuleError("a rule broke")
+        return original(self, tokens)
+
+    monkeypatch.setattr(core.Sequence, "extended", faulty)
+    with ThreadPoolExecutor(2) as threads:
+        good = threads.submit(post, small, {**LONG, "max_tokens": 40})
+        with pytest.raises(openai.APIError, match="a rule broke"):
+            list(
+                small.client().chat.completions.create(
+                    model="demo", messages=[{"role": "user", "content": "Go on."}], seed=13, stream=True, max_tokens=40,
+                    extra_body={"ignore_eos": True, "bad_words": ["zebra"]},
+                )
+            )  # fmt: skip
+        status, _, answer = post(small, {**LONG, "seed": 13, "bad_words": ["zebra"]})
+        assert (status, answer["error"]["message"]) == (500, "a rule broke")
+        assert good.result()[2]["choices"][0]["message"] == expected
+    small.at_rest()
+
+
+def test_a_large_answer_does_not_hold_up_the_loop(small: Running) -> None:
+    """While answers are computed, the loop turns: nothing that takes long runs on it."""
+    worst = 0.0
+
+    async def watch() -> None:
+        nonlocal worst
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            worst = max(worst, time.perf_counter() - before)
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), small.loop)
+    body = {**LONG, "max_tokens": 24, "logprobs": True, "top_logprobs": 20, "n": 2}
+    body["messages"] = [{"role": "user", "content": "word " * 200}]
+    assert post(small, body)[0] == 200
+    watching.cancel()
+    assert worst < 1.0  # loose: the machine is shared; a prompt of this size alone takes longer
+
+
+def test_keys(caplog: pytest.LogCaptureFixture) -> None:
+    keys = ("first-secret-key", "second-secret-key")
+    long_prompt = [{"role": "user", "content": "The same beginning for everybody, and quite long too. " * 4}]
+    with caplog.at_level(logging.DEBUG), serving(engine(), api_keys=keys) as running:
+        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": f"Basic {keys[0]}"}):
+            status, headers, answer = post(running, SHORT, **wrong)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            assert headers["www-authenticate"] == "Bearer"
+        told = []
+        for key in (keys[0], keys[1], keys[0]):
+            status, _, answer = post(running, {**SHORT, "messages": long_prompt}, authorization=f"Bearer {key}")
+            assert status == 200
+            told.append((answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]))
+        assert told[0][0] == told[1][0] == 0 < told[2][0]
+        assert told[0][1] == told[1][1] == told[2][1]
+        connection = http.client.HTTPConnection("127.0.0.1", running.server.address[1])
+        for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 401), ("/metrics", 401)):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+            assert (path, response.status) == (path, status)
+        connection.close()
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert not any(key in said for key in keys)
+    assert "same beginning" not in said
+
+
+def test_told_to_stop_it_answers_everybody() -> None:
+    """What runs ends; what comes is refused; what takes too long is told so, streamed or not."""
+    with serving(engine(), drain=1.0) as running, ThreadPoolExecutor(4) as threads:
+        brief = threads.submit(post, running, {**LONG, "max_tokens": 8})
+        whole = threads.submit(post, running, LONG)
+        stream = raw(running, {**LONG, "stream": True})
+        until(running, 3)
+        running.loop.call_soon_threadsafe(running.server.stop)
+        while not running.service.draining:
+            time.sleep(0.005)
+        status, _, answer = post(running, SHORT)
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert brief.result(30)[0] == 200
+        status, _, answer = whole.result(30)
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        said = b""
+        while piece := stream.recv(65536):
+            said += piece
+        stream.close()
+        assert b'"code":"shutting_down"' in said
+        assert b"[DONE]" in said
+
+
+def test_cross_origin_requests_are_off_unless_asked_for(small: Running) -> None:
+    headers = {"origin": "https://example.org"}
+    assert "access-control-allow-origin" not in post(small, SHORT, **headers)[1]
+    with serving(engine(), cors=("https://example.org",)) as running:
+        assert post(running, SHORT, **headers)[1]["access-control-allow-origin"] == "https://example.org"
+        assert "access-control-allow-origin" not in post(running, SHORT, origin="https://example.com")[1]

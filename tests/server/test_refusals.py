@@ -1,0 +1,149 @@
+"""What is wrong is refused by name, with an error that OpenAI's clients understand; nothing is ignored."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outpace.server.schema.chat import ChatRequest
+from outpace.server.schema.completions import CompletionRequest
+from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
+from tests.server.serving import Running
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+PATHS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def post(demo: Running, path: str, data: bytes | dict[str, Any], **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", demo.server.address[1], timeout=60)
+    try:
+        sent = data if isinstance(data, bytes) else json.dumps(data).encode()
+        connection.request("POST", path, sent, {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
+    assert status in (statuses or range(400, 500)), answer
+    assert set(answer) == {"error"}
+    error: dict[str, Any] = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 100000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"logit_bias": {"word": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop": [""]}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"store": True}, "store"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"temprature": 1}, "temprature"),
+        ({"speculation": {"drafter": "psychic"}}, "speculation.drafter"),
+        ({"speculation": {"size": 64}}, "speculation.size"),
+        ({"speculation": {"off": True, "size": 3}}, "speculation.off"),
+        ({"speculation": {"sise": 3}}, "speculation.sise"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+            "response_format",
+        ),
+        ({"grammar": {"type": "regex", "value": "("}}, "grammar"),
+        ({"grammar": {"type": "lark", "value": "nonsense"}}, "grammar"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "long " * 3000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"model": "gpt-5"}, "model"),
+    ],
+)
+def test_what_is_wrong_is_named(demo: Running, more: dict[str, Any], param: str) -> None:
+    status, answer = post(demo, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **more})
+    error = check(status, answer, 404 if "model" in more else 400)
+    assert error["param"] == param, error
+
+
+def test_bodies_are_bounded_and_json(demo: Running) -> None:
+    path = "/v1/chat/completions"
+    check(*post(demo, path, b" " * (9 << 20)), 413)
+    check(*post(demo, path, b"{}", **{"content-type": "text/plain"}), 415)
+    check(*post(demo, path, b"[" * 100_000), 400)
+    check(*post(demo, path, b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}"), 400)
+    check(*post(demo, path, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400)
+    check(*post(demo, path, b'{"messages": [{"role": "user", "content": "\xff"}]}'), 400)
+    check(*post(demo, path, b'{"temperature": NaN, "messages": []}'), 400)
+    check(*post(demo, "/v1/nothing", b"{}"), 404)
+    check(*post(demo, "/health", b"{}"), 405)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_malformed_bodies_are_refused(demo: Running, data: st.DataObject) -> None:
+    """A good body, some of its fields made something else, cut off, or renamed: answered or refused, never 5xx."""
+    path = data.draw(st.sampled_from(sorted(PATHS)))
+    fields = [*PATHS[path].model_fields, "unknown"]
+    body: dict[str, Any] = {"max_tokens": 1} if path.startswith("/v1") else {}
+    body |= {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
+    if path == "/detokenize":
+        body = {"tokens": [1, 2]}
+    body |= data.draw(st.dictionaries(st.sampled_from(fields), _VALUES, min_size=1, max_size=3))
+    if body.get("stream") is True or any(isinstance(body.get(name), int) for name in ("max_tokens", "n", "min_tokens")):
+        body |= {"stream": False, "n": 1, "max_tokens": 1} if path.startswith("/v1") else {}
+    sent = json.dumps(body).encode()
+    if data.draw(st.booleans()):
+        sent = sent[: data.draw(st.integers(0, len(sent)))]
+    status, answer = post(demo, path, sent)
+    if status != 200:
+        check(status, answer)
+
+
+def test_every_field_that_is_taken_is_described(demo: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", demo.server.address[1], timeout=60)
+    connection.request("GET", "/openapi.json")
+    document = json.loads(connection.getresponse().read())
+    connection.close()
+    for path, kind in PATHS.items():
+        place = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        described = document["components"]["schemas"][place.rpartition("/")[2]]
+        assert set(described["properties"]) == {field.alias or name for name, field in kind.model_fields.items()}
+        assert described["additionalProperties"] is False

@@ -1,0 +1,154 @@
+"""An answer replayed is the same under other drafters and another batch; one altered token is always caught."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from outpace import Engine, Result, SamplingParams
+from outpace.engine.aio import AsyncEngine
+from outpace.errors import ParameterError
+from outpace.server.fingerprint import system_fingerprint
+from outpace.server.replay import Departure, Said, departure, replay
+from tests.native.native_helpers import Tiny
+
+PROMPTS = [[5 + i, 9, 30, 5 + i, 9, 77] for i in range(10)]
+PARAMS = [
+    SamplingParams(max_tokens=8, logprobs=True),
+    SamplingParams(max_tokens=8, logprobs=True, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=10, temperature=1.3, top_p=0.9, top_k=40, seed=4, presence_penalty=0.5, min_tokens=9),
+    SamplingParams(max_tokens=8, logprobs=True, temperature=0.7, seed=5, n=2, logit_bias={7: 2.0}, min_p=0.02),
+    SamplingParams(max_tokens=10, temperature=1.0, seed=6, stop_ids=(3, 11, 19), repetition_penalty=1.3),
+]
+
+
+@pytest.fixture(scope="module")
+def path() -> Iterator[str]:
+    with Tiny() as tiny:
+        yield str(tiny.path("Q8_0", tokenizer=1, vocab=180))
+
+
+@pytest.fixture(scope="module")
+def answers(path: str) -> list[tuple[list[int], SamplingParams, list[Result]]]:
+    """50 answers and more, one at a time, decoded plainly."""
+    with Engine.load(path, drafter="none") as engine:
+        return [(prompt, params, engine.generate_many([prompt], params)) for prompt in PROMPTS for params in PARAMS]
+
+
+@pytest.mark.parametrize("drafter", ["ngram:size=8", "none"])
+def test_all_are_identical_and_each_altered_token_is_caught(
+    path: str, answers: list[tuple[list[int], SamplingParams, list[Result]]], drafter: str
+) -> None:
+    rng = random.Random(drafter)
+
+    async def scenario() -> None:
+        async with AsyncEngine(Engine.load(path, drafter=drafter, max_rows=7, prefill_chunk=3)) as engine:
+            recorded = [[Said.of(result) for result in results] for _, _, results in answers]
+            for its, (_, params, _) in zip(recorded, answers, strict=True):
+                if not params.wants_logprobs:
+                    its[:] = [dataclasses.replace(said, logprobs=None) for said in its]
+            found = await asyncio.gather(
+                *(
+                    replay(engine, prompt, params, its)
+                    for (prompt, params, _), its in zip(answers, recorded, strict=True)
+                )
+            )
+            assert [d for its in found for d in its] == [None] * sum(params.n for _, params, _ in answers)
+            assert ((await engine.stats()).tokens_per_step > 3) == (drafter != "none"), "what was said was not drafted"
+            if drafter == "none":
+                return
+            altered, where = [], []
+            for its in recorded:
+                sample = rng.randrange(len(its))
+                ids = list(its[sample].token_ids or ())
+                at = rng.randrange(len(ids))
+                ids[at] = (ids[at] + rng.randrange(1, 170)) % 179
+                where.append((sample, at))
+                altered.append(
+                    [dataclasses.replace(s, token_ids=tuple(ids)) if i == sample else s for i, s in enumerate(its)]
+                )
+            found = await asyncio.gather(
+                *(
+                    replay(engine, prompt, params, its)
+                    for (prompt, params, _), its in zip(answers, altered, strict=True)
+                )
+            )
+            gaps = []
+            for its, (sample, at), (_, _, results) in zip(found, where, answers, strict=True):
+                assert [i for i, d in enumerate(its) if d is not None] == [sample]
+                caught = its[sample]
+                assert caught is not None
+                assert (caught.what, caught.index) == ("token", at)
+                assert caught.now == results[sample].token_ids[at]
+                gaps.append(caught.gap)
+            assert all(gap is not None and gap > 0 for gap in gaps)
+
+    asyncio.run(scenario())
+
+
+def test_what_else_may_differ(path: str, answers: list[tuple[list[int], SamplingParams, list[Result]]]) -> None:
+    prompt, params, (result,) = answers[1]
+    said = Said.of(result)
+
+    async def one(engine: AsyncEngine, its: Said) -> Departure | None:
+        return (await replay(engine, prompt, params, [its]))[0]
+
+    async def scenario() -> None:
+        async with AsyncEngine(Engine.load(path, drafter="ngram")) as engine:
+            assert said.logprobs is not None
+            assert said.token_ids is not None
+            assert said.text is not None
+            last = [*said.logprobs[:-1], said.logprobs[-1] * (1 + 2**-52)]
+            found = await one(engine, dataclasses.replace(said, logprobs=tuple(last)))
+            assert found is not None
+            assert (found.what, found.index) == ("logprob", len(last) - 1)
+            found = await one(engine, dataclasses.replace(said, token_ids=said.token_ids[:-1], logprobs=None))
+            assert found is not None
+            assert (found.what, found.index, found.recorded) == ("token", len(last) - 1, None)
+            found = await one(engine, Said(text=said.text[:-1] + "\u0000"))
+            assert found is not None
+            assert (found.what, found.index) == ("text", len(said.text) - 1)
+            assert await one(engine, Said(text=said.text, finish="length")) is None
+            found = await one(engine, dataclasses.replace(said, finish="tool_calls"))
+            assert found is not None
+            assert found.what == "finish"
+            found = await one(engine, dataclasses.replace(said, token_ids=(99_999, *said.token_ids[1:])))
+            assert found is not None
+            assert (found.index, found.gap) == (0, None)
+            for wrong, message in [
+                (replay(engine, prompt, params.with_(seed=None), [said]), "seed is missing"),
+                (replay(engine, prompt, params, [said, said]), "2 answers for n=1"),
+                (replay(engine, prompt, params, [Said()]), "nothing to replay"),
+                (replay(engine, prompt, params, [said], acceptance="rejection"), "not the same tokens"),
+            ]:
+                with pytest.raises(ParameterError, match=message):
+                    await wrong
+
+    asyncio.run(scenario())
+    assert departure(said, said) is None
+
+
+def test_fingerprint_names_model_path_and_kernels(path: str) -> None:
+    def of(**options: str) -> str:
+        engine = AsyncEngine(Engine.load(path, drafter="none", **options))
+        try:
+            return system_fingerprint(engine)
+        finally:
+            engine.close()
+
+    plain = of()
+    assert plain == of()
+    assert engine_path(path) in plain
+    assert len({plain, of(kv_dtype="float32"), of(kv_dtype="int8")}) == 3
+    with Tiny() as tiny:
+        path = str(tiny.path("Q8_0", tokenizer=1, vocab=180, layers=1))
+        assert of() != plain
+
+
+def engine_path(path: str) -> str:
+    with Engine.load(path, drafter="none") as engine:
+        return str(engine.model.isa)  # type: ignore[attr-defined]

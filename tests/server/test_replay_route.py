@@ -1,0 +1,110 @@
+"""``POST /v1/replay`` on a server: what it said it says again; whatever is altered in an answer is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.serving import Running
+
+CHAT = {
+    "messages": [{"role": "user", "content": "Name a colour, then a number."}],
+    "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
+    "speculation": {"off": True},
+}  # fmt: skip
+TEXTS = {"prompt": ["One, two,", "A, b,"], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+
+
+def ask(demo: Running, path: str, body: Any, status: int = 200) -> Any:
+    response = httpx.post(demo.url + path, json=body, timeout=60)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def chat(demo: Running) -> Any:
+    return ask(demo, "/v1/chat/completions", CHAT)
+
+
+def test_answers_are_said_again(demo: Running, chat: Any) -> None:
+    said = ask(demo, "/v1/replay", {"request": CHAT, "answer": chat})
+    assert said["identical"], said
+    assert said["tokens"] == chat["usage"]["completion_tokens"]
+    assert said["system_fingerprint"] == dict.fromkeys(("recorded", "now"), chat["system_fingerprint"])
+    texts = ask(demo, "/v1/completions", TEXTS)
+    assert ask(demo, "/v1/replay", {"request": TEXTS, "answer": texts})["identical"]
+    for choice in texts["choices"]:
+        del choice["token_ids"]
+    assert ask(demo, "/v1/replay", {"request": TEXTS, "answer": texts})["identical"]
+    parsed = demo.client().chat.completions.create(
+        model="demo", messages=CHAT["messages"], max_tokens=8, seed=4, logprobs=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    asked = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 8, "logprobs": True}
+    assert ask(demo, "/v1/replay", {"request": asked, "answer": parsed.model_dump()})["identical"]
+    demo.at_rest()
+
+
+def other_id(answer: Any) -> None:
+    answer["choices"][1]["token_ids"][5] += 1
+
+
+def other_bit(answer: Any) -> None:
+    answer["choices"][1]["logprobs"]["content"][5]["logprob"] *= 1 + 2**-52
+
+
+def other_text(answer: Any) -> None:
+    answer["choices"][1]["message"]["content"] += "!"
+
+
+def other_alternative(answer: Any) -> None:
+    answer["choices"][1]["logprobs"]["content"][5]["top_logprobs"][1]["token"] += "x"
+
+
+def other_end(answer: Any) -> None:
+    its = answer["choices"][1]
+    its["finish_reason"] = "length" if its["finish_reason"] == "stop" else "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (other_id, "token"),
+        (other_bit, "logprob"),
+        (other_text, "message.content"),
+        (other_alternative, "logprobs.content.top_logprobs.token"),
+        (other_end, "finish"),
+    ],
+)
+def test_what_was_altered_is_named(demo: Running, chat: Any, change: Callable[[Any], None], what: str) -> None:
+    altered = copy.deepcopy(chat)
+    change(altered)
+    said = ask(demo, "/v1/replay", {"request": CHAT, "answer": altered})
+    assert [its["identical"] for its in said["choices"]] == [True, False]
+    found = said["choices"][1]["difference"]
+    assert found["what"] == what
+    if what in ("token", "logprob"):
+        assert found["index"] == 5
+    assert (found["gap"] is not None) == (what == "token")
+    demo.at_rest()
+
+
+def test_what_cannot_be_replayed_is_refused(demo: Running, chat: Any) -> None:
+    nameless = {**chat, "seed": None}
+    for request, answer, message in [
+        (CHAT, nameless, "seed is missing"),
+        (CHAT, {**chat, "choices": chat["choices"][:1]}, "2 choices, the answer 1"),
+        (CHAT, {**chat, "choices": [3, 4]}, "answer.choices"),
+        (CHAT, {**chat, "choices": [{}, {}]}, "no choice of this server's"),
+        (CHAT, {**chat, "object": "text_completion"}, "asks for another"),
+        ({**CHAT, "speculation": {"acceptance": "rejection"}}, chat, "not the same tokens"),
+        ({**TEXTS, "echo": True}, {**chat, "object": "text_completion"}, "leave echo out"),
+        ({**CHAT, "unknown": 1}, chat, "unknown"),
+    ]:
+        told = ask(demo, "/v1/replay", {"request": request, "answer": answer}, 400)["error"]
+        assert message in told["message"], told
+        assert told["type"] == "invalid_request_error"
+    demo.at_rest()
