@@ -148,7 +148,7 @@ def told(head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, Any]]) -> dict
 def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = {count: sum(run[count] for run in runs) for count in _COUNTS}
     drafted, accepted = (_added([run[name] for run in runs]) for name in ("drafted_at", "accepted_at"))
-    low, high = _interval([(run["tokens"], run["steps"]) for run in runs])
+    low, high = interval([(run["tokens"], run["steps"]) for run in runs])
     return {
         "prompts": len(runs),
         "identical": sum(run["identical"] for run in runs),
@@ -162,7 +162,7 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """95 % of pooled tokens / steps (bootstrap over prompts, fixed seed)."""
     counts = np.array(pairs, np.float64)
     picks = np.random.default_rng(0).integers(0, len(counts), (1000, len(counts)))

@@ -36,9 +36,9 @@ Path = tuple[int, ...]
 class Language:
     """Random next-token logits after every path, under some parameters: a target, or with another seed a drafter."""
 
-    def __init__(self, vocab: int, params: SamplingParams, seed: int) -> None:
+    def __init__(self, vocab: int, params: SamplingParams, seed: int, prompt: I32 | None = None) -> None:
         self.vocab, self._seed = vocab, seed
-        prompt = np.array([0], np.int32)
+        prompt = np.array([0], np.int32) if prompt is None else prompt
         self._start = Chooser.start(params, Noise(0), rules_for(params, vocab), prompt)
         self._known: dict[Path, F64] = {}
 

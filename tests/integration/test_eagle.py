@@ -284,3 +284,23 @@ def test_a_drafter_from_a_folder(load: Load, tmp_path: Path) -> None:
         assert found.token_ids == plain.generate([1, 2, 3], SamplingParams(max_tokens=12)).token_ids
     assert found.stats.drafted > 0
     assert len(found.stats.drafted_at) <= 3
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("spec", ["eagle:{}", "ngram+eagle:{}"])
+def test_results_tell_of_another_target_s_drafter(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spec: str
+) -> None:
+    model = load(3)
+    monkeypatch.setattr("outpace.drafters.learned.load.fingerprint_of", lambda name, options: "b" * 16)
+    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS), "a" * 16)
+    drafter = build(parse(spec.format(path)), DraftContext(model, None, LoadOptions(), 7))
+    note = (
+        f"eagle:{path}: the drafter was trained beside another ({'a' * 16}), and this is {model.info.name} "
+        f"({'b' * 16}), so its drafts may rarely be accepted: train one beside this target"
+    )
+    assert [record.getMessage() for record in caplog.records] == [note]
+    with Engine(model, drafter=drafter, size=2) as engine:
+        params = SamplingParams(max_tokens=3)
+        assert engine.generate([1, 2, 3], params).notes == (note,)
+        assert engine.generate([1, 2, 3], params, drafter=False).notes == ()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.training.losses import soft_cross_entropy
+from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.networks.attention import AnchoredAttention
 from outpace.training.objectives.eagle import EagleOptions
 from tests.training import eagle_helpers as tiny
@@ -81,14 +81,14 @@ def test_attention_slopes(lengths, own, seed):
     assert torch.autograd.gradcheck(lambda *its: AnchoredAttention.apply(*its, spans, at), given_, fast_mode=True)
 
 
-@pytest.mark.parametrize("options", [EagleOptions(), EagleOptions(steps=1), EagleOptions(steps=2, decay=0.5)])
+@pytest.mark.parametrize("options", [EagleOptions(), EagleOptions(steps_ttt=1), EagleOptions(steps_ttt=2, decay=0.5)])
 def test_loss_is_the_mean_over_sequences(options):
     made, batch = tiny.objective(options), tiny.batch(first=[4, 0, 3])
     value, _ = made.loss(batch)
     net, parts = made.network, made.target
-    anchors = anchors_of(batch, options.steps)
+    anchors = anchors_of(batch, options.steps_ttt)
     outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
-    wanted, weights = 0.0, sum(options.decay**s for s in range(options.steps))
+    wanted, weights = 0.0, sum(options.decay**s for s in range(options.steps_ttt))
     for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
         for b in range(batch.sequences):
             losses = []
@@ -108,6 +108,38 @@ def test_loss_is_the_mean_over_sequences(options):
     wanted.backward()
     for a, b in zip(mine, net.parameters(), strict=True):
         torch.testing.assert_close(a, b.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_expected_length_is_the_plain_form(steps):
+    """Value and gradient, of chains that end where a word is unknown, with what is not an answer left out."""
+    made, batch = tiny.objective(EagleOptions(loss="length", steps_ttt=steps)), tiny.batch(first=[4, 0, 3])
+    value, figures = made.loss(batch)
+    net, parts, ids = made.network, made.target, made.words.ids
+    anchors = anchors_of(batch, steps)
+    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    lengths, ended = [[] for _ in range(batch.sequences)], 0
+    for anchor in anchors[0].tolist():
+        accepted = []
+        for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
+            here, place = torch.nonzero(at == anchor).flatten(), anchor + s + 1
+            if not len(here) or not batch.loss_mask[place] or batch.tokens[place + 1] not in ids:
+                ended += bool(accepted)
+                break
+            p = torch.softmax(parts.logits(batch.states[place : place + 1, -1], ids), -1)
+            accepted.append(acceptance(normed[here] @ parts.head[ids].T, p))
+        if accepted:
+            lengths[int(batch.sequence[anchor])].append(expected_length(torch.cat(accepted)))
+    wanted = sum(1 - torch.stack(its).mean() / steps for its in lengths if its) / batch.sequences
+    assert steps == 1 or ended > 3
+    torch.testing.assert_close(value, wanted)
+    assert set(figures) == {f"{name}{s}" for s in range(steps) for name in ("accept", "agree")}
+    value.backward()
+    mine = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    wanted.backward()
+    for a, b in zip(mine, net.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, atol=1e-6, rtol=1e-3)
 
 
 def test_all_rows_are_candidates_when_as_many_are_asked_for():

@@ -57,5 +57,9 @@ def test_known_values():
         losses.expected_length(accepted), torch.tensor([0.5 + 0.125 + 0.125], dtype=torch.float64)
     )
     assert torch.autograd.gradcheck(losses.expected_length, accepted)
+    many = torch.rand(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    many[0, 1], many[1] = 0, 1  # where a quotient of products would fail, and where it would not show
+    (wanted,) = torch.autograd.grad(losses.expected_length(many.requires_grad_()).sum(), many)
+    torch.testing.assert_close(losses.length_slope(many.detach()), wanted)
     with pytest.raises(ParameterError, match="'mse' is not known: use one of ce, kl, reverse, tv, lk, hybrid"):
         losses.loss_named("mse")

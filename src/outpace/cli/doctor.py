@@ -101,7 +101,8 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             info = engine.model.info
             threads, path, team = (of(engine.model) for of in (machine.threads_of, machine.path_of, machine.team_of))
             learnt = auto.report(cost, engine.policy)
-            drafts = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
+            drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
+            drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for
         said = error.told(spell) if isinstance(error, OutpaceError) else str(error)
         return {"name": load.model, "ok": False, "error": said or type(error).__name__}
@@ -206,6 +207,8 @@ def _print(found: dict[str, Any]) -> None:
         drafter = model["drafter"]
         why = f": {drafter['why']}" if drafter["why"] else ""
         console.print(f"drafter       auto stands for {drafter['auto']}{why}", soft_wrap=True)
+        for note in drafter["notes"]:
+            console.print(f"              {note}", soft_wrap=True)
         if model["team"]:
             team = model["team"]
             awake, asleep = (1e6 * team["hand_over_seconds"][how] for how in ("awake", "asleep"))

@@ -100,6 +100,7 @@ class Drafter:
     lookup: Any = None  # a ``_native.Lookup`` that proposes the same, for steps in C++; None: there is none
     names: tuple[str, ...] = ()  # of what ``lookup`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
+    notes: tuple[str, ...] = ()  # what its user should know of it, in every result
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""

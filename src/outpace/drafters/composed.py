@@ -57,6 +57,7 @@ class ComposedDrafter(Drafter):
         )
         self._columns = [[self.needs.taps.index(layer) for layer in part.needs.taps] for part in parts]
         self.retires = any(part.retires for part in parts)
+        self.notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
         levels = [part.cost.levels for part in parts if part.cost.levels is not None]
         self.cost = DraftCost(
             levels[0] if levels else None,

@@ -159,7 +159,9 @@ class Engine:
             nodes, adaptive, acceptance, name, reuse_prefix, priority, deadline, time.perf_counter(), cache_scope,
         )  # fmt: skip
         rules = rules_for(params, info.vocab_size, intake.encoder(self.tokenizer), info.eos_ids)
-        notes = ("typical acceptance is lossy: not the target's distribution",) if acceptance == "typical" else ()
+        notes = () if name == "none" else self.drafters[name].notes
+        if acceptance == "typical":
+            notes = ("typical acceptance is lossy: not the target's distribution", *notes)
         sequences = [
             Sequence(
                 request,

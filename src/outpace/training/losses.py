@@ -61,6 +61,16 @@ def expected_length(accepted: Tensor) -> Tensor:
     return accepted.cumprod(-1).sum(-1)
 
 
+def length_slope(accepted: Tensor) -> Tensor:
+    """[n, S]: the derivative of ``expected_length``. Step s is worth the chance that it is reached, times one and what
+    may follow it."""
+    reached = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1].cumprod(-1)], -1)
+    worth = torch.ones_like(accepted)
+    for s in range(accepted.shape[1] - 2, -1, -1):
+        worth[:, s] = 1 + accepted[:, s + 1] * worth[:, s + 1]
+    return reached * worth
+
+
 def _cross_entropy_slope(q: Tensor, p: Tensor) -> Tensor:
     return torch.addcmul(-p, q, p.sum(-1, keepdim=True))
 
@@ -87,6 +97,7 @@ def _hybrid_slope(q: Tensor, p: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+LENGTH = "length"  # of a chain's steps together: see ``expected_length``; a step's slope is total variation's
 LOSSES: dict[str, tuple[Loss, Loss]] = {
     "ce": (soft_cross_entropy, _cross_entropy_slope),
     "kl": (kl, _cross_entropy_slope),
@@ -165,6 +176,16 @@ def _value(name: str, cross: Tensor, q: Tensor, p: Tensor, accepted: Tensor) -> 
         return divergence
     share = torch.exp(-_DECAY * accepted)
     return share * divergence + (1 - share) * 0.5 * (q - p).abs().sum(-1)
+
+
+def head_acceptance(hidden: Tensor, head: Tensor, offset: Tensor | None, p: Tensor, block: int = 256) -> Tensor:
+    """[n]: the acceptance of each row, without gradients; arguments as ``FrozenHead``'s."""
+    found = []
+    with torch.no_grad():
+        for i in range(0, len(hidden), block):
+            logits = hidden[i : i + block] @ head.T
+            found.append(acceptance(logits if offset is None else logits + offset, p[i : i + block]))
+    return torch.cat(found) if found else hidden.new_empty(0)
 
 
 def frozen_head_loss(

@@ -82,11 +82,13 @@ class Bench:
         target, basics and the loop's options."""
         job, options = self.job, self.job.loop
         free = ("snapshot", "report", "patience")
-        identity = {
+        shared = {
             "method": method, "data": self.answers.hash, "target": self.answers.target["fingerprint"],
-            **recipe, **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free},
-            "taps": self.taps,
+            **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free}, "taps": self.taps,
         }  # fmt: skip
+        # A name that is the method's and the loop's would hide one of them; "taps" are what they were resolved to.
+        assert not (hidden := {*recipe} & {*shared} - {"taps"}), f"{hidden} means two things in a recipe"
+        identity = {**recipe, **shared}
         return Loop(
             objective, self.train, self.held_out, job.out, options, identity, self.answers.target, self.team, job.say,
             write,

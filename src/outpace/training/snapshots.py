@@ -40,7 +40,7 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
     if found.get("format") != FORMAT:
         raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
-    for name in sorted({*known, *identity}):
+    for name in sorted(known):  # an option that came after the snapshot was made had no say in it
         if known.get(name) != identity.get(name):
             raise TrainingError(
                 f"{path} was made with {name} {known.get(name)}, not {identity.get(name)}: go on with what it was made "

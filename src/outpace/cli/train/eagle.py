@@ -20,7 +20,7 @@ def run(
     common: Common,
     steps_ttt: Annotated[int, typer.Option("--steps-ttt", help="Entries that are unrolled in training.")] = 3,
     share: Annotated[float, typer.Option("--share", help="Of entries that are unrolled beyond the first.")] = 0.5,
-    loss: Annotated[str, typer.Option("--loss", help="ce, kl, reverse, tv, lk or hybrid.")] = "ce",
+    loss: Annotated[str, typer.Option("--loss", help="ce, kl, reverse, tv, lk, hybrid or length.")] = "ce",
     decay: Annotated[float, typer.Option("--decay", help="Unrolled entry i counts decay^i.")] = 0.9,
     candidates: Annotated[
         int, typer.Option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
@@ -40,7 +40,7 @@ def run(
     from outpace.training.objectives.eagle import EagleOptions
 
     options = EagleOptions(
-        steps=steps_ttt, share=share, decay=decay, loss=loss, candidates=candidates, noise=noise, dropout=dropout,
+        steps_ttt=steps_ttt, share=share, decay=decay, loss=loss, candidates=candidates, noise=noise, dropout=dropout,
         depth=depth,
     )  # fmt: skip
     return train(common, its, open_run(its.job(), EagleShape(init=init, start=start), options))

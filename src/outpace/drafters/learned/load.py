@@ -49,48 +49,57 @@ def load_eagle(
     for option, value, most in (("branch", branch, MOST_BRANCH), ("levels", levels, MOST_LEVELS)):
         if value is not None and not 1 <= value <= most:
             raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
-    checkpoint = _fitting("eagle", path, context)
+    checkpoint, notes = _fitting("eagle", path, context)
     config = checkpoint.config
     assert isinstance(config, EagleConfig)
     if config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
     options = {} if branch is None else {"branch": branch}
     head = head_for(checkpoint, context, quantize, name)
-    return EagleDrafter(head, config.taps, name, context.target.info.vocab_size, most_levels=levels, **options)
+    made = EagleDrafter(head, config.taps, name, context.target.info.vocab_size, most_levels=levels, **options)
+    made.notes = notes
+    return made
 
 
 def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
     """``parallel:PATH``. Raises as ``load_eagle``."""
     from outpace.drafters.learned.parallel import ParallelDrafter
 
-    checkpoint = _fitting("parallel", path, context)
+    checkpoint, notes = _fitting("parallel", path, context)
     assert isinstance(checkpoint.config, ParallelConfig)
     blocks = blocks_for(checkpoint, context.target)
-    return ParallelDrafter(blocks, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
+    made = ParallelDrafter(blocks, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
+    made.notes = notes
+    return made
 
 
 def load_medusa(path: str, context: DraftContext) -> MedusaDrafter:
     """``medusa:PATH``. Raises as ``load_eagle``."""
     from outpace.drafters.learned.medusa import MedusaDrafter
 
-    checkpoint = _fitting("medusa", path, context)
+    checkpoint, notes = _fitting("medusa", path, context)
     config = checkpoint.config
     assert isinstance(config, MedusaConfig)
     heads, layer = heads_for(checkpoint, context.target), context.target.info.layers - 1
-    return MedusaDrafter(heads, config.heads, config.tree, layer, f"medusa:{path}")
+    made = MedusaDrafter(heads, config.heads, config.tree, layer, f"medusa:{path}")
+    made.notes = notes
+    return made
 
 
-def _fitting(method: str, path: str | Path, context: DraftContext) -> Checkpoint:
-    """The checkpoint in a folder, as it is used beside the target."""
+def _fitting(method: str, path: str | Path, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint in a folder, as it is used beside the target; what its user should know of it."""
     name, info = f"{method}:{path}", context.target.info
     checkpoint = read(path)
     if checkpoint.method != method:
         raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
     fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
     checkpoint = fit(checkpoint, info, fingerprint)
-    if said := stranger(checkpoint, info, fingerprint):
-        log.warning("%s: %s, so its drafts may rarely be accepted: train one beside this target", name, said)
-    return checkpoint
+    said = stranger(checkpoint, info, fingerprint)
+    if said is None:
+        return checkpoint, ()
+    note = f"{name}: {said}, so its drafts may rarely be accepted: train one beside this target"
+    log.warning("%s", note)
+    return checkpoint, (note,)
 
 
 def blocks_for(checkpoint: Checkpoint, target: Model) -> Blocks:

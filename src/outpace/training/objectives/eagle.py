@@ -13,8 +13,15 @@ from torch import Tensor
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.errors import ParameterError
 from outpace.training.chunks import sequence_weights
-from outpace.training.draft_head import DraftHead
-from outpace.training.losses import frozen_head_loss, loss_named
+from outpace.training.draft_head import Candidates, DraftHead
+from outpace.training.losses import (
+    LENGTH,
+    LOSSES,
+    expected_length,
+    frozen_head_loss,
+    head_acceptance,
+    length_slope,
+)
 from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.simulate import walk
@@ -24,12 +31,15 @@ from outpace.training.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions:
-    """``steps``: unrolled, the first included; ``share`` of the anchors go on after the first. ``decay``: step i counts
-    decay^i. ``candidates``: rows of the head a batch is trained against (0: the whole draft vocabulary). ``noise``: of
-    the taps, as a share of their root mean square; ``dropout``: of whole taps. ``depth``: tokens of a simulated chain.
+    """``loss``: of ``LOSSES``, or ``LENGTH``: of the expected accepted length of the unrolled chain.
+
+    ``steps_ttt``: unrolled, the first included (training-time test); ``share`` of the anchors go on after the first.
+    ``decay``: step i counts decay^i. ``candidates``: rows of the head a batch is trained against (0: the whole draft
+    vocabulary). ``noise``: of the taps, as a share of their root mean square; ``dropout``: of whole taps. ``depth``:
+    tokens of a simulated chain.
     """
 
-    steps: int = 3
+    steps_ttt: int = 3
     share: float = 1.0
     decay: float = 0.9
     loss: str = "ce"
@@ -40,8 +50,9 @@ class EagleOptions:
 
     def check(self) -> None:
         """Raises ParameterError."""
-        loss_named(self.loss)
-        for name, low, high in (("steps", 1, 16), ("share", 0.05, 1), ("decay", 0.05, 1), ("depth", 1, 16)):
+        if self.loss not in (*LOSSES, LENGTH):
+            raise ParameterError(f"the loss {self.loss!r} is not known: use one of {', '.join((*LOSSES, LENGTH))}")
+        for name, low, high in (("steps_ttt", 1, 16), ("share", 0.05, 1), ("decay", 0.05, 1), ("depth", 1, 16)):
             if not low <= getattr(self, name) <= high:
                 raise ParameterError(f"{name} {getattr(self, name)} is out of range: give {low} to {high}")
         for name in ("noise", "dropout"):
@@ -87,22 +98,46 @@ class EagleObjective:
             batch.starts,
             anchors,
         )
-        total = outputs[0].new_zeros(())
-        figures: dict[str, float] = {}
-        weights = sum(options.decay**s for s in range(options.steps))
-        sequence = batch.sequence
+        # Of each step: the anchors that count, what was put out there, and the row of the target's p.
+        steps = list[tuple[Tensor, Tensor, Tensor]]()
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
             mine = torch.nonzero(counts[at + s + 1]).flatten()
-            if not len(mine):
-                continue
-            each = torch.ones(len(mine))
-            weight = sequence_weights(each, sequence[at[mine]], batch.sequences, options.decay**s / weights)
-            its, said = frozen_head_loss(
-                normed[mine], rows.head, rows.offset, p[row[at[mine] + s + 1]], weight, options.loss
-            )
-            total = total + its
-            figures[f"accept{s}"], figures[f"agree{s}"] = said.mean(0).tolist()
-        return total, figures
+            steps.append((at[mine], normed[mine], row[at[mine] + s + 1]))
+        weights, whole = self._weights(batch, steps, p, rows)
+        name = "tv" if options.loss == LENGTH else options.loss
+        total = outputs[0].new_zeros(())
+        figures: dict[str, float] = {}
+        for s, ((_, normed, heard_at), weight) in enumerate(zip(steps, weights, strict=True)):
+            if len(normed):
+                its, said = frozen_head_loss(normed, rows.head, rows.offset, p[heard_at], weight, name)
+                total = total + its
+                figures[f"accept{s}"], figures[f"agree{s}"] = said.mean(0).tolist()
+        return total if whole is None else total + (whole - total.detach()), figures
+
+    def _weights(
+        self, batch: TrainBatch, steps: list[tuple[Tensor, Tensor, Tensor]], p: Tensor, rows: Candidates
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What each anchor's loss weighs at each step; and what the whole loss is, where that is not their sum.
+
+        With ``LENGTH``, step s of an anchor weighs what its acceptance adds to the expected length, as things are: so
+        the gradient is that of the share of unrolled steps that is not kept. A chain ends where a step does not count.
+        """
+        options, sequence, count = self.options, batch.sequence, len(steps)
+        if options.loss != LENGTH:
+            whole = sum(options.decay**s for s in range(count))
+            return [
+                sequence_weights(torch.ones(len(at)), sequence[at], batch.sequences, options.decay**s / whole)
+                for s, (at, _, _) in enumerate(steps)
+            ], None
+        accepted = torch.zeros(len(batch), count)
+        for s, (at, normed, heard_at) in enumerate(steps):
+            accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[heard_at])
+        first = steps[0][0]
+        each = torch.zeros(len(batch))
+        each[first] = sequence_weights(torch.ones(len(first)), sequence[first], batch.sequences) / count
+        slope = length_slope(accepted) * each[:, None]
+        kept = expected_length(accepted[first])
+        return [slope[at, s] for s, (at, _, _) in enumerate(steps)], torch.dot(each[first], count - kept)
 
     @torch.no_grad()
     def simulate(self, batch: TrainBatch) -> Simulated:
@@ -144,7 +179,7 @@ class EagleObjective:
         # An anchor goes on while any of its later predictions counts.
         useful = torch.zeros(len(batch), dtype=torch.bool)
         later: list[Tensor] = []
-        for s in range(self.options.steps - 1, 0, -1):
+        for s in range(self.options.steps_ttt - 1, 0, -1):
             reach = every[every + s + 2 <= ends]
             useful[reach] |= counts[reach + s + 1]
             later.append(reach[(useful & kept)[reach]])
