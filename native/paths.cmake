@@ -7,8 +7,9 @@ set(PATH_DEFINITIONS "")
 
 # outpace_path(NAME [BASE path] [BELOW path] [INSTRUCTION instruction] CPU feature... FLAGS flag...). BASE: a path whose functions
 # it takes over. INSTRUCTION: one that the assembler must know. With OUTPACE_HOST_PATHS a path is left out where this machine
-# lacks one of the features CPU (as the compiler calls them), or has the better path BELOW which this one stands. The flags of all paths are probed at once, which takes a fraction of a second;
-# where that fails, one by one.
+# lacks one of the features CPU (as the compiler calls them), or has the better path BELOW which this one stands (but for the
+# address sanitizer, which is to see every path that runs here). The flags of all paths are probed at once, which takes a
+# fraction of a second; where that fails, one by one.
 macro(outpace_path name)
   cmake_parse_arguments(PATH "" "BASE;BELOW;INSTRUCTION" "CPU;FLAGS" ${ARGN})
   string(REPLACE "-" "" id ${name})
@@ -38,7 +39,7 @@ macro(outpace_path name)
       list(APPEND missing "the path ${PATH_BASE}")
     endif()
   endif()
-  if(OUTPACE_HOST_PATHS AND PATH_BELOW IN_LIST BUILT)
+  if(OUTPACE_HOST_PATHS AND PATH_BELOW IN_LIST BUILT AND NOT OUTPACE_SANITIZE STREQUAL "address")
     set(unwanted TRUE)
   endif()
   if(OUTPACE_HOST_PATHS AND NOT missing AND NOT unwanted)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.drafters.learned.configs import Config
+from outpace.drafters.learned.configs import Config, Decoder, EagleConfig
 from outpace.drafters.lookup import datastore
 from outpace.models.formats.gguf import TYPES
 from outpace.training import export
@@ -226,4 +226,31 @@ def drafters() -> dict[str, Files]:
             path = Path(place)
             export.write(path, method, config, learned.random_tensors(config, head=True), {}, {})
             made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+    return made
+
+
+def eagles_target() -> bytes:
+    """A GGUF file of three layers, all the same: the target of ``eagles``."""
+    meta, tensors = _decoder("llama", "F32", 16, False, False)
+    layers = {name.replace("blk.0", f"blk.{i}"): its for name, its in tensors.items() for i in range(3)}
+    return gguf_file(meta | {"llama.block_count": 3} | _pieces(), layers)
+
+
+@cache
+def eagles() -> dict[str, Files]:
+    """EAGLE-3 drafters that run beside ``eagles_target``, without our checksum: damaged weights are built, too."""
+    decoder = Decoder(16, 1, _HEADS, _KV_HEADS, _WIDTH, _INNER, 1e-5, 5000.0, 64)
+    kinds = {
+        "tapped": EagleConfig(decoder, len(_WORDS), 7, (0, 1, 2), fc_norm=True, norm_output=True),
+        "plain": EagleConfig(decoder, len(_WORDS), len(_WORDS), (0, 1, 2), norm_before_residual=True),
+    }
+    made = {}
+    for name, config in kinds.items():
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place)
+            tensors = learned.random_tensors(config, head=True, embedding=name == "plain")
+            export.write(path, "eagle", config, tensors, {}, {})
+            made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+        theirs = {key: value for key, value in json.loads(made[name]["config.json"]).items() if key != "outpace"}
+        made[name]["config.json"] = json.dumps(theirs).encode()
     return made

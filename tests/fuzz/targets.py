@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,12 +12,14 @@ import numpy as np
 
 from outpace import _fast
 from outpace.drafters.learned import checkpoint
+from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.native_head import NativeHead
 from outpace.drafters.lookup.datastore import Datastore, Search
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
 from outpace.models.formats import safetensors
 from outpace.models.formats.gguf import GGUFFile
-from outpace.models.native.model import load_native
+from outpace.models.native.model import NativeModel, load_native
 from outpace.models.text.tokenizer import Tokenizer
 from tests.fuzz import seeds
 
@@ -98,6 +101,31 @@ def drafter(folder: Path) -> None:
         assert its.tensors[name].size >= 0
 
 
+@cache
+def _beside() -> NativeModel:
+    """The target of ``seeds.eagles``."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "model.gguf"
+        path.write_bytes(seeds.eagles_target())
+        return load_native(path, runtime=_runtime())
+
+
+def native_drafter(folder: Path) -> None:
+    """The native build of a drafter beside its target, its entries, and a draft."""
+    target = _beside()
+    its = checkpoint.fit(checkpoint.read(folder), target.info, None)
+    head = NativeHead(target, its, limit=1 << 22)
+    try:
+        n, vocab = min(5, head.max_length), target.info.vocab_size
+        taps = np.ones((n, len(its.config.taps), target.info.hidden_size), np.float32)
+        drafts = head.draft([Ask(0, np.arange(n, dtype=np.int32), taps, 6, 3, 2)])
+        assert all(0 <= token < vocab for token in drafts.row(0).tokens)
+        assert head.length(0) == n
+        head.check([0])
+    finally:
+        head.close()
+
+
 TARGETS = {
     "gguf": Target(seeds.gguf, gguf_header, 4),
     "tokenizer": Target(seeds.gguf, gguf_tokenizer, 3),
@@ -105,4 +133,5 @@ TARGETS = {
     "safetensors": Target(seeds.folders, native_folder, 4),
     "datastore": Target(seeds.datastores, datastore, 3),
     "drafter": Target(seeds.drafters, drafter, 2),
+    "native-drafter": Target(seeds.eagles, native_drafter, 2),
 }

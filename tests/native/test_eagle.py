@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from eagle_reference import Reference, grown, random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_helpers import BLOCKS, Tiny, dequantized, packed, random_bytes
+from native_helpers import BLOCKS, Tiny, dequantized, feed, packed, random_bytes
 
 from outpace import _native
 from outpace.drafters.learned.checkpoint import Checkpoint
@@ -350,8 +351,6 @@ def test_checkpoints_that_do_not_fit(target: NativeModel, rng: np.random.Generat
 
 def test_it_lives_beside_its_target(tiny: Tiny, rng: np.random.Generator) -> None:
     """Target and drafter compute in turn in the same working memory, and neither sees what the other left there."""
-    from native_helpers import feed
-
     model, other = (tiny.load("Q8_0", "llama", SIZES, threads=2) for _ in range(2))
     head = NativeHead(model, random_checkpoint(rng, config(), sharp=2.0))
     lone = NativeHead(other, random_checkpoint(np.random.default_rng(1), config(), sharp=2.0))
@@ -368,3 +367,31 @@ def test_it_lives_beside_its_target(tiny: Tiny, rng: np.random.Generator) -> Non
     assert len(head.draft([Ask(0, *more, 4, 4, 1)]).row(0)) == 4
     head.close()
     other.close()
+
+
+def test_drafters_and_their_target_compute_for_threads_of_python_at_once(
+    target: NativeModel, rng: np.random.Generator
+) -> None:
+    checkpoint = random_checkpoint(rng, config(norm_output=True), sharp=2.0)
+    heads = [NativeHead(target, checkpoint) for _ in range(3)]
+    ask, text = Ask(0, *entries(rng, 70), 12, 4, 3, chooser(0.8)), rng.integers(0, VOCAB, 40)
+    said = feed(target, target.kv.alloc(), text)
+    drafted = heads[0].draft([ask])
+    heads[0].release(0)
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            if i < len(heads):
+                assert same(heads[i].draft([ask]), drafted)
+                heads[i].check([0])
+                heads[i].release(0)
+                heads[i].take_timings()
+            else:
+                row = target.kv.alloc()
+                assert np.array_equal(feed(target, row, text, 9), said)
+                target.kv.free(row)
+
+    with ThreadPoolExecutor(len(heads) + 1) as threads:
+        list(threads.map(work, range(len(heads) + 1)))
+    for head in heads:
+        head.close()

@@ -45,7 +45,7 @@ def run(code: str, *arguments: object, env: dict[str, str] | None = None, stack:
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path, **(env or {})},
+        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": path, **(env or {})},
         preexec_fn=None if stack is None else limit,
     )  # fmt: skip
 
@@ -221,7 +221,7 @@ class Meddler:
 
     def calls(self, call: Callable[[], Any]) -> None:
         self._thread.start()
-        survived, until = 0, time.monotonic() + 30
+        survived, until = 0, time.monotonic() + 120
         try:
             while survived < 3:
                 assert time.monotonic() < until, "nothing was written during a call"
