@@ -99,7 +99,7 @@ if(OUTPACE_X86)
   endif()
 endif()
 
-if(OUTPACE_HOST_PATHS AND BUILT)
+if(OUTPACE_HOST_PATHS AND BUILT AND NOT OUTPACE_SANITIZE)
   list(APPEND LEFT_OUT "portable (only what this machine needs was asked for)")
 else()
   list(APPEND BUILT portable)

@@ -45,7 +45,9 @@ struct HeldDatastore {
 
 // What drafts in steps that need no Python; see step.cpp.
 void bind_lookups(nb::module_& m) {
-    nb::class_<Lookup>(m, "Lookup");
+    nb::class_<Lookup>(m, "Lookup")
+        .def_prop_ro("taps", [](const Lookup& x) { return nb::tuple(nb::cast(x.taps())); })
+        .def_prop_ro("stepwise", &Lookup::stepwise);
     nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
         .def(nb::init<int, int, std::vector<double>>(), "least"_a, "most"_a, "hit"_a);
     nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")
@@ -54,13 +56,13 @@ void bind_lookups(nb::module_& m) {
              "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
     nb::class_<ComposedLookup, Lookup>(m, "ComposedLookup")
         .def("__init__",
-             [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback) {
+             [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
                  if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
                  std::vector<ComposedLookup::Part> each;
                  for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
-                 new (self) ComposedLookup(std::move(each));
+                 new (self) ComposedLookup(std::move(each), sure, deep);
              },
-             "parts"_a, "fallback"_a, nb::keep_alive<1, 2>());
+             "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
     nb::class_<SuffixRows, Lookup>(m, "SuffixRows")
         .def("__init__",
              [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,

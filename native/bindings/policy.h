@@ -175,9 +175,11 @@ public:
 
     // For a step in C++ (step.cpp): the policy itself, and what its numbers stand for.
     Policy& policy() { return policy_; }
-    // A row of a drafter that looks tokens up, or of none, under `coupled`.
-    void admit(int64_t row, int64_t request, double temperature, const nb::object& drafter) {
-        if (!policy_.knows(row, request)) policy_.admit(row, {request, sampling_of(temperature), false, number_of(drafters_, drafter), -1, false, true});
+    // A row under `coupled`, of a drafter whose nodes may be dropped, or of none.
+    void admit(int64_t row, int64_t request, double temperature, const nb::object& drafter, const nb::object& levels, bool nodes) {
+        if (policy_.knows(row, request)) return;
+        const int source = levels.is_none() ? -1 : number_of(numbers_, levels);
+        policy_.admit(row, {request, sampling_of(temperature), false, number_of(drafters_, drafter), source, nodes, true});
     }
     const std::vector<int>& numbers(const nb::object& names) {
         number(names);

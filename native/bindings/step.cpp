@@ -1,34 +1,29 @@
-// A step of rows that need no Python: drafts from lookups, the policy, one forward, verdicts, the rows' cache. What
-// engine/step.py, engine/drafting.py and engine/verifier.py do is the reference, value for value; engine/native.py calls this.
+// A step of rows that need no Python: drafts, the policy, one forward, verdicts, the rows' cache, and what their drafters
+// hear of it. What engine/step.py and engine/verifier.py do is the reference, value for value; engine/native.py calls this.
 //
 // Between two forwards every line of code and data is cold, so what counts is how much different code runs.
 #include <chrono>
-#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
-#include <string>
+#include <utility>
 #include <vector>
 
+#include <nanobind/stl/pair.h>
+
 #include "bindings/bindings.h"
-#include "bindings/policy.h"
-#include "bindings/step_rows.h"
+#include "bindings/step_drafts.h"
 #include "model/walk.h"
 
 namespace outpace {
 namespace {
 
-template <class Item, class Made>
-nb::object filled(Made&& array, const std::vector<Item>& values) {
-    std::copy(values.begin(), values.end(), array.data);
-    return array.object;
-}
-
 class Stepper {
 public:
-    // `target`: the source of tokens that no draft had.
-    Stepper(int layers, nb::str target) : layers_(layers), target_(std::move(target)) {}
+    // `target`: the source of tokens that no draft had. `taps`: layers that drafters read.
+    Stepper(int layers, nb::str target, std::vector<int> taps) : layers_(layers), target_(std::move(target)), taps_(std::move(taps)) {}
     Stepper(const Stepper&) = delete;
 
     // rows: (StepRow, tokens, how many are committed, most nodes). policy: None, where every row gets as many as it may.
@@ -37,17 +32,16 @@ public:
         const auto begun = Clock::now();
         model_ = &model;
         result_.reset();
+        states_.reset();
         struct Given {  // the rows' tokens, whatever happens
             std::deque<RowNow>& rows;
             ~Given() {
                 for (RowNow& now : rows) now.tokens.reset();
             }
         } const given{rows_};
-        take(rows);
-        held_ = policy;
-        policy_ = policy.is_none() || !planned_ ? nullptr : nb::cast<BoundPolicy*>(policy);
+        drafts_.take(rows);
         try {
-            draft();
+            drafts_.draft(policy, model.vocab());
         } catch (const nb::python_error&) {
             throw;
         } catch (const std::exception& error) {
@@ -68,18 +62,39 @@ public:
 
     // What the policy makes of the step that was: seconds that drafting took, and all else.
     void learn(double draft, double body) {
-        if (policy_) policy_->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), {draft, body});
+        if (BoundPolicy* policy = drafts_.policy()) policy->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), {draft, body});
     }
 
     // The last step's drafts before and after the policy, its verdicts and decisions, as the arrays of Drafts and Verdicts.
     nb::tuple record() const {
         nb::list decisions;
-        for (size_t i = 0; policy_ && i < rows_.size(); ++i) decisions.append(policy_->decision(i));
+        const BoundPolicy* policy = drafts_.policy();
+        for (size_t i = 0; policy && i < rows_.size(); ++i) decisions.append(policy->decision(i));
         const auto b = static_cast<Py_ssize_t>(rows_.size()), w = static_cast<Py_ssize_t>(kept().width);
         const nb::tuple verdicts = nb::make_tuple(filled(IntArray({b, w + 1}), gained_), filled(IntArray({b}), accepted_),
                                                   filled(IntArray({b, w}), path_));
-        return nb::make_tuple(drafts(proposed_, true), all_kept_ ? nb::none() : nb::object(drafts(kept_, false)), verdicts,
-                              policy_ ? nb::object(decisions) : nb::none(), filled(IntArray({b + 1}), starts_));
+        return nb::make_tuple(drafts_.before(), drafts_.after(), verdicts, policy ? nb::object(decisions) : nb::none(),
+                              filled(IntArray({b + 1}), starts_));
+    }
+
+    // The drafters of rows hear what became final: (row of the step, how many of its verdict's tokens). Throws what they throw.
+    void observe(const std::vector<std::pair<int, int>>& rows) {
+        if (!states_) throw std::invalid_argument("the last step kept no hidden states, or rows of it were undecided");
+        std::map<Lookup*, std::vector<Final>> heard;
+        const size_t w = static_cast<size_t>(kept().width);
+        for (const auto& [row, count] : rows) {
+            const auto i = static_cast<size_t>(row);
+            if (row < 0 || i >= rows_.size() || count < 1 || count > accepted_[i] + 1 || !reads(rows_[i])) throw std::invalid_argument("no row of the last step");
+            Final final{rows_[i].its->row, static_cast<int>(rows_[i].length) - 1, {}, {}};
+            for (int n = 0; n < count; ++n) {
+                const int32_t slot = n ? path_[i * w + static_cast<size_t>(n) - 1] + 1 : 0;
+                final.tokens.push_back(gained_[i * (w + 1) + static_cast<size_t>(n)]);
+                final.places.push_back(places_[static_cast<size_t>(starts_[i] + slot)]);
+            }
+            heard[rows_[i].its->lookup].push_back(std::move(final));
+        }
+        nb::gil_scoped_release release;
+        for (const auto& [lookup, its] : heard) lookup->observe(its, {states_.get(), taps_});
     }
 
     // The forward's result, where some row was left undecided.
@@ -91,128 +106,8 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    const Nodes& kept() const { return all_kept_ ? proposed_ : kept_; }
-
-    void take(const nb::list& rows) {
-        rows_.clear();
-        planned_ = false;
-        if (rows.size() == 0) throw std::invalid_argument("a step has at least one row");
-        for (const nb::handle one : rows) {
-            const nb::tuple given = nb::borrow<nb::tuple>(one);
-            if (!nb::isinstance<StepRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most)");
-            RowNow& now = rows_.emplace_back();
-            now.its = nb::inst_ptr<StepRow>(given[0]);
-            now.tokens.emplace(nb::handle(given[1]).ptr());
-            const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
-            if (length < 1 || length > now.tokens->size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
-            now.length = static_cast<size_t>(length);
-            now.most = now.its->lookup ? static_cast<int>(most) : 0;
-            now.asked = now.most;
-            now.pending = now.tokens->data()[length - 1];
-            now.settled = false;
-            planned_ = planned_ || now.its->lookup;
-        }
-    }
-
-    // engine/drafting.py: plan, propose, trim.
-    void draft() {
-        all_kept_ = true;
-        names_ = nb::tuple();
-        if (!planned_) return proposed_.clear(rows_.size(), 0);
-        if (policy_) {
-            views_.clear();
-            for (const RowNow& now : rows_) {
-                const StepRow& its = *now.its;
-                policy_->admit(its.row, its.request, its.sampling.temperature, its.drafter);
-                views_.push_back({its.row, its.adaptive, now.most, static_cast<double>(now.length - 1)});
-            }
-            policy_->policy().plan(views_, 0);
-            for (size_t i = 0; i < rows_.size(); ++i) rows_[i].asked = policy_->policy().nodes(i);
-        }
-        propose();
-        if (policy_) trim();
-    }
-
-    void propose() {
-        found_.assign(rows_.size(), {});
-        std::vector<char> done(rows_.size());
-        std::vector<nb::object> names;
-        std::vector<std::vector<int>> number(rows_.size());  // of each row's sources among `names`
-        int widest = 0;
-        for (size_t first = 0; first < rows_.size(); ++first) {
-            if (done[first] || !rows_[first].asked) continue;
-            asked_.clear();
-            at_.clear();
-            for (size_t i = first; i < rows_.size(); ++i) {
-                const RowNow& now = rows_[i];
-                if (!now.asked || now.its->lookup != rows_[first].its->lookup) continue;
-                asked_.push_back({now.its->row, now.its->request, now.its->prompt, now.tokens->data(), now.length, now.asked});
-                at_.push_back(i);
-                done[i] = 1;
-            }
-            rows_[first].its->lookup->propose(asked_, trees_);
-            std::vector<int> its;
-            for (const nb::handle name : rows_[first].its->names) {
-                size_t n = 0;
-                while (n < names.size() && !names[n].equal(name)) ++n;
-                if (n == names.size()) names.push_back(nb::borrow(name));
-                its.push_back(static_cast<int>(n));
-            }
-            for (size_t i = 0; i < at_.size(); ++i) {
-                found_[at_[i]] = std::move(trees_[i]);
-                number[at_[i]] = its;
-                widest = std::max(widest, static_cast<int>(found_[at_[i]].tokens.size()));
-            }
-        }
-        nb::list all;
-        for (const nb::object& name : names) all.append(name);
-        names_ = nb::tuple(all);
-        proposed_.clear(rows_.size(), widest);
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            const SourcedTree& tree = found_[i];
-            const size_t k = tree.tokens.size(), to = proposed_.at(i);
-            if (k > static_cast<size_t>(rows_[i].asked)) throw std::runtime_error("a lookup proposed more nodes than were asked for");
-            proposed_.widths[i] = static_cast<int32_t>(k);
-            for (size_t n = 0; n < k; ++n) {
-                if (tree.tokens[n] < 0 || tree.tokens[n] >= model_->vocab())
-                    throw std::runtime_error("a lookup proposed a token that is not in the vocabulary of " + std::to_string(model_->vocab()));
-                proposed_.tokens[to + n] = tree.tokens[n];
-                proposed_.parents[to + n] = tree.parents[n];
-                proposed_.chains = proposed_.chains && tree.parents[n] == static_cast<int32_t>(n) - 1;
-                proposed_.gains[to + n] = static_cast<float>(tree.gains[n]);
-                proposed_.sources[to + n] = static_cast<uint8_t>(number[i][static_cast<size_t>(tree.sources[n])]);
-            }
-        }
-    }
-
-    void trim() {
-        const bool none = names_.size() == 0;  // nobody was asked
-        const std::vector<int>& sources = policy_->numbers(names_);
-        Policy& policy = policy_->policy();
-        policy.trim({proposed_.widths.data(), proposed_.chains ? nullptr : proposed_.parents.data(), none ? nullptr : proposed_.gains.data(),
-                     names_.size() > 1 ? proposed_.sources.data() : nullptr, static_cast<size_t>(proposed_.width), sources.data(), false},
-                    policy_->explain());
-        size_t widest = 0;
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            all_kept_ = all_kept_ && static_cast<int32_t>(policy.kept(i).size()) == proposed_.widths[i];
-            widest = std::max(widest, policy.kept(i).size());
-        }
-        if (all_kept_) return;
-        kept_.clear(rows_.size(), static_cast<int>(widest));
-        kept_.chains = proposed_.chains;
-        std::vector<int32_t> place(static_cast<size_t>(proposed_.width));
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            const std::vector<int>& nodes = policy.kept(i);
-            kept_.widths[i] = static_cast<int32_t>(nodes.size());
-            for (size_t n = 0; n < nodes.size(); ++n) {
-                const size_t old = proposed_.at(i) + static_cast<size_t>(nodes[n]), at = kept_.at(i) + n;
-                place[static_cast<size_t>(nodes[n])] = static_cast<int32_t>(n);
-                kept_.tokens[at] = proposed_.tokens[old];
-                kept_.parents[at] = proposed_.parents[old] < 0 ? -1 : place[static_cast<size_t>(proposed_.parents[old])];
-                kept_.sources[at] = proposed_.sources[old];
-            }
-        }
-    }
+    const Nodes& kept() const { return drafts_.kept(); }
+    static bool reads(const RowNow& row) { return row.its->lookup && !row.its->lookup->taps().empty(); }
 
     // Pending tokens with their drafts, packed and run.
     void forward() {
@@ -234,8 +129,11 @@ private:
             }
             starts_.push_back(static_cast<int32_t>(at));
         }
+        tapped_.clear();
+        for (const RowNow& row : rows_) tapped_.push_back(reads(row));
+        const bool any = std::any_of(tapped_.begin(), tapped_.end(), [](uint8_t tapped) { return tapped; });
         const BatchView batch{static_cast<int>(n), static_cast<int>(rows_.size()), static_cast<int>(n), token_.data(), row_.data(), position_.data(),
-                              parent_.data(), starts_.data(), wanted_.data(), {}, layers_, nullptr, nullptr};
+                              parent_.data(), starts_.data(), wanted_.data(), any ? taps_ : std::vector<int>(), layers_, tapped_.data(), nullptr};
         std::lock_guard<std::mutex> lock(model_->lock());
         result_ = model_->forward(batch);
         threads_ = result_->threads;
@@ -263,6 +161,8 @@ private:
         });
         decided_ = std::all_of(accepted_.begin(), accepted_.end(), [](int32_t accepted) { return accepted >= 0; });
         if (!decided_) return;
+        states_ = result_->taps;
+        places_ = std::move(result_->tap_place);
         std::lock_guard<std::mutex> lock(model_->lock());
         for (size_t i = 0; i < b; ++i) rows_[i].settled = settle(i);
     }
@@ -296,7 +196,7 @@ private:
             for (int32_t n = 0; n < accepted_[i]; ++n) {
                 const int32_t node = path_[from + static_cast<size_t>(n)];
                 path.append(node);
-                sources.append(name_of(from + static_cast<size_t>(node)));
+                sources.append(drafts_.name_of(from + static_cast<size_t>(node)));
             }
             for (int32_t n = 0; n <= accepted_[i]; ++n) tokens.append(gained_[i * (w + 1) + static_cast<size_t>(n)]);
             sources.append(target_);
@@ -306,12 +206,12 @@ private:
                 const int32_t above = nodes.parents[from + n];
                 depths_[n] = above < 0 ? 1 : depths_[static_cast<size_t>(above)] + 1;
                 levels = std::max(levels, depths_[n]);
-                named.append(name_of(from + n));
+                named.append(drafts_.name_of(from + n));
             }
             int size = nodes.widths[i];
             nb::object expected = nb::none();
-            if (policy_) {
-                const Policy::Said& its = policy_->policy().said(i);
+            if (BoundPolicy* policy = drafts_.policy()) {
+                const Policy::Said& its = policy->policy().said(i);
                 size = its.size;
                 if (its.expected > 0.0) expected = nb::float_(its.expected);
             }
@@ -320,33 +220,19 @@ private:
         return nb::make_tuple(said, threads_, seconds(drafting), seconds(computing), seconds(verifying), decided_);
     }
 
-    nb::handle name_of(size_t node) const { return PyTuple_GetItem(names_.ptr(), kept().sources[node]); }
-
-    nb::tuple drafts(const Nodes& nodes, bool confident) const {
-        const auto b = static_cast<Py_ssize_t>(rows_.size()), w = static_cast<Py_ssize_t>(nodes.width);
-        nb::object parents = nb::none(), gains = nb::none(), source = nb::none();
-        if (!nodes.chains) parents = filled(IntArray({b, w}), nodes.parents);
-        if (confident && names_.size()) gains = filled(Array<float>(Names::get().float32, {b, w}), nodes.gains);
-        if (names_.size() > 1) source = filled(Array<uint8_t>(Names::get().uint8, {b, w}), nodes.sources);
-        return nb::make_tuple(filled(IntArray({b, w}), nodes.tokens), filled(IntArray({b}), nodes.widths), parents, nb::none(), gains, source, names_);
-    }
-
     Model* model_ = nullptr;  // in a step
     const int layers_;
     const nb::str target_;
+    const std::vector<int> taps_;
     // The step that is under way, or was the last one.
-    nb::object held_;  // keeps the policy alive
-    BoundPolicy* policy_ = nullptr;
-    std::deque<RowNow> rows_;
-    bool planned_ = false, all_kept_ = true, decided_ = true;
+    StepDrafts drafts_;
+    std::deque<RowNow>& rows_ = drafts_.rows();
+    bool decided_ = true;
     int threads_ = 0;
-    nb::tuple names_;  // of sources
-    Nodes proposed_, kept_;
-    std::vector<Policy::View> views_;
-    std::vector<Asked> asked_;
-    std::vector<size_t> at_;
-    std::vector<SourcedTree> trees_, found_;
     std::vector<int32_t> token_, row_, position_, parent_, starts_, wanted_, gained_, accepted_, path_, slots_;
+    std::vector<int32_t> places_;       // where packed tokens stand among the tapped
+    std::shared_ptr<float[]> states_;  // of those, where all rows were decided
+    std::vector<uint8_t> tapped_;
     std::vector<int> depths_;
     std::vector<Chooser> choosers_;
     std::unique_ptr<Result> result_;
@@ -359,17 +245,19 @@ void bind_step(nb::module_& m) {
     nb::class_<StepRow>(m, "StepRow")
         .def("__init__",
              [](StepRow* self, int32_t row, int64_t request, int64_t prompt, bool adaptive, nb::str drafter, const nb::object& lookup,
-                nb::tuple names, const nb::tuple& chooser) {
+                nb::tuple names, const nb::tuple& chooser, const nb::object& levels, bool nodes) {
                  Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
                  if (its && names.size() == 0) throw std::invalid_argument("a lookup's sources need names");
-                 new (self) StepRow{row, request, prompt, adaptive, drafter, lookup, its, names, sampling_of(chooser)};
+                 new (self) StepRow{row, request, prompt, adaptive, drafter, lookup, its, names, sampling_of(chooser), levels, nodes};
              },
-             "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "chooser"_a);
+             "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "chooser"_a,
+             "levels"_a.none(), "nodes"_a);
     nb::class_<Stepper>(m, "Stepper")
-        .def(nb::init<int, nb::str>(), "layers"_a, "target"_a)
+        .def(nb::init<int, nb::str, std::vector<int>>(), "layers"_a, "target"_a, "taps"_a)
         .def("step", &Stepper::step, "model"_a, "policy"_a.none(), "rows"_a)
         .def("learn", &Stepper::learn, "draft"_a, "body"_a)
         .def("record", &Stepper::record)
+        .def("observe", &Stepper::observe, "rows"_a)
         .def("result", &Stepper::result);
 }
 

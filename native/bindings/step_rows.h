@@ -26,6 +26,8 @@ struct StepRow {
     Lookup* lookup;            // null: it decodes plainly
     nb::tuple names;           // of the lookup's sources
     Sampling sampling;         // `index` aside
+    nb::object levels;         // the source that takes a forward for every level, or None; as `nodes`, see Python's DraftCost
+    bool nodes;
 };
 
 // Nodes of B rows, at most `width` each: Drafts of exact/drafts.py.
@@ -51,7 +53,7 @@ struct Nodes {
 
 struct RowNow {  // a row in this step
     const StepRow* its;
-    int most, asked;
+    int most, asked, levels;
     size_t length;
     std::optional<IntView> tokens;
     int32_t pending;

@@ -92,30 +92,68 @@ void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<Source
     }
 }
 
-void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
-    std::vector<std::vector<SourcedTree>> found(rows.size());  // by row, then part
-    std::vector<SourcedTree> its;
+ComposedLookup::ComposedLookup(std::vector<Part> parts, double sure, int deep) : parts_(std::move(parts)), sure_(sure), deep_(deep) {
+    for (const Part& part : parts_) {
+        if (stepwise_ && part.lookup->stepwise()) throw std::invalid_argument("only one part may take forwards of its own");
+        stepwise_ = stepwise_ || part.lookup->stepwise();
+        layers_.insert(layers_.end(), part.lookup->taps().begin(), part.lookup->taps().end());
+    }
+    std::sort(layers_.begin(), layers_.end());
+    layers_.erase(std::unique(layers_.begin(), layers_.end()), layers_.end());
+}
+
+// What a part proposes for rows that are not spared.
+void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std::vector<char>& spared, Found& found) {
     std::vector<Asked> asked;
     std::vector<size_t> at;
-    for (size_t j = 0; j < parts_.size(); ++j) {
-        asked.clear();
-        at.clear();
-        for (size_t i = 0; i < rows.size(); ++i) {
-            const bool before = std::any_of(found[i].begin(), found[i].end(), [](const SourcedTree& tree) { return !tree.tokens.empty(); });
-            found[i].emplace_back();
-            if (parts_[j].fallback && before) continue;
-            asked.push_back(rows[i]);
-            at.push_back(i);
-        }
-        if (asked.empty()) continue;
-        parts_[j].lookup->propose(asked, its);
-        for (size_t i = 0; i < at.size(); ++i) {
-            std::fill(its[i].sources.begin(), its[i].sources.end(), static_cast<int>(j));
-            found[at[i]][j] = std::move(its[i]);
-        }
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const bool before = std::any_of(found[i].begin(), found[i].begin() + static_cast<std::ptrdiff_t>(part), [](const SourcedTree& tree) { return !tree.tokens.empty(); });
+        if (spared[i] || (parts_[part].fallback && before)) continue;
+        asked.push_back(rows[i]);
+        at.push_back(i);
     }
+    if (asked.empty()) return;
+    std::vector<SourcedTree> its;
+    parts_[part].lookup->propose(asked, its);
+    for (size_t i = 0; i < at.size(); ++i) {
+        std::fill(its[i].sources.begin(), its[i].sources.end(), static_cast<int>(part));
+        found[at[i]][part] = std::move(its[i]);
+    }
+}
+
+bool ComposedLookup::is_sure(const SourcedTree& tree, int levels) const {
+    if (levels <= 0) return false;
+    std::vector<int> depths(tree.tokens.size());
+    for (size_t n = 0; n < depths.size(); ++n) {
+        depths[n] = tree.parents[n] < 0 ? 1 : depths[static_cast<size_t>(tree.parents[n])] + 1;
+        if (tree.gains[n] >= sure_ && depths[n] >= std::min(levels, deep_)) return true;
+    }
+    return false;
+}
+
+void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+    Found found(rows.size(), std::vector<SourcedTree>(parts_.size()));
+    std::vector<char> spared(rows.size());
+    for (size_t j = 0; j < parts_.size(); ++j)
+        if (!parts_[j].lookup->stepwise()) ask(j, rows, spared, found);
     trees.clear();
     for (size_t i = 0; i < rows.size(); ++i) trees.push_back(merge(found[i], rows[i].size));
+    if (!stepwise_) return;
+    for (size_t i = 0; i < rows.size(); ++i) spared[i] = rows[i].adaptive && is_sure(trees[i], rows[i].levels);
+    for (size_t j = 0; j < parts_.size(); ++j) {
+        if (!parts_[j].lookup->stepwise()) continue;
+        ask(j, rows, spared, found);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const int levels = std::max(found[i][j].levels, 0);
+            if (!found[i][j].tokens.empty()) trees[i] = merge({std::move(trees[i]), std::move(found[i][j])}, rows[i].size);
+            trees[i].levels = levels;
+        }
+    }
+}
+
+void ComposedLookup::observe(const std::vector<Final>& rows, const States& states) {
+    for (const Part& part : parts_)
+        if (!part.lookup->taps().empty()) part.lookup->observe(rows, states);
 }
 
 }  // namespace outpace

@@ -1,5 +1,5 @@
-// Drafters that look tokens up, for whole steps in C++: what drafters/lookup/* and drafters/composed.py do with the same
-// searches, row for row. Those are the reference.
+// Drafters for whole steps in C++: what drafters/lookup/* and drafters/composed.py do with the same searches, row for row.
+// Those are the reference. Learned ones, which hear what became final, are in learned.h.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@
 #include "drafting/datastore.h"
 #include "drafting/merge.h"
 #include "drafting/suffix.h"
+#include "sampling/choose.h"
 
 namespace outpace {
 
@@ -20,6 +21,20 @@ struct Asked {  // a row that is to be drafted for
     const int32_t* tokens;  // all that are committed
     size_t n;
     int size;  // most nodes, at least 1
+    int levels = -1;  // that a drafter may take a forward each for; -1: as many as nodes
+    bool adaptive = false;  // the policy chooses, not the request
+    const Sampling* sampling = nullptr;  // its `index` aside; null: greedy
+};
+
+struct Final {  // a row's tokens that were committed in a step, and where the positions before them stand among the tapped
+    int64_t row;
+    int first;  // position before the first token
+    std::vector<int32_t> tokens, places;
+};
+
+struct States {  // hidden states of tapped positions [..][layers][hidden]
+    const float* values;
+    const std::vector<int>& layers;
 };
 
 class Lookup {
@@ -27,6 +42,14 @@ public:
     virtual ~Lookup() = default;
     // A tree for each row; what `trees` held before is overwritten.
     virtual void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) = 0;
+    // Layers of the target whose outputs `observe` reads, ascending; none: there is nothing to hear.
+    virtual const std::vector<int>& taps() const {
+        static const std::vector<int> none;
+        return none;
+    }
+    // Whether it takes a forward of its own for every level.
+    virtual bool stepwise() const { return false; }
+    virtual void observe(const std::vector<Final>&, const States&) {}
 };
 
 class NgramLookup : public Lookup {
@@ -88,11 +111,23 @@ public:
         Lookup* lookup;  // outlives the composition
         bool fallback;   // asked only where the parts before it have proposed nothing
     };
-    explicit ComposedLookup(std::vector<Part> parts) : parts_(std::move(parts)) {}
+    // A path of `deep` levels, or as many as the network may take, with the chance `sure`, spares its forwards: drafters/composed.py.
+    ComposedLookup(std::vector<Part> parts, double sure, int deep);
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    const std::vector<int>& taps() const override { return layers_; }
+    bool stepwise() const override { return stepwise_; }
+    void observe(const std::vector<Final>& rows, const States& states) override;
 
 private:
+    using Found = std::vector<std::vector<SourcedTree>>;  // by row, then part
+    void ask(size_t part, const std::vector<Asked>& rows, const std::vector<char>& spared, Found& found);
+    bool is_sure(const SourcedTree& tree, int levels) const;
+
     std::vector<Part> parts_;
+    const double sure_;
+    const int deep_;
+    std::vector<int> layers_;
+    bool stepwise_ = false;
 };
 
 }  // namespace outpace

@@ -16,6 +16,7 @@ struct SourcedTree {
     std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
     std::vector<double> gains;
     std::vector<int> sources;
+    int levels = -1;  // forwards that it took, one a level; -1: none that count
 };
 
 inline SourcedTree merge(const std::vector<SourcedTree>& proposals, int budget) {

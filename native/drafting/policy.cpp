@@ -25,8 +25,9 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     if (steps_.size() < count_) steps_.resize(count_);
     prefill_ = prefill;
     fixed_ = verified_ = tried_ = instead_ = 0;
-    first_ = red_ = false;
-    asked_ = 0.0;
+    first_ = red_ = network_try_ = false;
+    asked_ = levels_ = 0.0;
+    rests_ = std::max(rests_ - 1, 0);
     for (Asking& asking : asking_) asking.rows = asking.levels = 0;
     double cached = 0.0;
     bool fixed = false, any = false;
@@ -36,7 +37,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.row = &rows_.at(views[i].row);
         step.kind = step.row->kind;
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
-        step.there = false;
+        step.there = step.asks = false;
         step.kept.clear();
         step.gains.clear();
         step.said = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0};
@@ -84,7 +85,8 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         if (step.kind.levels >= 0) asking.levels = std::max(asking.levels, step.levels);
         first_ = first_ || !step.row->proposals;
     }
-    asked_ = drafting() / unit_;
+    levels_ = forwards() / unit_;
+    asked_ = asking() / unit_ + levels_;
 }
 
 // Whether a draft that is verified whole or not at all is worth asking for, by what such drafts have brought.
@@ -100,7 +102,7 @@ bool Policy::plan_whole(Step& step) {
     step.said.price = loss * rate();
     step.said.brings = gain;
     step.said.expected = (1.0 + gain) / (1.0 + loss);
-    const bool pays = !red_ && gain > rate() * loss && trusted(row) && !too_risky(nodes, gain);
+    const bool pays = !red_ && gain > rate() * loss && trusted(row) && !too_risky(nodes, gain, capital_);
     const double missing = loss - gain / static_cast<double>(count_);
     if (pays || (bears(loss) && may_try(missing, nodes, gain))) return true;
     step.said.why = trusted(row) ? Why::Dear : Why::Lost;
@@ -133,7 +135,7 @@ void Policy::plan_levels(int drafter) {
             const Chance& chance = chances_.table(step.kind.levels, step.kind.sampling).levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
             const double its = chance.given(Chances::kUnknown);
             gains[i] *= its / (its + (1.0 - its) * row.odds[l > 1]);
-            if (red_ || !trusted(row)) continue;
+            if (!may_ask(row)) continue;
             passed += gains[i];
             nodes.push_back({-gains[i], static_cast<int>(i), l});
         }
@@ -145,7 +147,7 @@ void Policy::plan_levels(int drafter) {
         int chosen = 0;
         for (int n = 1; n <= static_cast<int>(nodes.size()); ++n) {
             tokens -= nodes[static_cast<size_t>(n) - 1].negative;
-            if (too_risky(n, tokens)) break;
+            if (too_risky(n, tokens, std::min(capital_, network_))) break;
             const double value = tokens - rate() * (more(n) + l * level);
             if (value > here) here = value, chosen = n;
         }
@@ -167,10 +169,11 @@ void Policy::plan_levels(int drafter) {
     }
     if (top <= 0.0) {
         const double loss = level + more(1);
-        if (bears(loss) && may_try(loss - first / static_cast<double>(count_), 1, first))
+        if (!rests_ && bears(loss) && may_try(loss - first / static_cast<double>(count_), 1, first, true))
             for (size_t i = 0; i < count_; ++i)
-                if (steps_[i].kind.drafter == drafter && adaptive(steps_[i]) && steps_[i].nodes && gains[i] < 1.0) {
+                if (steps_[i].kind.drafter == drafter && steps_[i].kind.levels >= 0 && adaptive(steps_[i]) && steps_[i].nodes && gains[i] < 1.0) {
                     best[i] = 1;
+                    steps_[i].asks = true;
                     break;
                 }
     }
@@ -194,7 +197,8 @@ void Policy::count_levels(const int32_t* levels) {
         Asking& asking = asking_[static_cast<size_t>(steps_[i].kind.drafter)];
         asking.levels = std::max(asking.levels, levels[i]);
     }
-    asked_ = drafting() / unit_;
+    levels_ = forwards() / unit_;
+    asked_ = asking() / unit_ + levels_;
 }
 
 void Policy::trim(const Proposal& drafts, bool all) {
@@ -233,11 +237,14 @@ void Policy::trim(const Proposal& drafts, bool all) {
         step.said.why = !adaptive(step) ? Why::Fixed : step.trims ? Why::Dear : Why::Drafts;
         if (!step.trims) {
             for (int n = 0; n < drafts.widths[i]; ++n) step.kept.push_back(n);
-        } else if (!red_ && trusted(*step.row)) {
-            for (size_t n = 0; n < step.gains.size(); ++n)
-                if (step.gains[n] >= floor || !n) free_.push_back({-step.gains[n], static_cast<int>(i), static_cast<int>(n)});
         } else {
-            step.said.why = Why::Lost;
+            const bool others = !red_ && trusted(*step.row), network = step.asks || may_ask(*step.row);
+            std::vector<char> may(step.gains.size());
+            for (size_t n = 0; n < step.gains.size(); ++n) {
+                may[n] = (is_network(step, n) ? network : others) && (step.parents[n] < 0 || may[static_cast<size_t>(step.parents[n])]);
+                if (may[n] && (step.gains[n] >= floor || !n)) free_.push_back({-step.gains[n], static_cast<int>(i), static_cast<int>(n)});
+            }
+            if (std::find(may.begin(), may.end(), 1) == may.end()) step.said.why = Why::Lost;
         }
     }
     if (count_ > 1 || drafts.parents) std::sort(free_.begin(), free_.end());
@@ -262,7 +269,8 @@ void Policy::trim(const Proposal& drafts, bool all) {
         if (best >= 0) {
             Step& step = steps_[static_cast<size_t>(best)];
             const double loss = more(1) + asked_;
-            if (bears(loss) && may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0])) {
+            const bool network = is_network(step, 0);
+            if (!(network && rests_) && bears(loss) && may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
                 step.kept.push_back(0);
                 step.said.why = Why::Try;
             }
@@ -328,11 +336,14 @@ int Policy::worth(double& saved) {
     int best = 0, fastest = 0, hoped = 0;
     double value = 0.0, top = 0.0, hope = 0.0, tokens = 0.0;
     std::vector<double> values(free_.size() + 1, 0.0);
+    double capital = capital_;
     for (int n = 1; n <= static_cast<int>(free_.size()); ++n) {
-        tokens -= free_[static_cast<size_t>(n) - 1].negative;
+        const Free& next = free_[static_cast<size_t>(n) - 1];
+        tokens -= next.negative;
+        if (is_network(steps_[static_cast<size_t>(next.row)], static_cast<size_t>(next.node))) capital = std::min(capital_, network_);
         const double seconds = more(n), sd = doubt(n);
         const double ratio = (rows + tokens) / (1.0 + seconds + asked_);
-        if (too_risky(n, tokens)) break;
+        if (too_risky(n, tokens, capital)) break;
         const double its = values[static_cast<size_t>(n)] = tokens - rate * seconds;
         if (its > value) value = its, best = n;
         if (ratio > top) top = ratio, fastest = n;

@@ -90,7 +90,8 @@ private:
         double value = 0.0;          // plain steps that a proposal saves, lately
         double lead = 0.0;           // steps that it is ahead of plain decoding: its tokens, less what all drafts took
         double wall = 0.0;           // steps that it was in
-        double balance = 0.0;        // steps that its own drafts saved the batch
+        // Steps that its own drafts saved the batch: whatever cost next to nothing to ask for, and a network's levels.
+        double balance = 0.0, network = 0.0;
         double wholes = 0.0, gained = 0.0, verified = 0.0;  // drafts that are verified whole: decayed sums
         bool drawn = false;          // its nodes are sampled, and may not be dropped
     };
@@ -112,6 +113,7 @@ private:
         std::vector<int> parents, depths, sources, kept;
         std::vector<double> gains, chances;
         std::vector<Chance*> learns;
+        bool asks = false;  // its network was asked as a try, so that its nodes need no account
         Said said;
     };
     struct Free {  // a node to choose
@@ -126,18 +128,24 @@ private:
     bool whole(const Step& step) const { return !step.kind.trims || (step.row && step.row->drawn); }
     double more(int nodes) const { return share_ * (pace_.more(fixed_ + nodes) - pace_.more(fixed_)); }
     double doubt(int nodes) const { return share_ * pace_.doubt(fixed_ + nodes); }
-    bool too_risky(int nodes, double tokens) const;
+    bool is_network(const Step& step, size_t node) const { return step.kind.levels >= 0 && step.sources[node] == step.kind.levels; }
+    bool too_risky(int nodes, double tokens, double capital) const;
     double rate() const { return advantage_ * static_cast<double>(count_); }  // tokens that a plain step's time must bring
     double slack(const Row& row) const;
-    bool trusted(const Row& row) const;
+    bool trusted(const Row& row, double balance) const;
+    bool trusted(const Row& row) const { return trusted(row, row.balance); }
+    // Whether a row's network may draft: neither all rows' nor its own drafts have lost what they may.
+    bool may_ask(const Row& row) const { return network_ >= 0.0 && trusted(row, row.network); }
     double most_capital() const;
-    bool may_try(double loss, int nodes, double tokens);
+    bool may_try(double loss, int nodes, double tokens, bool network = false);
     bool bears(double loss) const;
     bool fair(const Step& step, double gain, double loss) const;
     bool plan_whole(Step& step);
     void plan_levels(int drafter);
     static int doublings(int n);
-    double drafting() const;
+    double drafting() const { return asking() + forwards(); }
+    double asking() const;
+    double forwards() const;
     double level_seconds(const Asking& asking, int rows) const;
     void count_levels(const int32_t* levels);
     void look(Step& step, const Proposal& drafts, size_t i, double floor, bool all);
@@ -145,7 +153,7 @@ private:
     int bearable(int count) const;
     void ask_again(Step& step, double saved);
     void count(Step& step, const int32_t* path, int accepted);
-    void account(const int32_t* accepted, double more, double asked);
+    void account(const int32_t* accepted, const int32_t* path, size_t depth);
     void time_drafting(double seconds);
 
     Pace pace_;
@@ -155,7 +163,9 @@ private:
     std::vector<Asking> asking_;  // by drafter
     double observing_ = 0.0;      // seconds of the draft phase where nothing is asked
     int64_t observed_ = 0;
-    double capital_, try_credit_;
+    double capital_, try_credit_;       // of what costs next to nothing to ask for
+    double network_, network_credit_;   // the same of networks, which take a forward for every level
+    int rests_ = 0, patience_;          // steps without a try of those; how many after the next that brings nothing
     int blocked_ = 0;  // steps that all wait
     double advantage_ = 1.0, tokens_, plains_;  // the long-run rate over plain decoding's; decayed sums behind it
 
@@ -164,7 +174,8 @@ private:
     size_t count_ = 0;
     int64_t prefill_ = 0;
     double unit_ = 1.0, share_ = 1.0;  // a plain step's seconds; what of it is the forward and the engine
-    double asked_ = 0.0;               // plain steps that asking was expected to take
+    double asked_ = 0.0, levels_ = 0.0;  // plain steps that asking was expected to take; of them, a network's levels
+    bool network_try_ = false;           // what is tried is a network
     int fixed_ = 0, verified_ = 0;     // nodes that were not chosen here; all
     int tried_ = 0, instead_ = 0;      // nodes that are verified as a try, and that were thought best
     double hoped_ = 0.0;               // tokens that the difference was expected to bring

@@ -19,6 +19,7 @@ constexpr double kMostLoss = 2.5;      // plain steps beyond the capital that a 
 constexpr double kRowMay = 1.0, kRowDrip = 0.004;      // what a row's own drafts may lose: plain steps, and for each step
 constexpr double kOthersMay = 0.3, kOthersDrip = 0.006;  // what a row may lose to what others draft
 constexpr double kRisk = 0.3, kStake = 1.0;  // plain steps of doubt that a step may hold, and of the capital
+constexpr int kPatience = 16, kMostPatience = 512;  // steps between tries of a network that brings nothing: at first, in the end
 constexpr double kHorizon = 48.0;      // steps over which the long-run rate is averaged
 constexpr double kRate = 0.15, kLimit = 3.0;  // of a row's bias, in log-odds a trial
 
@@ -28,7 +29,8 @@ void follow(double& value, double sample) { value += 0.15 * (std::min(sample, 3.
 }  // namespace
 
 Policy::Policy(CostTable cost)
-    : pace_(std::move(cost)), capital_(kCapital), try_credit_(kFirstTries), tokens_(kHorizon), plains_(kHorizon) {}
+    : pace_(std::move(cost)), capital_(kCapital), try_credit_(kFirstTries), network_(kCapital), network_credit_(kFirstTries),
+      patience_(kPatience), tokens_(kHorizon), plains_(kHorizon) {}
 
 
 // -- rows -------------------------------------------------------------------------------------------------------------
@@ -53,8 +55,8 @@ void Policy::release(int64_t row) {
 
 double Policy::slack(const Row& row) const { return row.lead + kOthersMay + kOthersDrip * row.wall; }
 
-bool Policy::trusted(const Row& row) const {
-    return row.balance * std::sqrt(static_cast<double>(count_)) > -kRowMay * advantage_ - kRowDrip * row.wall;
+bool Policy::trusted(const Row& row, double balance) const {
+    return balance * std::sqrt(static_cast<double>(count_)) > -kRowMay * advantage_ - kRowDrip * row.wall;
 }
 
 // What drafting has brought that it may lose again: the more it brings, the more its luck varies.
@@ -62,15 +64,17 @@ double Policy::most_capital() const { return kMostCapital + 4.0 * (advantage_ - 
 
 // Whether to verify what is thought to lose so many plain steps, to learn whether it does. What it really lost, as far as
 // that is known afterwards, is what it is charged with: see `learn`.
-bool Policy::may_try(double loss, int nodes, double tokens) {
+bool Policy::may_try(double loss, int nodes, double tokens, bool network) {
+    const double credit = network ? network_credit_ : try_credit_;
     const double gain = tokens / static_cast<double>(count_);
-    if (try_credit_ <= 0.0 && (nodes > 1 || gain < kSure * advantage_ * (loss + gain))) return false;
+    if (credit <= 0.0 && (nodes > 1 || gain < kSure * advantage_ * (loss + gain))) return false;
     if (nodes > 1) {  // one node is tried whatever is thought of it: it may have met a stall
         const double least = std::max(loss - kDoubted * doubt(nodes), 0.0);
         const double most = std::min(loss, share_ * pace_.worst(fixed_ + nodes));
-        if (least > try_credit_ || most > kMostLoss + std::max(capital_, 0.0)) return false;
+        if (least > credit || most > kMostLoss + std::max(capital_, 0.0)) return false;
     }
     tried_ = nodes;
+    network_try_ = network;
     hoped_ = tokens;
     return true;
 }
@@ -92,9 +96,9 @@ bool Policy::fair(const Step& step, double gain, double loss) const {
 
 // Whether so many nodes might cost more than they may: what they add is not known well enough. Once drafting has earned
 // something, the tokens that are expected of them stand against that.
-bool Policy::too_risky(int nodes, double tokens) const {
-    const double earned = std::min(std::max((capital_ - kCapital) / (kMostCapital - kCapital), 0.0), 1.0);
-    return share_ * (pace_.worst(fixed_ + nodes)) > kRisk + kStake * std::max(capital_, 0.0) + earned * tokens / static_cast<double>(count_);
+bool Policy::too_risky(int nodes, double tokens, double capital) const {
+    const double earned = std::min(std::max((capital - kCapital) / (kMostCapital - kCapital), 0.0), 1.0);
+    return share_ * (pace_.worst(fixed_ + nodes)) > kRisk + kStake * std::max(capital, 0.0) + earned * tokens / static_cast<double>(count_);
 }
 
 int Policy::doublings(int n) {
@@ -117,11 +121,18 @@ double Policy::level_seconds(const Asking& asking, int rows) const {
     return 0.0;
 }
 
-// Seconds that asking is expected to take in this step.
-double Policy::drafting() const {
+// Seconds that asking is expected to take in this step: of its own, and for the levels of networks.
+double Policy::asking() const {
     double seconds = 0.0;
     for (const Asking& asking : asking_)
-        if (asking.rows) seconds += asking.each * asking.rows + asking.levels * level_seconds(asking, asking.rows);
+        if (asking.rows) seconds += asking.each * asking.rows;
+    return seconds;
+}
+
+double Policy::forwards() const {
+    double seconds = 0.0;
+    for (const Asking& asking : asking_)
+        if (asking.rows) seconds += asking.levels * level_seconds(asking, asking.rows);
     return seconds;
 }
 
@@ -140,16 +151,33 @@ void Policy::learn(const int32_t* accepted, const int32_t* path, size_t depth, c
         int brought = 0;
         for (size_t i = 0; i < count_; ++i) brought += adaptive(steps_[i]) ? accepted[i] : 0;
         const double gain = instead_ ? hoped_ / rate() : brought / static_cast<double>(count_);
-        try_credit_ -= more(tried_) - more(instead_) + (instead_ ? 0.0 : asked_) - gain;
+        (network_try_ ? network_credit_ : try_credit_) -= more(tried_) - more(instead_) + (instead_ ? 0.0 : asked_) - gain;
+        if (network_try_ && !instead_) {
+            patience_ = brought ? kPatience : std::min(2 * patience_, kMostPatience);
+            rests_ = brought ? 0 : patience_;
+        }
     }
-    account(accepted, more(verified_ - fixed_), asked_);
+    account(accepted, path, depth);
     count_ = 0;  // a step is learned from once
 }
 
-void Policy::account(const int32_t* accepted, double more, double asked) {
+// What networks draft has an account of its own: it is charged with their levels, and with what their nodes add to those of
+// others, which would have been there without them.
+void Policy::account(const int32_t* accepted, const int32_t* path, size_t depth) {
     const double rows = static_cast<double>(count_);
+    int all = 0, gained = 0, drawn = 0, nodes = 0, askers = 0;  // by networks: accepted, verified; rows that asked one
+    std::vector<int> own(count_, 0), size(count_, 0);           // the first two by row
+    for (size_t i = 0; i < count_; ++i) {
+        const Step& step = steps_[i];
+        if (!adaptive(step) || step.kind.levels < 0 || !step.row) continue;
+        askers += step.levels > 0;
+        for (const int node : step.kept) size[i] += is_network(step, static_cast<size_t>(node));
+        for (int n = 0; n < accepted[i]; ++n)
+            own[i] += is_network(step, static_cast<size_t>(step.kept.at(static_cast<size_t>(path[i * depth + static_cast<size_t>(n)]))));
+        nodes += size[i], drawn += own[i];
+    }
     const int chosen = verified_ - fixed_;
-    int all = 0, gained = 0;
+    const double more = this->more(chosen), others = this->more(chosen - nodes), asked = asked_ - levels_;
     for (size_t i = 0; i < count_; ++i) {
         Step& step = steps_[i];
         all += accepted[i];
@@ -157,18 +185,24 @@ void Policy::account(const int32_t* accepted, double more, double asked) {
         gained += accepted[i];
         if (!step.row) continue;
         Row& row = *step.row;
-        const double size = static_cast<double>(step.kept.size());
-        row.wall += 1.0 + more + asked;
-        row.lead += accepted[i] - more - asked;
-        if (size > 0) row.balance += accepted[i] / rows - (more + asked) * size / chosen;
+        row.wall += 1.0 + more + asked_;
+        row.lead += accepted[i] - more - asked_;
+        const int rest = static_cast<int>(step.kept.size()) - size[i];
+        if (rest > 0) row.balance += (accepted[i] - own[i]) / rows - (others + asked) * rest / (chosen - nodes);
+        if (nodes) row.network += own[i] / rows - (more - others) * size[i] / nodes;
+        if (askers && step.levels > 0) row.network -= levels_ / askers;
     }
-    capital_ += kDrip + gained / rows - more - asked;
-    capital_ = std::min(std::max(capital_, -kDebt), most_capital());
+    const auto settle = [this](double& capital, double brought) {
+        capital = std::min(std::max(capital + kDrip + brought, -kDebt), most_capital());
+    };
+    settle(capital_, (gained - drawn) / rows - others - asked);
+    settle(network_, drawn / rows - (more - others) - levels_);
     try_credit_ = std::min(try_credit_ + kTries, kMostTries);
+    network_credit_ = std::min(network_credit_ + kTries, kMostTries);
     if (prefill_) return;
     const double keep = 1.0 - 1.0 / kHorizon, tokens = 1.0 + all / rows;
     tokens_ = tokens_ * keep + tokens;
-    plains_ = plains_ * keep + std::min(1.0 + share_ * pace_.more(verified_) + asked, 4.0 + tokens);
+    plains_ = plains_ * keep + std::min(1.0 + share_ * pace_.more(verified_) + asked_, 4.0 + tokens);
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 

@@ -82,6 +82,21 @@ std::array<double, Eagle::kPhases> Eagle::take_timings() {
     return taken;
 }
 
+bool Eagle::take(int of) {
+    if (rows_.count(of)) return false;
+    std::lock_guard<std::mutex> lock(model_->lock());
+    rows_[of] = model_->kv_.alloc();
+    return true;
+}
+
+void Eagle::drop(int of) {
+    const auto gone = rows_.find(of);
+    if (gone == rows_.end()) return;
+    std::lock_guard<std::mutex> lock(model_->lock());
+    model_->kv_.free(gone->second);
+    rows_.erase(gone);
+}
+
 void Eagle::check(const std::vector<Ask>& asks) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed draft: " + what); };
     std::vector<int> seen;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -47,6 +48,15 @@ public:
     // MemoryLimit, NotFinite; then every row is as it was. A row's draft depends on that row and its ask alone.
     std::vector<Draft> draft(const std::vector<Ask>& asks);
 
+    // The cache's row of a row of the target's, which is made where it is not there, and given up again. They take the lock.
+    int row(int of) const {  // -1: it is not there
+        const auto found = rows_.find(of);
+        return found == rows_.end() ? -1 : found->second;
+    }
+    bool take(int of);  // whether it was made
+    void drop(int of);
+    const std::map<int, int>& rows() const { return rows_; }
+
     // Features [n][hidden] of taps [n][taps][hidden].
     void fuse(const float* taps, int n, float* out);
 
@@ -80,6 +90,7 @@ private:
     std::vector<Shortlist> merged_;              // [step]
     std::vector<Mass> masses_;                   // [step][stretch]
     std::array<double, kPhases> seconds_{};
+    std::map<int, int> rows_;  // the target's row -> the cache's
 };
 
 }  // namespace outpace

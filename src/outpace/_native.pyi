@@ -197,6 +197,15 @@ class Eagle:
     def fuse(self, taps: _F32) -> _F32:
         """Features [n, H] of taps [n, T, H]."""
 
+    def row(self, of: int) -> int:
+        """The model's row of a row of the target; -1: it is not there."""
+
+    def take(self, of: int) -> bool:
+        """Make it where it is not there; whether that was so."""
+
+    def drop(self, of: int) -> None: ...
+    @property
+    def rows(self) -> dict[int, int]: ...
     def take_timings(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
 
@@ -234,7 +243,42 @@ class Datastore:
         """Tokens, parents and gains of the tree."""
 
 class Lookup:
-    """A drafter that looks tokens up, for ``Stepper``; see native/drafting/lookups.h. drafters/ has the references."""
+    """A drafter for ``Stepper``; see native/drafting/lookups.h. drafters/ has the references."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs it hears of what became final."""
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether it takes a forward for every level."""
+
+class EagleRows(Lookup):
+    """What drafters/learned/eagle.py does with the entries of its rows, and those: see Entries in
+    drafters/learned/entries.py. Levels: -1, as many as are asked for. Raises ValueError, KeyError."""
+
+    def __init__(
+        self,
+        eagle: Eagle,
+        columns: list[int],
+        branch: int,
+        most_levels: int,
+        fixed_levels: int,
+        catch_up: int,
+        max_length: int,
+    ) -> None: ...
+    def __contains__(self, row: int) -> bool: ...
+    def rows(self) -> list[int]: ...
+    def append(self, row: int, first: int, tokens: _I32, taps: _F32) -> None: ...
+    def end(self, row: int) -> int: ...
+    def read(self, row: int) -> int: ...
+    def waiting(self, row: int) -> int: ...
+    def unread(self, row: int, n: int) -> tuple[_I32, _F32]: ...
+    def has_read(self, row: int, n: int) -> None: ...
+    def unread_last(self, row: int) -> bool: ...
+    def fork(self, src: int, dst: int, known: int) -> None: ...
+    def retire(self, row: int) -> None: ...
+    def release(self, row: int) -> None: ...
 
 class NgramLookup(Lookup):
     def __init__(self, least: int, most: int, hit: Sequence[float]) -> None: ...
@@ -243,9 +287,10 @@ class RetrievalLookup(Lookup):
     def __init__(self, datastore: Datastore, places: int, least: int) -> None: ...
 
 class ComposedLookup(Lookup):
-    """Raises ValueError where ``parts`` and ``fallback`` differ in length."""
+    """``sure``, ``deep``: see is_sure of drafters/composed.py. Raises ValueError where ``parts`` and ``fallback``
+    differ in length, or more than one part is stepwise."""
 
-    def __init__(self, parts: list[Lookup], fallback: list[bool]) -> None: ...
+    def __init__(self, parts: list[Lookup], fallback: list[bool], sure: float, deep: int) -> None: ...
 
 class SuffixRows(Lookup):
     """See drafters/lookup/suffix_rows.py, the reference. Raises ValueError."""
@@ -272,7 +317,7 @@ class SuffixRows(Lookup):
 
 class StepRow:
     """A sequence in its row, for ``Stepper``. ``lookup`` None: it decodes plainly; ``chooser``: see describe in
-    models/native/output.py, its index and rules aside. Raises ValueError."""
+    models/native/output.py, its index and rules aside; ``levels``, ``nodes``: see DraftCost. Raises ValueError."""
 
     def __init__(
         self,
@@ -284,17 +329,20 @@ class StepRow:
         lookup: Lookup | None,
         names: tuple[str, ...],
         chooser: _Chooser,
+        levels: str | None,
+        nodes: bool,
     ) -> None: ...
 
 class DraftFault(RuntimeError): ...
 
 _Said = tuple[list[int], list[int], list[str], list[str], int, int, float | None, bool]
-_Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...]]
+_Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...], _I32 | None]
 
 class Stepper:
-    """Whole steps of rows that need no Python; see engine/native.py. ``target``: the source of undrafted tokens."""
+    """Whole steps of rows that need no Python; see engine/native.py. ``target``: the source of undrafted tokens;
+    ``taps``: layers whose outputs drafters read."""
 
-    def __init__(self, layers: int, target: str) -> None: ...
+    def __init__(self, layers: int, target: str, taps: list[int]) -> None: ...
     def step(
         self, model: Model, policy: Policy | None, rows: list[tuple[StepRow, memoryview, int, int]]
     ) -> tuple[list[_Said], int, float, float, float, bool]:
@@ -305,6 +353,10 @@ class Stepper:
         verdicts, and whether every row was decided (else no KV is settled, and the row that was not gained nothing).
         Raises DraftFault, where nothing was changed, and what ``Model.forward`` raises.
         """
+
+    def observe(self, rows: list[tuple[int, int]]) -> None:
+        """Tell the drafters of rows what became final: (row of the last step, how many tokens). Raises ValueError, and
+        what a network's forward raises."""
 
     def learn(self, draft: float, body: float) -> None:
         """Tell the last step's policy what became of it: seconds that drafting took, and all else."""

@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 from native_helpers import Tiny
 
+import outpace.drafters.learned.eagle
 import outpace.engine.core
 from outpace import Engine, SamplingParams
 from outpace.arrays import I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.entries import HostEntries
+from outpace.drafters.learned.native_head import NativeHead
 from outpace.drafters.lookup.datastore import Datastore, build
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.retrieval import RetrievalDrafter
@@ -28,7 +32,11 @@ from outpace.engine.clock import Clock
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.exact.drafts import Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
+from tests.eagles import table
 
 VOCAB = 100
 COST = Cost((1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.3, 4.0))
@@ -76,6 +84,11 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
         [SuffixDrafter(), RetrievalDrafter(datastore(), least=1)], (False, True)
     ),
 }
+LEARNED: dict[str, Callable[[Drafter], Drafter]] = {
+    "eagle": lambda eagle: eagle,
+    "suffix+eagle": lambda eagle: ComposedDrafter([SuffixDrafter(), eagle]),
+    "ngram, else eagle": lambda eagle: ComposedDrafter([NgramDrafter(), eagle], (False, True)),
+}
 PARAMS = (
     {},
     {"temperature": 0.8},
@@ -105,15 +118,31 @@ def nodes(drafts: Drafts) -> list[Any]:
 def plain(record: StepRecord) -> tuple[Any, ...]:
     verdicts = [(v.tokens.tolist(), v.path.tolist()) for v in record.verdicts]
     confidence = None if record.proposed.confidence is None else record.proposed.confidence.tolist()
+    levels = None if record.proposed.levels is None else record.proposed.levels.tolist()
     return (
         record.index, record.requests, record.samples, record.rows, record.starts, nodes(record.proposed), confidence,
-        nodes(record.kept), verdicts, record.gained, record.decisions, record.chunks, record.faults,
+        levels, nodes(record.kept), verdicts, record.gained, record.decisions, record.chunks, record.faults,
     )  # fmt: skip
 
 
 def told(result: Result) -> Result:
     stats = replace(result.stats, **{name: 0.0 for name in TIMES if name != "seconds"}, seconds={}, steps_by_threads={})
     return replace(result, stats=stats)
+
+
+def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -> EagleDrafter:
+    """Guesses what the model greedily says after a token, whatever is before it; the reference's rows are Python's."""
+    tokens = np.arange(VOCAB, dtype=np.int32)
+    rows = [model.kv.alloc() for _ in tokens]
+    batch = Batch.pack(rows, [tokens[t : t + 1] for t in tokens], [0] * VOCAB, [True] * VOCAB)
+    follows = model.forward(batch).choose(tokens, [Chooser(SamplingParams(temperature=0.0), Noise(0), 0)] * VOCAB)
+    for row in rows:
+        model.kv.free(row)
+    its = table(model, range(VOCAB), (1, 0, 1), follows.tolist())
+    limit = None if blocks is None else blocks * NativeHead(model, its, dtype="float32").growth(0, 1)
+    head = NativeHead(model, its, dtype="float32", limit=limit)
+    entries = None if native else HostEntries()
+    return EagleDrafter(head, its.config.taps, "eagle", VOCAB, branch=branch, entries=entries)
 
 
 def run(
@@ -171,6 +200,41 @@ def test_equal_to_the_reference(tiny: Tiny, kind: str, size: int | str, watched:
     assert records == expected
     assert served > 20
     assert not none
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 6},
+        {"size": "auto", "prefix_rows": 2},
+        {"size": "auto", "catch_up": 3},
+        {"size": 5, "branch": 1},
+        {"size": 6, "blocks": 3},
+    ],
+    ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()),
+)
+def test_learned_drafters_are_equal_to_the_reference(
+    tiny: Tiny, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin and end, share prompts and are kept, read ahead, or find no memory (``blocks``: that the
+    network's rows may take): it hears the same, and drafts the same."""
+    monkeypatch.setattr(outpace.drafters.learned.eagle, "CATCH_UP", options.get("catch_up", 256))
+    found = []
+    for native in (True, False):
+        model = loaded(tiny, native)
+        eagle = learned(model, native, options.get("branch", 3), options.get("blocks"))
+        drafter = LEARNED[kind](eagle)
+        requests = asked(drafter, alone=False)
+        requests.append((requests[0][0], SamplingParams(max_tokens=20, seed=6, ignore_eos=True), {}))
+        rest = {name: value for name, value in options.items() if name in ("size", "prefix_rows")}
+        found.append(run(model, drafter, requests, **rest))
+    (results, records, served), (reference, expected, none) = found
+    assert results == reference
+    assert records == expected
+    assert served > 20
+    assert not none
+    assert any(result.stats.accepted_by.get("eagle") for result in results)
 
 
 def test_a_row_that_needs_python_takes_the_step_there(tiny: Tiny) -> None:

@@ -20,6 +20,7 @@ from tests.simulated import (
     DEAR,
     FREE,
     MACHINES,
+    TWO_CORES,
     WRONG,
     Machine,
     Text,
@@ -256,3 +257,37 @@ def test_levels_that_were_not_drafted_teach_nothing_of_what_one_takes(level: flo
 
     assert levels(True) < 1.5
     assert levels(False) > 4
+
+
+@pytest.mark.parametrize(("chance", "said"), [(0.0, 0.9), (0.0, 0.3), (0.2, 0.6), (0.8, 0.8)])
+@pytest.mark.parametrize("lookups", [0.0, 0.8])
+def test_a_network_does_not_cost_the_lookups_beside_it(chance: float, said: float, lookups: float) -> None:
+    """Lookups find something at half of the positions, where they are right with ``lookups``; the network drafts
+    elsewhere, and is paid for everywhere."""
+    most, level, machine = 6, 0.08, Machine(TWO_CORES)
+
+    def tokens_per_plain_step(network: bool, steps: int = 1500) -> float:
+        rng, luck = np.random.default_rng(1), np.random.default_rng(2)
+        policy = adaptive(TWO_CORES)
+        its = view(cost=DraftCost(levels="net", nodes=True) if network else DraftCost())
+        draws, tokens, seconds = luck.random((8 * steps, 3)), 0, 0.0
+        for step in range(steps):
+            found, right = draws[tokens, 0] < 0.5, draws[tokens, 1:]
+            sizes = policy.plan([its], [most], Load([300]))
+            drafted = min(sizes.levels[0], sizes.nodes[0]) if network else 0
+            offer = min(4, sizes.nodes[0]) if found else drafted
+            drafts = chains([offer], [0.8 if found else said], "lookup" if found else "net")
+            drafts = replace(drafts, levels=np.array([drafted], np.int32)) if network else drafts
+            kept, _ = policy.trim([its], drafts, Load([300]))
+            width, its_chance = int(kept.widths[0]), lookups if found else chance
+            good = int(np.log(right[0]) / np.log(its_chance)) if its_chance else 0
+            draft, body = level * drafted * TWO_CORES.width(1), machine.body(1, width, 300.0, step)
+            noisy = {"draft": draft, "target": machine.seen(body, rng)}
+            policy.learn([its], kept, verdicts([min(width, good)]), {**noisy, "verify": 0.0, "other": 0.0})
+            tokens += min(width, good) + 1
+            seconds += draft + body
+        return tokens / seconds * machine.body(1, 0, 300.0, 0)
+
+    alone, together = tokens_per_plain_step(False), tokens_per_plain_step(True)
+    assert together > 0.985 * max(alone, 1.0)
+    assert together > (1.08 if lookups else 1.35) * alone or chance < 0.5

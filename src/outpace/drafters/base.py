@@ -97,7 +97,8 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
-    lookup: Any = None  # a ``_native.Lookup`` that proposes the same, for steps in C++; None: there is none
+    # A ``_native.Lookup`` that proposes the same, and hears the same, for steps in C++; None: there is none.
+    lookup: Any = None
     names: tuple[str, ...] = ()  # of what ``lookup`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
     notes: tuple[str, ...] = ()  # what its user should know of it, in every result

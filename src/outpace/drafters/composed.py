@@ -63,8 +63,13 @@ class ComposedDrafter(Drafter):
             levels[0] if levels else None,
             nodes=bool(levels) and (len(levels) < len(parts) or any(part.cost.nodes for part in parts)),
         )
-        if type(self) is ComposedDrafter and all(part.lookup is not None for part in parts):
-            self.lookup = _fast.native.ComposedLookup([part.lookup for part in parts], list(self._fallback))
+        if (
+            type(self) is ComposedDrafter
+            and sum(part.needs.draws for part in parts) < 2
+            and all(part.lookup is not None and (part.lookup.taps or not part.listens) for part in parts)
+        ):
+            lookups = [part.lookup for part in parts]
+            self.lookup = _fast.native.ComposedLookup(lookups, list(self._fallback), SURE, DEEP)
             self.names = self._names
         self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for lookups
 
@@ -127,7 +132,9 @@ class ComposedDrafter(Drafter):
                 trees[j][i] = tree
             return
         proposed = Drafts.empty(len(rows))
-        if at:
+        if not at and part.cost.levels is not None:
+            proposed = replace(proposed, levels=np.zeros(len(rows), np.int32))
+        elif at:
             proposed = part.propose(asked, np.array(their, np.int32)).among(at, len(rows))
         whole[j] = proposed
         for i in at:
@@ -191,6 +198,7 @@ class ComposedDrafter(Drafter):
             part.check(rows)
 
     def close(self) -> None:
+        self.lookup = None
         with ExitStack() as all_of_them:
             for part in self.parts:
                 all_of_them.callback(part.close)

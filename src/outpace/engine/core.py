@@ -119,7 +119,11 @@ class Core:
             self._clock(sequence, clock)
             self._leave(sequence)
         clock.start("draft")
-        if isinstance(computed, Computed) and (events := self._events(plan, computed, gained)):
+        if isinstance(computed, NativeComputed):
+            if self.drafting.needs.taps:
+                going = [(i, gained[i], s) for i, s in enumerate(plan.decoding) if s.row >= 0]
+                self.drafting.hear(going, computed.observe)
+        elif events := self._events(plan, computed, gained):
             self.drafting.observe(events)
         self.drafting.learn(plan.decoding, computed.teach, clock.so_far())
         clock.start("other")

@@ -221,6 +221,21 @@ class Drafting:
             except Exception as error:
                 self._drafter_failed(name, error, [sequence for sequence, _ in its])
 
+    def hear(
+        self, going: SequenceOf[tuple[int, int, Sequence]], observe: Callable[[list[tuple[int, int]]], None]
+    ) -> None:
+        """As ``observe``, where C++ has what became final: (row of the step, how many tokens, its sequence) of rows
+        that go on."""
+        by_drafter: dict[str, list[tuple[int, int, Sequence]]] = {}
+        for row in going:
+            if self.needs_of(row[2]).taps:
+                by_drafter.setdefault(row[2].drafter, []).append(row)
+        for name, its in by_drafter.items():
+            try:
+                observe([(i, tokens) for i, tokens, _ in its])
+            except Exception as error:
+                self._drafter_failed(name, error, [sequence for _, _, sequence in its])
+
     def _its_choices(self, event: Event) -> Event:
         """The event with choices numbered as the drafter proposed its nodes; -1 where a node was not verified."""
         own, kept = self._asked.get(event.row), self._verified.get(event.row)

@@ -1,4 +1,4 @@
-"""Whole steps in C++: of rows on the native model that are drafted for by lookups, or not at all, and need no Python.
+"""Whole steps in C++: of rows on the native model whose drafters are there too, or that have none, and need no Python.
 
 What ``step.compute`` does for such rows, up to the verdicts and the KV that they leave, in one call: between two
 forwards all code is cold, so what counts is how much of it runs. ``step.compute`` is the reference: the same drafts,
@@ -8,8 +8,11 @@ decisions, verdicts and records. It serves every other step, and decides what th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from outpace import _fast
 from outpace.arrays import I32
@@ -25,7 +28,7 @@ from outpace.engine.text import TextError
 from outpace.engine.verifier import Verifier
 from outpace.errors import MemoryLimitError, RuleError
 from outpace.exact.drafts import Drafts, Verdicts
-from outpace.models.base import Model
+from outpace.models.base import Model, Taps
 from outpace.models.native.model import NativeModel
 from outpace.models.native.output import NativeOutput, describe
 
@@ -44,6 +47,10 @@ class NativeComputed:
         """Tell the policy what became of the step, if it was asked."""
         if self._adaptive:
             self._stepper.learn(seconds["draft"], seconds["target"] + seconds["verify"] + seconds["other"])
+
+    def observe(self, rows: SequenceOf[tuple[int, int]]) -> None:
+        """The drafters of rows that read taps hear what became final: (row of the step, how many tokens)."""
+        self._stepper.observe(rows)
 
     @cached_property
     def _record(self) -> tuple[Proposal, Verdicts, I32]:
@@ -64,7 +71,7 @@ class NativeSteps:
     def __init__(self, model: NativeModel, drafting: Drafting) -> None:
         self._model, self._drafting = model, drafting
         self.served = 0  # steps
-        self._stepper: Any = _Stepper(model.info.layers, TARGET)
+        self._stepper: Any = _Stepper(model.info.layers, TARGET, list(drafting.needs.taps))
 
     @staticmethod
     def of(model: Model, drafting: Drafting) -> NativeSteps | None:
@@ -119,7 +126,12 @@ class NativeSteps:
             gain(s, proposal, i, tokens, path, verifier.failures.get(i), output, starts)
             for i, (s, (tokens, path)) in enumerate(zip(rows, verdicts.lists(), strict=True))
         ]
-        return Computed(proposal, verdicts, gains, {}, {}, [], threads)
+        taps: dict[int, Taps] = {
+            i: output.taps(starts[i] + np.array(gained.slots, np.int32))
+            for i, (s, gained) in enumerate(zip(rows, gains, strict=True))
+            if self._drafting.needs_of(s).taps
+        }
+        return Computed(proposal, verdicts, gains, {}, taps, [], threads)
 
     def _row(self, sequence: Sequence) -> Any:
         """The sequence in its row as C++ takes it; False where it needs Python."""
@@ -128,11 +140,11 @@ class NativeSteps:
             return False
         its = (sequence.row, request.id, sequence.prompt_length)
         if drafter is None:
-            return _fast.native.StepRow(*its, False, NONE, None, (), describe(chooser, []))
-        if drafter.lookup is None or drafter.listens:
+            return _fast.native.StepRow(*its, False, NONE, None, (), describe(chooser, []), None, False)
+        if drafter.lookup is None or (drafter.listens and not drafter.lookup.taps):
             return False
-        looked_up = (sequence.drafter, drafter.lookup, drafter.names)
-        return _fast.native.StepRow(*its, request.adaptive, *looked_up, describe(chooser, []))
+        looked_up, cost = (sequence.drafter, drafter.lookup, drafter.names), drafter.cost
+        return _fast.native.StepRow(*its, request.adaptive, *looked_up, describe(chooser, []), cost.levels, cost.nodes)
 
 
 def _recorded(stepper: Any) -> tuple[Proposal, Verdicts, I32]:

@@ -15,7 +15,7 @@ from outpace.drafters.learned.checkpoint import (
     read,
     stranger,
 )
-from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
 
@@ -54,9 +54,9 @@ def load_eagle(
     assert isinstance(config, EagleConfig)
     if config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
-    options = {} if branch is None else {"branch": branch}
     head = head_for(checkpoint, context, quantize, name)
-    made = EagleDrafter(head, config.taps, name, context.target.info.vocab_size, most_levels=levels, **options)
+    vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
+    made = EagleDrafter(head, config.taps, name, vocab, branch=wide, most_levels=levels)
     made.notes = notes
     return made
 

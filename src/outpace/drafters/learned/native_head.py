@@ -36,8 +36,8 @@ class NativeHead:
     """See ``Head``. ``checkpoint``: one of method "eagle" that fits the target (``checkpoint.fit``).
 
     ``quantize``: int8 or int4, in groups of 32; None keeps weights as ``dtype`` says: float32 or bfloat16; "auto" is
-    int8 beside a quantised target, else the target's own type. Rows of the head that are the target's stay as they are
-    stored, but for int4. ``limit``: hard bound in bytes on the KV.
+    int4 beside a target of 4 bits, int8 beside another quantised one, else the target's own type. Rows of the head that
+    are the target's stay as they are stored, but for int4. ``limit``: hard bound in bytes on the KV.
     Raises ParameterError for options, DrafterError for what does not fit.
     """
 
@@ -59,7 +59,8 @@ class NativeHead:
                 raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(map(str, known))}")
         if quantize is not None and dtype != "auto":
             raise ParameterError(Argument("quantize", quantize), " and ", Argument("dtype", dtype), ": give one")
-        to = quantize or _PLAIN.get(_auto(target) if dtype == "auto" else dtype, "int8")
+        chosen = _auto(target) if dtype == "auto" else dtype
+        to = quantize or _PLAIN.get(chosen, "int4" if "4" in chosen else "int8")
         try:
             self._model, self._eagle, self.ids = _build(target, checkpoint, to, kv_dtype, limit)
         except (KeyError, ValueError, TypeError, MemoryError) as error:
@@ -72,8 +73,15 @@ class NativeHead:
         self.weight_bytes: int = self._eagle.bytes
         self._last = config.decoder.layers - 1
         self._norm_output = config.norm_output
-        self._rows: dict[int, int] = {}  # the target's row -> our cache's
         self._said: dict[int, F32] = {}  # what follows the last entries of rows that are extended reads, float32 [1, H]
+
+    def entries(
+        self, taps: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+    ) -> Any:
+        """An ``_native.EagleRows``: the entries of an ``EagleDrafter`` with these options, and how whole steps in C++
+        draft from them with this network. ``taps``: layers in the network's order."""
+        most = -1 if most_levels is None else most_levels
+        return _native.EagleRows(self._live(), list(taps), branch, most, fixed_levels, catch_up, self.max_length)
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> None:
         """See ``Head.feed``."""
@@ -105,7 +113,7 @@ class NativeHead:
         try:
             result = self._model.forward(
                 np.concatenate([np.asarray(its, np.int32) for its in tokens]),
-                np.repeat(np.array([self._rows[row] for row in rows], np.int32), counts),
+                np.repeat(np.array([self._live().row(row) for row in rows], np.int32), counts),
                 np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, counts, strict=True)]),
                 np.concatenate([np.arange(-1, n - 1, dtype=np.int32) for n in counts]),
                 ends, last, (self._last,), self._last + 1, None, np.concatenate(features),
@@ -127,7 +135,7 @@ class NativeHead:
         eagle, fresh = self._live(), self._take([ask[0] for ask in asks])
         try:
             drafted = eagle.draft(
-                [(self._rows[row], np.ascontiguousarray(tokens, np.int32), _states(taps), *plan)
+                [(eagle.row(row), np.ascontiguousarray(tokens, np.int32), _states(taps), *plan)
                  for row, tokens, taps, *plan in asks]
             )  # fmt: skip
         except _native.MemoryLimit as error:
@@ -145,49 +153,52 @@ class NativeHead:
 
     def _take(self, rows: Sequence[int]) -> list[int]:
         """Make those rows that are not there; which they were."""
-        self._live()
-        fresh = [row for row in dict.fromkeys(rows) if row not in self._rows]
-        self._rows |= {row: self._model.kv_alloc() for row in fresh}
-        return fresh
+        return [row for row in dict.fromkeys(rows) if self._live().take(row)]
 
     def _drop(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._model.kv_free(self._rows.pop(row))
+        for row in rows if self._eagle is not None else ():
+            self._eagle.drop(row)
+
+    def _place(self, row: int) -> int:
+        """The row in our cache; -1: it is not there."""
+        found: int = -1 if self._eagle is None else self._eagle.row(row)
+        return found
 
     def length(self, row: int) -> int:
         """See ``Head.length``."""
-        n: int = self._model.kv_length(self._rows[row]) if row in self._rows else 0
+        its = self._place(row)
+        n: int = self._model.kv_length(its) if its >= 0 else 0
         return n
 
     def truncate(self, row: int, n: int) -> None:
         """See ``Head.truncate``. Raises ValueError where the row has fewer."""
         self._said.pop(row, None)
-        if row in self._rows:
-            self._model.kv_truncate(self._rows[row], n)
+        if (its := self._place(row)) >= 0:
+            self._model.kv_truncate(its, n)
         elif n:
             raise ValueError(f"row {row} has no entries, so {n} cannot be kept")
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """See ``Head.fork``. Entries are shared. Raises ValueError where ``dst`` is there, or ``src`` shorter."""
-        if dst in self._rows or n > self.length(src):
+        if self._place(dst) >= 0 or n > self.length(src):
             raise ValueError(
                 f"cannot fork {n} entries of row {src}, which has {self.length(src)}, into row {dst}: "
                 "it must not be there"
             )
         self._take([dst])
         if n:
-            self._model.kv_fork(self._rows[src], self._rows[dst], n)
+            self._model.kv_fork(self._place(src), self._place(dst), n)
 
     def release(self, row: int) -> None:
         """See ``Head.release``."""
         self._said.pop(row, None)
-        self._drop([row] if row in self._rows else [])
+        self._drop([row])
 
     def growth(self, row: int, positions: int) -> int:
         """See ``Head.growth``. What a draft takes for as long as it grows is not in it."""
         more = min(positions, self.max_length) - self.length(row)
-        its = self._rows.get(row)
-        n: int = self._model.kv_bytes_for(more) if its is None else self._model.kv_growth(its, max(0, more))
+        its = self._place(row)
+        n: int = self._model.kv_bytes_for(more) if its < 0 else self._model.kv_growth(its, max(0, more))
         return n
 
     @property
@@ -198,9 +209,10 @@ class NativeHead:
 
     def check(self, rows: Sequence[int]) -> None:
         """See ``Head.check``."""
-        assert set(self._rows) <= set(rows), f"rows {sorted(set(self._rows) - set(rows))} were not released"
-        assert set(self._said) <= set(self._rows), "an output is kept of a row that is gone"
-        assert sorted(self._rows.values()) == self._model.kv_rows, "the cache's rows are not the drafter's"
+        own = self._live().rows
+        assert set(own) <= set(rows), f"rows {sorted(set(own) - set(rows))} were not released"
+        assert set(self._said) <= set(own), "an output is kept of a row that is gone"
+        assert sorted(own.values()) == self._model.kv_rows, "the cache's rows are not the drafter's"
         try:
             self._model.kv_check()
         except RuntimeError as error:
@@ -218,7 +230,6 @@ class NativeHead:
     def close(self) -> None:
         """See ``Head.close``. The threads are the target's."""
         self._eagle = self._model = None
-        self._rows.clear()
         self._said.clear()
 
     def _live(self) -> Any:
