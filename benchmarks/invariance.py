@@ -3,10 +3,10 @@
     python -m benchmarks.invariance --prompts prompts.jsonl --limit 8
     python -m benchmarks.invariance --server "llama-server -m MODEL.gguf --port {port}" --limit 8
 
-Starts the server, asks every prompt alone (greedy, and with noise), and then again in every way: crowded, streamed, with
-its prefix cached and not, with speculation off and of other sizes, beside neighbours that go away in mid-stream, after a
-restart, and as a server with other threads or chunks. An answer has changed if a token has; ``bits`` counts those in which
-only a logprob has. What a server does not take is said, and not counted.
+Starts the server, asks every prompt alone (greedy, and with noise), and then again in every way: crowded, streamed,
+with its prefix cached and not, with speculation off and of other sizes, beside neighbours that go away in mid-stream,
+after a restart, and as a server with other threads or chunks. An answer has changed if a token has; ``bits`` counts
+those in which only a logprob has. What a server does not take is said, and not counted.
 """
 
 from __future__ import annotations
@@ -181,18 +181,17 @@ def run(
                 changed = [its for its in found if its is not None and its.what != "logprob"]
                 bits = sum(its is not None and its.what == "logprob" for its in found)
                 first = changed[0] if changed else next((its for its in found if its is not None), None)
-                results.append(
-                    {
-                        "variant": variant.name,
-                        "answers": len(found),
-                        "changed": len(changed),
-                        "bits": bits,
-                        "near_ties": sum(its.near_tie for its in changed),
-                        "first": first and first.to_dict(),
-                    }  # fmt: skip
-                )
-                say(f"{variant.name:28} {len(found)} answers, {len(changed)} changed, {bits} in bits alone"
-                    + ("" if first is None else f"; first: {first}"))  # fmt: skip
+                told = {
+                    "variant": variant.name,
+                    "answers": len(found),
+                    "changed": len(changed),
+                    "bits": bits,
+                    "near_ties": sum(its.near_tie for its in changed),
+                    "first": None if first is None else first.to_dict(),
+                }
+                results.append(told)
+                told_first = "" if first is None else f"; first: {first}"
+                say(f"{variant.name:28} {len(found)} answers, {len(changed)} changed, {bits} in bits alone{told_first}")
     counted = [its for its in results if "skipped" not in its]
     total = {name: sum(its[name] for its in counted) for name in ("answers", "changed", "bits", "near_ties")}
     return {"command": command, "fingerprint": fingerprint, **total, "variants": results, "machine": machine.cpu()}

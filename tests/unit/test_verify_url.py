@@ -67,6 +67,10 @@ class Scripted:
             choice["logprobs"] = {"content": content}
         usage = {"speculation": {"drafter": "x"}} if self.speculates else {}
         self._leave()
+        if body.get("stream"):
+            chunk = {"choices": [{**choice, "delta": choice["message"]}]}
+            told = [json.dumps(chunk), json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+            return plain(request, 200, "".join(f"data: {its}\n\n" for its in told).encode())
         return plain(request, 200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def _leave(self) -> None:
