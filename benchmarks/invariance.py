@@ -70,7 +70,11 @@ VARIANTS = (
     Variant("four rows, crowded", command="--max-rows 4", concurrency=16, ours=True),
     Variant("small chunks", command="--prefill-delay 0.001", concurrency=4, ours=True),
 )
-NOISES = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "presence_penalty": 0.5})
+NOISES = (
+    SamplingParams(seed=1000),
+    SamplingParams(seed=1001, temperature=0.8, top_p=0.95),
+    SamplingParams(seed=1002, temperature=1.0, presence_penalty=0.5),
+)
 
 
 @contextmanager
@@ -106,9 +110,8 @@ def ask(remote: Remote, model: str, rows: Sequence[PromptRow], variant: Variant,
     """All rows under all noises, in one order."""
     way = Way(variant.name, remote, model, variant.concurrency, variant.more)
     asked = []
-    for number, noise in enumerate(NOISES):
-        params = SamplingParams(max_tokens=tokens, seed=1000 + number, **noise)
-        asked += bodies(rows, params, way, logprobs=True)
+    for noise in NOISES:
+        asked += bodies(rows, noise.with_(max_tokens=tokens), way, logprobs=True)
     with _leaving(remote, asked, variant.neighbours):
         if variant.twice:
             remote.chats(asked, variant.concurrency)

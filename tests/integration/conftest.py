@@ -32,15 +32,16 @@ def tiny() -> Iterator[Tiny]:
     ]
 )
 def load(request: pytest.FixtureRequest, tiny: Tiny) -> Load:
-    def make(layers: int, limit: int | None = None) -> Model:
+    def make(layers: int, limit: int | None = None, **more: int) -> Model:
+        sizes = SIZES | more | {"layers": layers}
         if request.param == "native":
-            return tiny.load("F32", sizes=SIZES | {"layers": layers}, threads=1, kv_dtype="float32", kv_memory=limit)
+            return tiny.load("F32", sizes=sizes, threads=1, kv_dtype="float32", kv_memory=limit)
         import torch
 
         from outpace.models.torch.gguf import build
         from outpace.models.torch.model import TransformersModel
 
-        module = build(GGUFFile.open(tiny.path("F32", **SIZES, layers=layers)), torch.float32, torch.device("cpu"))
+        module = build(GGUFFile.open(tiny.path("F32", **sizes)), torch.float32, torch.device("cpu"))
         return TransformersModel(module, name=f"tiny-{layers}", kv_memory=limit)
 
     return make

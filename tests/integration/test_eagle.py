@@ -31,6 +31,7 @@ from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
+from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from tests import eagles
 from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, forked, view
@@ -285,6 +286,27 @@ def test_a_drafter_from_a_folder(load: Load, tmp_path: Path) -> None:
     assert found.stats.drafted > 0
     assert len(found.stats.drafted_at) <= 3
     assert found.notes == ()
+
+
+def test_contexts_up_to_the_model_s_limit(load: Load, tmp_path: Path) -> None:
+    """The last ones that fit, too, by the network of the target's own backend. The slower one has fewer."""
+    native = isinstance(load(3), NativeModel)
+    length = 6000 if native else 1200
+    prompt = np.random.default_rng(0).integers(1, VOCAB, length).tolist()
+    said = []
+    for spec in (None, "eagle:{},branch=3"):
+        model = load(3, context=length + 20)
+        drafter = None
+        if spec is not None:
+            path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS, fc_norm=True))
+            drafter = build(parse(spec.format(path)), DraftContext(model, None, LoadOptions(), 7))
+        with Engine(model, drafter=drafter, size=5) as engine:
+            said.append(engine.generate(prompt, SamplingParams(max_tokens=20, ignore_eos=True)))
+            engine.check()
+    plain, drafted = said
+    assert (len(drafted.token_ids), drafted.finish_reason, drafted.notes) == (20, "length", ())
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted >= 30
 
 
 @pytest.mark.parametrize("spec", ["eagle:{}", "ngram+eagle:{}"])

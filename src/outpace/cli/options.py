@@ -78,11 +78,13 @@ class Load:
         from outpace.engine.engine import Engine
         from outpace.engine.load import load_engines
 
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         self.fetch()
-        # an option that was given overrides a command's own choice
-        given = {name: value for part in (options, own) for name, value in part.items() if value is not None}
-        return load_engines(Engine, self.model, drafters, given, more)
+        return load_engines(Engine, self.model, drafters, self.given(**options), more)
+
+    def given(self, **options: Any) -> dict[str, Any]:
+        """Options of ``Engine.load`` but the model: one that was given overrides a command's own choice."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        return {name: value for part in (options, own) for name, value in part.items() if value is not None}
 
     def engine(self, drafter: str, more: Sequence[str] = (), **options: Any) -> Engine:
         """Load the target with one drafter, and ``more`` that requests may choose."""

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import flatten, option
 from outpace.cli.options import Common, Draft, Load
-from outpace.errors import MissingExtraError, ParameterError
+from outpace.errors import Argument, MissingExtraError, ParameterError
 
 if TYPE_CHECKING:
     import typer
-
-    from outpace.engine.aio import AsyncEngine
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 _KEYS = "OUTPACE_API_KEYS"
@@ -35,6 +33,13 @@ def run(
     port: Annotated[int, option("--port", "-p", help="Port to listen at. 0: any that is free.")] = 8000,
     more_drafter: Annotated[
         list[str] | None, option("--more-drafter", help="A drafter that requests may choose. Repeatable.")
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        option("--also", metavar="MODEL", help="Another model, loaded when it is asked for. Repeatable."),
+    ] = None,
+    model_memory: Annotated[
+        str | None, option("--model-memory", metavar="SIZE", help="With --also: of all loaded models, such as 8GiB.")
     ] = None,
     served_name: Annotated[str | None, option("--served-name", help="What requests call the model.")] = None,
     api_key_file: Annotated[
@@ -62,6 +67,8 @@ def run(
         raise MissingExtraError(f"a server needs {', '.join(missing)}: pip install 'outpace[serve]'")
     from outpace.server.settings import ServerSettings
 
+    if model_memory is not None and not also:
+        raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, cors=tuple(cors or ()),
@@ -69,21 +76,33 @@ def run(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     from outpace.engine.aio import AsyncEngine
+    from outpace.server.fingerprint import system_fingerprint
+    from outpace.server.pool import Pool, pooled
     from outpace.server.runner import Server, bound
     from outpace.server.service import Service
-    from outpace.server.single import SingleModel
+    from outpace.server.single import Models, SingleModel
 
     with bound(settings) as listener:  # before a model is loaded for nothing
-        engine = load.engine(
-            draft.drafter, more=more_drafter or (), size=draft.size, acceptance=draft.acceptance, max_rows=max_rows,
-            prefill_delay=prefill_delay,
-        )  # fmt: skip
         name = served_name or load.model
-        service = Service(SingleModel(name, AsyncEngine(engine)), settings, fingerprint=_named)
-        server = Server(service, listener)
-        where, at = server.address
-        print(f"{name} is served at http://{where}:{at}/v1", file=sys.stderr, flush=True)
-        asyncio.run(server.run_until_stopped())
+        options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
+        options |= {"prefill_delay": prefill_delay}
+
+        def models() -> Models:
+            if not also:
+                engine = load.engine(draft.drafter, more=more_drafter or (), **options)
+                return SingleModel(name, AsyncEngine(engine))
+            its = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
+            named = [(name, load.model), *((other, other) for other in also)]
+            return Pool([pooled(a, model, **its) for a, model in named], memory=model_memory)
+
+        async def serve() -> None:
+            service = Service(models(), settings, fingerprint=lambda its: system_fingerprint(its, load.load_options()))
+            server = Server(service, listener)
+            where, at = server.address
+            print(f"{', '.join(service.models.names())} at http://{where}:{at}/v1", file=sys.stderr, flush=True)
+            await server.run_until_stopped()
+
+        asyncio.run(serve())
     return 0
 
 
@@ -98,8 +117,3 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if path is not None and not found:
         raise ParameterError(f"{path} has no key, so that everybody would be let in: write one a line")
     return found
-
-
-def _named(serving: AsyncEngine) -> str:
-    info = serving.engine.model.info
-    return f"{info.name}-{info.backend}-{info.dtype}"

@@ -114,22 +114,22 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
     """None where two answers are the same: in their tokens and the bits of their logprobs if both tell them, in their
     text and how they ended."""
     if a.tokens is not None and b.tokens is not None:
-        for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)):
-            if x.text != y.text:
-                return RemoteDifference("token", i, x.text, y.text, _gap(x, y))
+        for i, (mine, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+            if mine.text != other.text:
+                return RemoteDifference("token", i, mine.text, other.text, _gap(mine, other))
         short, there = min(len(a.tokens), len(b.tokens)), (a.tokens, b.tokens)
         if len(a.tokens) != len(b.tokens):
-            said = [its[short].text if len(its) > short else None for its in there]
-            return RemoteDifference("token", short, *said)
+            x, y = (its[short].text if len(its) > short else None for its in there)
+            return RemoteDifference("token", short, x, y)
     if a.text != b.text:
         pairs = enumerate(zip(a.text, b.text, strict=False))
         at = next((i for i, (x, y) in pairs if x != y), min(len(a.text), len(b.text)))
         return RemoteDifference("text", at, a.text[at : at + 20], b.text[at : at + 20])
     if a.finish != b.finish:
         return RemoteDifference("finish", len(a.tokens or a.text), a.finish, b.finish)
-    for i, (x, y) in enumerate(zip(a.tokens or (), b.tokens or (), strict=False)):
-        if x.logprob != y.logprob:
-            return RemoteDifference("logprob", i, x.logprob, y.logprob, abs(x.logprob - y.logprob))
+    for i, (mine, other) in enumerate(zip(a.tokens or (), b.tokens or (), strict=False)):
+        if mine.logprob != other.logprob:
+            return RemoteDifference("logprob", i, mine.logprob, other.logprob, abs(mine.logprob - other.logprob))
     return None
 
 

@@ -20,10 +20,11 @@ from outpace.server.routes import chat, completions, health, metrics, models, re
 from outpace.server.routes.described import describe
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.schema.completions import CompletionRequest
+from outpace.server.schema.replay import ReplayRequest
 from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from outpace.server.service import Service
 
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ReplayRequest)
 
 
 def create_app(service: Service) -> FastAPI:

@@ -16,7 +16,6 @@ _NAMES = {  # our parameters, as a request spells them
     "drafter": "speculation.drafter",
     "size": "speculation.size",
     "acceptance": "speculation.acceptance",
-    "raw": "/v1/completions",
 }
 
 
@@ -45,6 +44,8 @@ class APIError(Exception):
 
 def spell(argument: Argument) -> str:
     """An argument as a request spells it."""
+    if argument.name == "raw":  # what it asks for is a route here
+        return "/v1/completions"
     name = _NAMES.get(argument.name, argument.name)
     return f"{name}={argument.value!r}" if argument.has_value else name
 
@@ -66,4 +67,4 @@ def of(error: BaseException) -> APIError:
 
 def _param(error: OutpaceError) -> str | None:
     name = error.parameter
-    return None if name is None else _NAMES.get(name, name)
+    return None if name is None or name == "raw" else _NAMES.get(name, name)

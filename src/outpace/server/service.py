@@ -59,8 +59,7 @@ class Service:
         """A request, running. Raises what translating or queueing it raises; then nothing of it is left."""
         self.check_open()
         async with AsyncExitStack() as held:
-            self.inside += 1
-            held.callback(self._left)
+            self.enter(held)
             model = await self.model(name, held)
             model.admission.take(1)
             taken = [1]
@@ -85,6 +84,11 @@ class Service:
                 self.observer.began(generation)
             generation.held = held.pop_all()
             return generation
+
+    def enter(self, held: AsyncExitStack) -> None:
+        """A request is in the house until ``held`` closes."""
+        self.inside += 1
+        held.callback(self._left)
 
     async def model(self, name: str | None, held: AsyncExitStack) -> Served:
         """The model of that name, leased until ``held`` closes. Raises APIError (404) for one that there is not."""
