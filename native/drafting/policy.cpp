@@ -189,18 +189,6 @@ void Policy::plan_levels(int drafter) {
 
 // -- after drafting ---------------------------------------------------------------------------------------------------
 
-// What was allowed may not have been drafted: others were surer of a row.
-void Policy::count_levels(const int32_t* levels) {
-    for (Asking& asking : asking_) asking.levels = 0;
-    for (size_t i = 0; i < count_; ++i) {
-        if (!steps_[i].nodes || steps_[i].kind.levels < 0) continue;
-        Asking& asking = asking_[static_cast<size_t>(steps_[i].kind.drafter)];
-        asking.levels = std::max(asking.levels, levels[i]);
-    }
-    levels_ = forwards() / unit_;
-    asked_ = asking() / unit_ + levels_;
-}
-
 void Policy::trim(const Proposal& drafts, bool all) {
     if (drafts.levels) count_levels(drafts.levels);
     bool any = false;

@@ -19,7 +19,7 @@ constexpr double kMostLoss = 2.5;      // plain steps beyond the capital that a 
 constexpr double kRowMay = 1.0, kRowDrip = 0.004;      // what a row's own drafts may lose: plain steps, and for each step
 constexpr double kOthersMay = 0.3, kOthersDrip = 0.006;  // what a row may lose to what others draft
 constexpr double kRisk = 0.3, kStake = 1.0;  // plain steps of doubt that a step may hold, and of the capital
-constexpr int kPatience = 16, kMostPatience = 512;  // steps between tries of a network that brings nothing: at first, in the end
+constexpr int kFirstRest = 16, kLongestRest = 512;  // steps between tries of a network that brings nothing: at first, in the end
 constexpr double kHorizon = 48.0;      // steps over which the long-run rate is averaged
 constexpr double kRate = 0.15, kLimit = 3.0;  // of a row's bias, in log-odds a trial
 
@@ -30,7 +30,7 @@ void follow(double& value, double sample) { value += 0.15 * (std::min(sample, 3.
 
 Policy::Policy(CostTable cost)
     : pace_(std::move(cost)), capital_(kCapital), try_credit_(kFirstTries), network_(kCapital), network_credit_(kFirstTries),
-      patience_(kPatience), tokens_(kHorizon), plains_(kHorizon) {}
+      patience_(kFirstRest), tokens_(kHorizon), plains_(kHorizon) {}
 
 
 // -- rows -------------------------------------------------------------------------------------------------------------
@@ -136,6 +136,18 @@ double Policy::forwards() const {
     return seconds;
 }
 
+// What was allowed may not have been drafted: others were surer of a row.
+void Policy::count_levels(const int32_t* levels) {
+    for (Asking& asking : asking_) asking.levels = 0;
+    for (size_t i = 0; i < count_; ++i) {
+        if (!steps_[i].nodes || steps_[i].kind.levels < 0) continue;
+        Asking& asking = asking_[static_cast<size_t>(steps_[i].kind.drafter)];
+        asking.levels = std::max(asking.levels, levels[i]);
+    }
+    levels_ = forwards() / unit_;
+    asked_ = asking() / unit_ + levels_;
+}
+
 // -- after the verdicts -----------------------------------------------------------------------------------------------
 
 void Policy::learn(const int32_t* accepted, const int32_t* path, size_t depth, const Seconds& seconds) {
@@ -153,7 +165,7 @@ void Policy::learn(const int32_t* accepted, const int32_t* path, size_t depth, c
         const double gain = instead_ ? hoped_ / rate() : brought / static_cast<double>(count_);
         (network_try_ ? network_credit_ : try_credit_) -= more(tried_) - more(instead_) + (instead_ ? 0.0 : asked_) - gain;
         if (network_try_ && !instead_) {
-            patience_ = brought ? kPatience : std::min(2 * patience_, kMostPatience);
+            patience_ = brought ? kFirstRest : std::min(2 * patience_, kLongestRest);
             rests_ = brought ? 0 : patience_;
         }
     }

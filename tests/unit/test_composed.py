@@ -257,8 +257,8 @@ class Network(Drafter):
 @pytest.mark.parametrize(
     ("gains", "levels", "asked"),
     [
-        ([0.9, 0.8, 0.7, 0.5], 6, False),  # sure for as long as it matters
-        ([0.9, 0.8, 0.7, 0.4], 6, True),
+        ([0.9, 0.8, 0.7, 0.36], 6, False),  # sure for as long as it matters
+        ([0.9, 0.8, 0.7, 0.3], 6, True),
         ([0.9, 0.8, 0.7], 6, True),  # too short
         ([0.9, 0.8], 2, False),  # but as long as the network's
         ([0.9, 0.8, 0.7, 0.5], 0, True),  # no level is allowed: the network itself sees to that
