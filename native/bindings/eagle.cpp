@@ -195,6 +195,7 @@ void bind_eagle(nb::module_& m) {
         .def("take", &Eagle::take, "of"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("drop", &Eagle::drop, "of"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("rows", &Eagle::rows)
+        .def("exchange", &Eagle::exchange, "other"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("take_timings", &timings);
     bind_rows(m);
 }

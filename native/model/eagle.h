@@ -57,6 +57,11 @@ public:
     void drop(int of);
     const std::map<int, int>& rows() const { return rows_; }
 
+    // Drafts with the weights of `other` from now on, which gets these. Rows keep the keys and values that they have. It
+    // takes the lock. Throws std::invalid_argument where the two differ in shape or words, or `other` has rows, and
+    // MemoryLimit; then nothing has changed.
+    void exchange(Eagle& other);
+
     // Features [n][hidden] of taps [n][taps][hidden].
     void fuse(const float* taps, int n, float* out);
 
@@ -79,9 +84,9 @@ private:
     void level(const std::vector<Step>& steps, const float* features, Result& result);
     std::vector<Growth::Child> children(const Step& step, size_t at) const;
 
-    const std::shared_ptr<Model> model_;
-    const Matrix fuse_;
-    const std::vector<std::vector<float>> norms_;
+    std::shared_ptr<Model> model_;
+    Matrix fuse_;
+    std::vector<std::vector<float>> norms_;
     const std::vector<int32_t> tokens_;
     const bool norm_output_;
     const int stretches_;  // of the head's rows

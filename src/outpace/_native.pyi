@@ -194,6 +194,9 @@ class Eagle:
         levels, branch, None or temperature, seed, sample and output index). Tokens [B, W], widths [B], parents [B, W]
         (None: chains) and path probabilities [B, W]."""
 
+    def exchange(self, other: Eagle) -> None:
+        """Swap weights with another network of this shape, runtime and words that has no rows; these keep their KV."""
+
     def fuse(self, taps: _F32) -> _F32:
         """Features [n, H] of taps [n, T, H]."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.command import Interrupted, flatten
-from outpace.cli.options import ACCEPTANCE, SIZE, BenchCommon, Load
+from outpace.cli.options import ACCEPTANCE, RECORD, SIZE, BenchCommon, Load, recorded
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def run(
     json: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write everything to this file, prompt by prompt.")
     ] = None,
+    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
     from rich.console import Console
@@ -88,7 +89,8 @@ def run(
                 if json is not None:
                     write_json(json, value(interrupted=True))  # also for a run that is killed
 
-            bench.run(rows, concurrency, done)
+            with recorded(engines[0], record, load):  # all give the same answers
+                bench.run(rows, concurrency, done)
     except (KeyboardInterrupt, OutpaceError) as error:
         stopped = error
     finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import flatten
-from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, spell, system_message
+from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, spell, system_message
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -21,14 +22,22 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    load: Load, draft: Draft, sampling: Sampling, common: Common, system: Annotated[str | None, SYSTEM] = None
+    load: Load,
+    draft: Draft,
+    sampling: Sampling,
+    common: Common,
+    system: Annotated[str | None, SYSTEM] = None,
+    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer. --json prints a JSON line a turn."""
     from outpace.cli.conversation import Conversation
 
     params = sampling.params()
     alone = not common.json and sys.stdin.isatty()  # a person, not a pipe
-    with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine:
+    with (
+        load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine,
+        recorded(engine, record, load),
+    ):
         talk = Conversation(engine, system_message(system))
         if alone:
             print(f"{load.model}: /reset starts over, /quit leaves, Ctrl-C stops an answer, twice leaves")

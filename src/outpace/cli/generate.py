@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import argument, flatten, option
-from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
+from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def run(
     trace: Annotated[
         Path | None, option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
     ] = None,
+    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Answer a prompt."""
     if prompt is None:
@@ -82,6 +83,7 @@ def run(
     with (
         load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=reused) as engine,
         _traced(engine, trace, load),
+        recorded(engine, record, load),
     ):
         tokens = engine.encode(asked, raw=raw)
         if grammar is not None:

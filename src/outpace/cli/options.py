@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,6 +113,15 @@ class Load:
         return LoadOptions(**own)
 
 
+def recorded(engine: Engine, folder: Path | None, load: Load) -> AbstractContextManager[Any]:
+    """Keep what the engine answers in ``folder``, where one is given. Raises DataError."""
+    if folder is None:
+        return nullcontext()
+    from outpace.training.record import recording
+
+    return recording(engine, folder, model=load.model, load=load.load_options())
+
+
 def _size(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
@@ -123,6 +133,7 @@ def _size(text: str) -> int | str:
 
 SIZE = option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
 SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
+RECORD = option("--record", metavar="DIR", help="Keep prompts and answers there, for outpace train online.")
 ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
 
 
@@ -206,7 +217,7 @@ def _bias(text: str) -> tuple[int, float]:
 _ELSEWHERE = (  # options of single commands
     "n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard", "url", "against", "concurrency",
     "host", "port", "queue", "cors", "drain", "request_timeout", "max_body", "max_n", "max_logprobs", "max_rows",
-    "prefill_delay", "model_memory",
+    "prefill_delay", "model_memory", "share", "most_load", "least", "replay_share", "held_out", "gain", "poll",
 )  # fmt: skip
 
 

@@ -313,6 +313,18 @@ class Engine:
         """What decides how much is drafted, and has learnt from this engine's steps."""
         return self._core.drafting.policy
 
+    def reload(self) -> bool:
+        """Let drafters take weights that were saved since they were loaded (``outpace train online``); whether there
+        were any. Called between steps; requests that run go on, with the tokens that they would have had.
+
+        Raises ModelError or DrafterError for what does not fit, MemoryLimitError: that drafter keeps what it has.
+        """
+        found = [drafter.reload() for drafter in self._all_drafters()]  # all of them, also behind one that has
+        return any(found)
+
+    def _all_drafters(self) -> list[Drafter]:
+        return list({id(d): d for d in (*self.drafters.values(), self.drafter)}.values())
+
     @property
     def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
@@ -329,7 +341,7 @@ class Engine:
         self._closed = True
         with ExitStack() as closing:  # last in, first out
             closing.callback(self.model.close)
-            for drafter in {id(d): d for d in (*self.drafters.values(), self.drafter)}.values():
+            for drafter in self._all_drafters():
                 closing.callback(drafter.close)
             closing.callback(self._core.scheduler.close)
             for request in list(self._core.requests):

@@ -89,6 +89,7 @@ class Loop:
 
     ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
     ``say`` hears a line now and then; ``write`` keeps the best: by default, as a drafter's checkpoint.
+    ``pace`` is called after every step, and may wait.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class Loop:
         team: Team,
         say: Callable[[str], None] = lambda line: None,
         write: Write = export.write,
+        pace: Callable[[], None] = lambda: None,
     ) -> None:
         options.check()
         self.objective, self.train, self.held_out = objective, train, held_out
         self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
-        self._write = write
+        self._write, self._pace = write, pace
         self.optimiser = Optimiser(objective.network, options.optimiser, options.lr, options.weight_decay)
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
@@ -153,6 +155,7 @@ class Loop:
             elif self.team.rank == 0 and now - since_snapshot >= self.options.snapshot:
                 self._snapshot()
                 since_snapshot = time.perf_counter()
+            self._pace()
         return self.at
 
     def _step(self) -> dict[str, float]:

@@ -48,7 +48,8 @@ class Basics:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
-    it); ``threads``: None: the cores; ``say`` hears a line now and then."""
+    it); ``threads``: None: the cores; ``say`` hears a line now and then; ``pace`` is called after every step, and may
+    wait; ``split``: what is trained on, and what it is judged on."""
 
     data: Path
     out: Path
@@ -57,6 +58,8 @@ class Job:
     model: str | None = None
     threads: int | None = None
     say: Callable[[str], None] = lambda line: None
+    pace: Callable[[], None] = lambda: None
+    split: Callable[[Answers, Basics], tuple[Answers, Answers]] = lambda answers, basics: split(answers, basics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Bench:
         identity = {**recipe, **shared}
         return Loop(
             objective, self.train, self.held_out, job.out, options, identity, self.answers.target, self.team, job.say,
-            write,
+            write, job.pace,
         )  # fmt: skip
 
 
@@ -122,7 +125,7 @@ def prepared(
         stack.callback(team.close)
         weights = TargetWeights(source)
         layers = taps(weights.decoder.layers)
-        train, held_out = split(answers, basics)
+        train, held_out = job.split(answers, basics)
         states = [stack.enter_context(TapSource(its, layers, threads=threads)) for its in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from outpace.cli.train import cache, data, distil, eagle, foreign, medusa, parallel
+from outpace.cli.train import cache, data, distil, eagle, foreign, medusa, online, parallel
 
 app = typer.Typer(help="Train drafters that know the target: data, then the network.", no_args_is_help=True)
 
@@ -13,5 +13,5 @@ def register(root: typer.Typer) -> None:
     root.add_typer(
         app, name="train", epilog="Example: outpace train data --model demo --prompts prompts.jsonl --out DIR"
     )
-    for command in (data, cache, foreign, eagle, parallel, medusa, distil):
+    for command in (data, cache, foreign, eagle, parallel, medusa, distil, online):
         command.register(app)

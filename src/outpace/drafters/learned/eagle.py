@@ -8,7 +8,7 @@ places, so those behind them only think that the text is shorter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class EagleDrafter(ChainDrafter):
     """
 
     retires = True
+    renew: Callable[[Head], bool] | None = None  # gives the head newer weights, where there are any; whether there were
 
     def __init__(
         self,
@@ -197,6 +198,10 @@ class EagleDrafter(ChainDrafter):
         self._entries.fork(src, dst, n - 1)  # entry n - 2 has the last of n tokens
         if read := self._entries.read(dst):
             self._head.fork(src, dst, read)
+
+    def reload(self) -> bool:
+        """See ``Drafter.reload``. What rows have read stays as the old weights made it: it fits nearly as well."""
+        return self.renew is not None and self.renew(self._head)
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
         self._entries.retire(row)

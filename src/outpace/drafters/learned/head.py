@@ -72,6 +72,10 @@ class Head(Protocol):
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many entries; it may not be there yet."""
 
+    def exchange(self, other: Any) -> None:
+        """Swap weights with another head of this kind, shape and draft vocabulary that has no rows. Rows here keep what
+        the old weights made of their entries. Raises DrafterError and MemoryLimitError."""
+
     @property
     def bytes(self) -> int:
         """What all rows take now."""

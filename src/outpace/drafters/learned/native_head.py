@@ -201,6 +201,17 @@ class NativeHead:
         n: int = self._model.kv_bytes_for(more) if its < 0 else self._model.kv_growth(its, max(0, more))
         return n
 
+    def exchange(self, other: NativeHead) -> None:
+        """See ``Head.exchange``."""
+        try:
+            self._live().exchange(other._live())
+        except _native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+        except ValueError as error:
+            raise DrafterError(f"the drafter's weights cannot be exchanged: {error}") from error
+        self._model, other._model = other._model, self._model
+        self.weight_bytes, other.weight_bytes = other.weight_bytes, self.weight_bytes
+
     @property
     def bytes(self) -> int:
         """See ``Head.bytes``."""

@@ -19,7 +19,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint, EagleConfig
 from outpace.drafters.learned.choices import Growing, drafts_of
 from outpace.drafters.learned.head import Ask
 from outpace.drafters.learned.slab import Slab
-from outpace.errors import NotFiniteError
+from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 
@@ -243,6 +243,14 @@ class TorchHead:
 
     def growth(self, row: int, positions: int) -> int:
         return self._kv.growth(row, min(positions, self.max_length))
+
+    def exchange(self, other: TorchHead) -> None:
+        """See ``Head.exchange``."""
+        if self._config != other._config or not np.array_equal(self.ids, other.ids) or other._kv.rows:
+            raise DrafterError("the drafter's weights cannot be exchanged: the two differ, or the other has rows")
+        self._w, other._w = other._w, self._w
+        self._rows, other._rows = other._rows, self._rows
+        self._embedding, other._embedding = other._embedding, self._embedding
 
     @property
     def bytes(self) -> int:
