@@ -11,6 +11,7 @@ from typing import Any
 import openai
 
 from outpace import AsyncEngine, Engine
+from outpace.server.generation import Observer
 from outpace.server.runner import Server, bound
 from outpace.server.service import Service
 from outpace.server.settings import ServerSettings
@@ -47,7 +48,7 @@ class Running:
 
 
 @contextmanager
-def serving(engine: Engine, name: str = "demo", **settings: Any) -> Iterator[Running]:
+def serving(engine: Engine, name: str = "demo", observer: Observer | None = None, **settings: Any) -> Iterator[Running]:
     """Serves ``engine``, which is closed at the end."""
     started = threading.Event()
     found: list[Any] = []
@@ -56,7 +57,7 @@ def serving(engine: Engine, name: str = "demo", **settings: Any) -> Iterator[Run
         async def main() -> None:
             its = AsyncEngine(engine)
             options = ServerSettings(**{"port": 0, "drain": 5.0, **settings})
-            service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test")
+            service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test", observer=observer)
             server = Server(service, bound(options))
             task = asyncio.create_task(server.run_until_stopped())
             while not server.started:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from importlib.util import find_spec
@@ -57,6 +56,9 @@ def run(
     max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
     max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
     max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
+    traces: Annotated[int, option("--traces", help="Keep every step of so many last answers, for the page.")] = 0,
+    log_format: Annotated[str, option("--log-format", help="text, or json: one object a line.")] = "text",
+    otel: Annotated[bool, option("--otel", help="OpenTelemetry spans, as its environment variables say.")] = False,
     cors: Annotated[
         list[str] | None, option("--cors", metavar="ORIGIN", help="Pages of this origin may ask. Repeatable.")
     ] = None,
@@ -71,10 +73,15 @@ def run(
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
-        max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, cors=tuple(cors or ()),
+        max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),
     )  # fmt: skip
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    from outpace.server.logs import RequestLog, configure
+    from outpace.server.metrics import Metrics
+    from outpace.server.observers import Listener, Observers
+    from outpace.server.spans import Spans, tracer
+
+    listeners: list[Listener] = [RequestLog(), *([Spans(tracer())] if otel else [])]
+    configure(log_format)
     from outpace.engine.aio import AsyncEngine
     from outpace.server.fingerprint import system_fingerprint
     from outpace.server.pool import Pool, pooled
@@ -96,10 +103,16 @@ def run(
             return Pool([pooled(a, model, **its) for a, model in named], memory=model_memory)
 
         async def serve() -> None:
-            service = Service(models(), settings, fingerprint=lambda its: system_fingerprint(its, load.load_options()))
+            service = Service(
+                models(),
+                settings,
+                fingerprint=lambda its: system_fingerprint(its, load.load_options()),
+                observer=Observers(Metrics(), *listeners),
+            )
             server = Server(service, listener)
             where, at = server.address
-            print(f"{', '.join(service.models.names())} at http://{where}:{at}/v1", file=sys.stderr, flush=True)
+            names, url = ", ".join(service.models.names()), f"http://{where}:{at}"
+            print(f"{names} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
             await server.run_until_stopped()
 
         asyncio.run(serve())

@@ -285,6 +285,7 @@ def _one(parts: list[Delta]) -> Delta:
         sources=tuple(source for part in parts for source in part.sources),
         logprobs=tuple(its for part in parts for its in part.logprobs),
         prompt_logprobs=tuple(its for part in parts for its in part.prompt_logprobs),
+        drafted=sum(part.drafted for part in parts),
         finish_reason=last.finish_reason,
         result=last.result,
     )

@@ -31,6 +31,7 @@ from outpace.engine.request import Request, Size, StepRecord
 from outpace.engine.results import Delta, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Prepared, Sequence
+from outpace.engine.snapshot import Snapshot, snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.text import TextReader
 from outpace.errors import Argument, ParameterError
@@ -79,12 +80,13 @@ class Engine:
             table = costs.of(model) if cost is None else cost
             make = partial(policy_for, table)
         drafting = Drafting(self.drafters, make, model.info.vocab_size)
+        self._memory = min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None)
         scheduler = Scheduler(
             model.kv,
             drafting,
             max_rows=self.options.max_rows,
             pace=Pace(self.options.prefill_chunk, self.options.prefill_delay),
-            memory=min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None),
+            memory=self._memory,
             prefix_rows=self.options.prefix_rows,
         )
         self._core = Core(model, drafting, scheduler)
@@ -329,6 +331,10 @@ class Engine:
     def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
         return pooled([self._core.finished])
+
+    def snapshot(self) -> Snapshot:
+        """What runs and waits, and all that was done so far."""
+        return snapshot(self._core, self.options, self._memory)
 
     def check(self) -> None:
         """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step."""

@@ -24,6 +24,7 @@ class Delta:
     sources: tuple[str, ...]  # who wrote each token: a drafter's name, or "target"
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # where they were asked for, with the first tokens
+    drafted: int = 0  # draft tokens verified since the last delta
     finish_reason: FinishReason | None = None
     result: Result | None = None
 

@@ -75,6 +75,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._reported = self._reported_text = 0
+        self._drafted = 0  # nodes verified since the last delta
         self._uncounted: list[Counted] = []
         self._first: float | None = None
 
@@ -195,6 +196,8 @@ class Sequence:
     def count(self, step: Counted) -> None:
         """Take down what a step did, for ``stats``: counted in bunches, since that code is cold in every step."""
         self._uncounted.append(step)
+        if step.levels:
+            self._drafted += len(step.sources)
         if len(self._uncounted) == BUNCH:
             self.count_up()
 
@@ -218,6 +221,7 @@ class Sequence:
         """What was gained since the last delta; the last one carries the result."""
         start, self._reported = self._reported, self.length - self.prompt_length
         text, self._reported_text = "".join(self._shown[self._reported_text :]), len(self._shown)
+        drafted, self._drafted = self._drafted, 0
         now = time.perf_counter()
         gained = self._reported - start
         first = self._first is None and gained > 0
@@ -236,6 +240,7 @@ class Sequence:
             sources=tuple(self.sources[start:]),
             logprobs=tuple(self.logprobs[start:]),
             prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
+            drafted=drafted,
             finish_reason=self.finish_reason,
             result=self._result() if self.finish_reason else None,
         )

@@ -100,8 +100,7 @@ class TraceWriter:
         check_writable(path)
         self.path = path
         self._tokenizer, self._request = tokenizer, request
-        known = isinstance(tokenizer, Tokenizer) and tokenizer.spelling is not None
-        self._code = TokenBytes(cast(Tokenizer, tokenizer)) if known else None
+        self._spelling = None if tokenizer is None else Spelling(tokenizer)
         self._requests: dict[int, Request] = {}
         self._outputs: dict[tuple[int, int], tuple[int, ...]] = {}
         self._spelled: set[int] = set()
@@ -156,8 +155,7 @@ class TraceWriter:
             line["c"] = [[c.request, c.sample, c.row, c.start, c.count] for c in record.chunks]
         if record.faults:
             line["f"] = list(record.faults)
-        used = {token for row in rows for token in (*row.get("t", ()), *row["v"])}
-        self._write([*self._texts(used), line])
+        self._write([*self._texts(tokens_of(rows)), line])
         self._steps += 1
 
     def _seen(self, requests: Sequence[Request]) -> None:
@@ -166,24 +164,7 @@ class TraceWriter:
             if request.id in self._requests:
                 continue
             self._requests[request.id] = request
-            prompt = request.prompt.tolist()
-            line = {
-                "id": request.id,
-                "prompt": prompt,
-                "params": plain(request.params),
-                "seed": request.seed,
-                "limit": request.limit,
-                "size": request.size,
-                "adaptive": request.adaptive,
-                "acceptance": request.acceptance,
-                "drafter": request.drafter,
-                "reuse_prefix": request.reuse_prefix,
-                "priority": request.priority,
-                "deadline": request.deadline,
-            }
-            if self._tokenizer is not None:
-                line["pieces"] = pieces(self._tokenizer, prompt, skip_special=False)
-            lines.append({"request": line})
+            lines.append({"request": request_line(request, self._tokenizer)})
         self._write(lines)
 
     def _result(self, result: Result) -> None:
@@ -191,28 +172,7 @@ class TraceWriter:
             self._seen([self._request(result.request)])  # it ended before its first step
         if not result.error:
             self._outputs[result.request, result.sample] = result.token_ids
-        line: dict[str, Any] = {
-            "request": result.request,
-            "sample": result.sample,
-            "text": result.text,
-            "pieces": self._pieces(result),
-            "sources": list(result.sources),
-            "finish_reason": result.finish_reason,
-            "stopped_by": result.stopped_by,
-            "stats": result.stats.to_dict(),
-        }
-        if result.error:
-            line["error"] = result.error
-        if result.notes:
-            line["notes"] = list(result.notes)
-        self._write([{"result": line}])
-
-    def _pieces(self, result: Result) -> list[str]:
-        if self._tokenizer is None:
-            return []
-        request = self._requests.get(result.request)
-        skip = True if request is None else bool(request.params.skip_special_tokens)
-        return _cut(pieces(self._tokenizer, result.token_ids, skip_special=skip), result.text)
+        self._write([{"result": result_line(result, self._requests.get(result.request), self._tokenizer)}])
 
     def _score(self, model: Model, tokenizer: Tokenizer | None) -> None:
         for (id_, sample), output in self._outputs.items():
@@ -224,10 +184,10 @@ class TraceWriter:
 
     def _texts(self, used: set[int]) -> list[dict[str, Any]]:
         new = sorted(used - self._spelled)
-        if self._tokenizer is None or not new:
+        if self._spelling is None or not new:
             return []
         self._spelled.update(new)
-        return [{"texts": [[token, _spelling(self._tokenizer, self._code, token)] for token in new]}]
+        return [self._spelling.line(new)]
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
@@ -272,6 +232,55 @@ class TraceWriter:
             os.ftruncate(file, self._whole)
         except OSError as error:  # a pipe cannot be cut; a reader bears a cut line
             log.debug("%s was not cut to whole lines: %s", self.path, error)
+
+
+def request_line(request: Request, tokenizer: Spells | None) -> dict[str, Any]:
+    """A request as a trace has it."""
+    prompt = request.prompt.tolist()
+    line = {
+        "id": request.id,
+        "prompt": prompt,
+        "params": plain(request.params),
+        "seed": request.seed,
+        "limit": request.limit,
+        "size": request.size,
+        "adaptive": request.adaptive,
+        "acceptance": request.acceptance,
+        "drafter": request.drafter,
+        "reuse_prefix": request.reuse_prefix,
+        "priority": request.priority,
+        "deadline": request.deadline,
+    }
+    if tokenizer is not None:
+        line["pieces"] = pieces(tokenizer, prompt, skip_special=False)
+    return line
+
+
+def result_line(result: Result, request: Request | None, tokenizer: Spells | None) -> dict[str, Any]:
+    """A result as a trace has it; ``request``: the one that it is of, where that is known."""
+    skip = True if request is None else bool(request.params.skip_special_tokens)
+    line: dict[str, Any] = {
+        "request": result.request,
+        "sample": result.sample,
+        "text": result.text,
+        "pieces": []
+        if tokenizer is None
+        else _cut(pieces(tokenizer, result.token_ids, skip_special=skip), result.text),
+        "sources": list(result.sources),
+        "finish_reason": result.finish_reason,
+        "stopped_by": result.stopped_by,
+        "stats": result.stats.to_dict(),
+    }
+    if result.error:
+        line["error"] = result.error
+    if result.notes:
+        line["notes"] = list(result.notes)
+    return line
+
+
+def tokens_of(rows: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The tokens that a step's rows name."""
+    return {token for row in rows for token in (*row.get("t", ()), *row["v"])}
 
 
 def rows_of(record: StepRecord) -> list[dict[str, Any]]:
@@ -363,12 +372,23 @@ def _cut(texts: list[str], whole: str) -> list[str]:
     return out
 
 
-def _spelling(tokenizer: Spells, code: TokenBytes | None, token: int) -> str:
+class Spelling:
     """A token by itself: its text, its bytes where it is no whole character, or the vocabulary's spelling."""
-    text = tokenizer.decode([token], skip_special=False)
-    spelled = tokenizer.token(token) or f"[{token}]"
-    if "�" in text and code is not None and code.of(token):
-        return f"⟨{code.of(token).hex()}⟩"
-    if not text or "�" in text:
-        return spelled
-    return " " + text if spelled.startswith("▁") and not text.startswith(" ") else text
+
+    def __init__(self, tokenizer: Spells) -> None:
+        known = isinstance(tokenizer, Tokenizer) and tokenizer.spelling is not None
+        self._tokenizer, self._code = tokenizer, TokenBytes(cast(Tokenizer, tokenizer)) if known else None
+
+    def line(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The line of a trace that spells these tokens."""
+        return {"texts": [[token, self.of(token)] for token in tokens]}
+
+    def of(self, token: int) -> str:
+        """One token."""
+        text = self._tokenizer.decode([token], skip_special=False)
+        spelled = self._tokenizer.token(token) or f"[{token}]"
+        if "\ufffd" in text and self._code is not None and self._code.of(token):
+            return f"⟨{self._code.of(token).hex()}⟩"
+        if not text or "\ufffd" in text:
+            return spelled
+        return " " + text if spelled.startswith("▁") and not text.startswith(" ") else text

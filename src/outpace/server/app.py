@@ -16,7 +16,7 @@ from outpace import __version__
 from outpace.errors import OutpaceError
 from outpace.server.errors import APIError
 from outpace.server.middleware import Guard, refusal
-from outpace.server.routes import chat, completions, health, metrics, models, replay, tokenize
+from outpace.server.routes import chat, completions, health, metrics, models, page, replay, tokenize, traces
 from outpace.server.routes.described import describe
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.schema.completions import CompletionRequest
@@ -37,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
 
     app = _App(title="Outpace", version=__version__, lifespan=lifespan)
     app.state.service = service
-    for route in (chat, completions, replay, models, tokenize, health, metrics):
+    for route in (chat, completions, replay, traces, models, tokenize, health, metrics, page):
         app.include_router(route.router)
     app.add_exception_handler(APIError, _told)
     app.add_exception_handler(OutpaceError, _told)

@@ -17,7 +17,8 @@ from outpace.server.tools.base import Joined, OutputParser, Piece, Plain, ToolSt
 @dataclass(slots=True)
 class Part:
     """What a choice gained. ``finish``: OpenAI's reason, with the last one; ``stop_reason``: the stop string or token
-    id, or "deadline". ``written``: the text's segments with who wrote each, where that was asked for."""
+    id, or "deadline". ``written``: the text's segments with who wrote each, where that was asked for; ``drafted``:
+    draft tokens that were verified meanwhile."""
 
     index: int
     pieces: list[Piece]
@@ -25,6 +26,7 @@ class Part:
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
     written: Sequence[tuple[str, str]] = ()
+    drafted: int = 0
     finish: str | None = None
     stop_reason: str | int | None = None
     result: Result | None = None
@@ -50,7 +52,7 @@ class Choice:
             pieces = [*pieces, *self.parser.finish()]
         self._called = self._called or any(isinstance(piece, ToolStart) for piece in pieces)
         written = () if self.colours is None else self.colours.of(delta)
-        part = Part(self.index, pieces, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written)
+        part = Part(self.index, pieces, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written, delta.drafted)
         if delta.result is not None:
             part.result = delta.result
             part.finish, part.stop_reason = self._finish(delta.result)
@@ -74,6 +76,7 @@ class Whole:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
+    drafted: int = 0
     finish: str | None = None
     stop_reason: str | int | None = None
     result: Result | None = None
@@ -84,6 +87,7 @@ class Whole:
         self.token_ids.extend(part.token_ids)
         self.logprobs.extend(part.logprobs)
         self.written.extend(part.written)
+        self.drafted += part.drafted
         if part.prompt_logprobs:
             self.prompt_logprobs = part.prompt_logprobs
         if part.result is not None:

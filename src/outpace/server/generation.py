@@ -44,8 +44,8 @@ class Observer(Protocol):
     def refused(self, error: APIError) -> None:
         """A request was answered with an error that is no generation's."""
 
-    def exposition(self, service: Any) -> tuple[bytes, str]:
-        """What ``/metrics`` answers, and its content type. Called in a thread of the Service's, not in the loop."""
+    async def exposition(self, service: Any) -> tuple[bytes, str]:
+        """What ``/metrics`` answers, and its content type."""
 
 
 class Generation:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from outpace.server import errors
+from outpace.server.logs import REQUEST_ID
 from outpace.server.security import Keys
 from outpace.server.service import Service
 from outpace.server.streaming import Receive, Scope, Send
@@ -45,6 +46,7 @@ class Guard:
         given = headers.get(b"x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope["outpace.request_id"] = request_id
+        REQUEST_ID.set(request_id)
         begun = False
 
         async def tell(message: MutableMapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from outpace.server.generation import Caller, Generation, Observer
 from outpace.server.served import Served
 from outpace.server.settings import ServerSettings
 from outpace.server.single import Models
+from outpace.server.traces import Traces
 from outpace.server.translate import Work
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Service:
         self.inside = 0  # requests that are prepared, wait or run
         self._over: asyncio.Event | None = None
         self.draining = False
+        self.traces = Traces(settings.traces) if settings.traces else None
         self.started = int(time.time())
 
     async def work(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -80,6 +82,8 @@ class Service:
             generation = Generation(model, work, running, caller, self.observer)
             self._generations.add(generation)
             held.callback(self._generations.discard, generation)
+            if self.traces is not None:
+                self.traces.began(generation.id, caller.scope, engine, running.ids, work.samples)
             if self.observer is not None:
                 self.observer.began(generation)
             generation.held = held.pop_all()
@@ -101,6 +105,8 @@ class Service:
         known = self._served.get(name)
         if known is None or known.serving is not serving:
             fingerprint = await self.work(self._fingerprint, serving)
+            if self.traces is not None:
+                await self.traces.watch(serving)
             known = self._served.get(name)
         if known is None or known.serving is not serving:
             known = Served(name, serving, queue=self.settings.queue, fingerprint=fingerprint)

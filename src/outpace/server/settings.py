@@ -12,6 +12,7 @@ _LEAST = {  # of whole numbers
     "max_n": 1,
     "max_logprobs": 0,
     "max_prompts": 1,
+    "traces": 0,
 }
 _SECONDS = ("drain", "write_timeout", "keep_alive", "request_timeout", "body_timeout")
 
@@ -21,9 +22,10 @@ class ServerSettings:
     """Raises ParameterError that names the value and the remedy.
 
     ``queue``: samples that may wait beyond those that run; ``max_body``: bytes of a request; ``max_prompts``: of one
-    request for completions. In seconds: ``request_timeout``: for one answer, after which it ends as it is (None: no
-    bound); ``body_timeout``: for a request to arrive; ``write_timeout``: for a reader to take what was written;
-    ``keep_alive``: between signs of life in a stream; ``drain``: for what runs when the server is told to stop.
+    request for completions; ``traces``: every step is kept of so many last answers. In seconds: ``request_timeout``:
+    for one answer, after which it ends as it is (None: no bound); ``body_timeout``: for a request to arrive;
+    ``write_timeout``: for a reader to take what was written; ``keep_alive``: between signs of life in a stream;
+    ``drain``: for what runs when the server is told to stop.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +36,7 @@ class ServerSettings:
     max_n: int = 128
     max_logprobs: int = 20
     max_prompts: int = 128
+    traces: int = 0
     request_timeout: float | None = None
     body_timeout: float = 60.0
     write_timeout: float = 30.0

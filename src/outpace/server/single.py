@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -16,7 +16,9 @@ class Models(Protocol):
     def lease(self, name: str) -> Any:
         """``async with`` it: the model's AsyncEngine, which stays loaded meanwhile."""
 
-    def state(self) -> Any: ...
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """By name, what is known of each; "state" is "loaded" or another."""
+
     async def close(self) -> None: ...
 
 
@@ -33,8 +35,8 @@ class SingleModel:
     async def lease(self, name: str) -> AsyncIterator[AsyncEngine]:
         yield self._engine
 
-    def state(self) -> dict[str, str]:
-        return {self._name: "loaded"}
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {self._name: {"state": "loaded"}}
 
     async def close(self) -> None:
         await self._engine.__aexit__(None, None, None)

@@ -22,22 +22,41 @@ from outpace.measure.tracefile import lines
 def page(path: Path, *, scripts: Sequence[str] = ()) -> str:
     """The page for the trace at ``path``. ``scripts``: run after the page's own (its tests). Raises ParameterError."""
     header, others, cut = lines(path)
-    for line in others:
-        if "request" in line:  # a seed has 64 bits, a number in JavaScript 53
-            request = line["request"]
-            request["seed"] = str(request["seed"])
+    data = _inert({"name": path.name, "cut": cut, "header": header, "lines": [shown(line) for line in others]})
+    return _filled(f"{path.name}: an Outpace trace", data, scripts, "'none'")
+
+
+def empty_page(script: str) -> str:
+    """The page without a trace: ``script`` gets one from where the page came from, puts it in place as JSON and calls
+    ``start``."""
+    return _filled("Outpace trace", "", [script], "'self'")
+
+
+def colours() -> str:
+    """The style sheet of who wrote what, for other pages that show it."""
+    return (resources.files(__package__) / "colours.css").read_text(encoding="utf-8")
+
+
+def shown(line: dict[str, Any]) -> dict[str, Any]:
+    """A trace's line as the page reads it: a seed has 64 bits, a number in JavaScript 53."""
+    if "request" not in line:
+        return line
+    return {**line, "request": {**line["request"], "seed": str(line["request"]["seed"])}}
+
+
+def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
     files = resources.files(__package__)
-    style = (files / "page.css").read_text(encoding="utf-8")
+    style = colours() + (files / "page.css").read_text(encoding="utf-8")
     all_scripts = [(files / "page.js").read_text(encoding="utf-8"), *scripts]
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, all_scripts))}; "
-        "base-uri 'none'; form-action 'none'"
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     parts = {
         "policy": policy,
-        "title": html.escape(f"{path.name}: an Outpace trace"),
+        "title": html.escape(title),
         "style": style,
-        "data": _inert({"name": path.name, "cut": cut, "header": header, "lines": others}),
+        "data": data,
         "script": "</script>\n<script>".join(all_scripts),
     }
     template = (files / "page.html").read_text(encoding="utf-8")

@@ -699,4 +699,4 @@ function start() {
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(onResize, 60); });
 }
 
-start();
+if (at("trace").textContent) start(); // else a script that follows brings the trace

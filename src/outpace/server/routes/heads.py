@@ -64,7 +64,8 @@ def last_chunk(generation: Generation, top: dict[str, Any], body: Sampling) -> l
 
 
 def _written(its: Whole | Part) -> dict[str, Any]:
-    return {"sources": [source for _, source in its.written], "texts": [text for text, _ in its.written]}
+    sources, texts = [source for _, source in its.written], [text for text, _ in its.written]
+    return {"sources": sources, "texts": texts, "drafted_now": its.drafted}
 
 
 def _traced(body: Sampling) -> bool:

@@ -18,5 +18,5 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if service.observer is None:
         raise APIError(404, "this server counts nothing: start it with metrics", code="no_metrics")
-    data, kind = await service.work(service.observer.exposition, service)
+    data, kind = await service.observer.exposition(service)
     return Response(data, headers={"content-type": kind})

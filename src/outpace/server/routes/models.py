@@ -35,4 +35,5 @@ def _told(service: Service, name: str) -> dict[str, Any]:
     told: dict[str, Any] = {"id": name, "object": "model", "created": service.started, "owned_by": "outpace"}
     if known is not None:
         told["max_model_len"] = known.info.max_length
+        told["drafters"] = list(known.serving.engine.drafters)
     return told

@@ -1,0 +1,150 @@
+"""The steps of the last answers, for ``GET /v1/traces/{id}``: what a trace's file has, one answer at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from outpace.engine.aio import AsyncEngine
+from outpace.engine.engine import Engine
+from outpace.engine.request import Request, StepRecord
+from outpace.engine.results import Result
+from outpace.errors import ParameterError
+from outpace.measure.facts import facts
+from outpace.measure.trace import Spelling, request_line, result_line, rows_of, tokens_of
+from outpace.measure.tracefile import VERSION
+from outpace.measure.view import shown
+from outpace.server.errors import APIError
+
+_STEPS = 20_000  # of one request; what comes later is left out
+_RUNNING = 1024  # requests of an engine whose steps are kept though no answer asks for them yet
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What is known of one request of an engine."""
+
+    request: Request
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    cut: bool = False
+
+
+class _Watch:
+    """Keeps an engine's steps by request. Its methods but ``of`` are the engine's, in its thread."""
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        self._engine, self._most = engine, most + _RUNNING
+        self._lock = threading.Lock()
+        self._requests: dict[int, _Steps] = {}
+
+    def step(self, record: StepRecord) -> None:
+        """Take down a step, for each request that had a part in it."""
+        rows = rows_of(record)
+        with self._lock:
+            for request in {*record.requests, *(chunk.request for chunk in record.chunks)}:
+                its = self._steps(request)
+                if its is None or len(its.lines) == _STEPS:
+                    if its is not None:
+                        its.cut = True
+                    continue
+                line: dict[str, Any] = {
+                    "step": record.index,
+                    "s": {phase: round(spent, 7) for phase, spent in record.seconds.items()},
+                    "r": [row for row in rows if row["q"] == request],
+                }
+                chunks = [[c.request, c.sample, c.row, c.start, c.count] for c in record.chunks if c.request == request]
+                if chunks:
+                    line["c"] = chunks
+                if record.faults:
+                    line["f"] = list(record.faults)
+                its.lines.append(line)
+
+    def result(self, result: Result) -> None:
+        """Take down how a sample ended; the record of its last step comes after."""
+        with self._lock:
+            its = self._steps(result.request)
+            if its is not None:
+                its.results.append(result)
+
+    def of(self, request: int) -> _Steps | None:
+        """What is known of a request, as of now."""
+        with self._lock:
+            its = self._requests.get(request)
+            return its and _Steps(its.request, list(its.lines), list(its.results), its.cut)
+
+    def forget(self, request: int) -> None:
+        """Let go of a request."""
+        with self._lock:
+            self._requests.pop(request, None)
+
+    def _steps(self, request: int) -> _Steps | None:
+        its = self._requests.get(request)
+        if its is None:
+            try:
+                its = self._requests[request] = _Steps(self._engine.request(request))
+            except ParameterError:
+                return None  # it ended before this began to watch
+            while len(self._requests) > self._most:
+                del self._requests[next(iter(self._requests))]
+        return its
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    scope: str
+    watch: _Watch
+    engine: Engine
+    requests: tuple[int, ...]
+    samples: int
+
+
+class Traces:
+    """The steps of the last ``most`` answers. An answer's are shown to its own API key alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._watches: WeakKeyDictionary[Engine, _Watch] = WeakKeyDictionary()
+        self._answers: dict[str, _Answer] = {}
+        self._order: deque[str] = deque()
+
+    async def watch(self, serving: AsyncEngine) -> None:
+        """Keep this engine's steps from now on."""
+
+        its = self._watches.setdefault(serving.engine, _Watch(serving.engine, self._most))
+
+        def begin(engine: Engine) -> None:
+            engine.on_step, engine.on_result = its.step, its.result
+
+        await serving.ask(begin)
+
+    def began(self, id_: str, scope: str, engine: Engine, requests: list[int], samples: int) -> None:
+        """An answer whose steps are to be found under ``id_``."""
+        self._answers[id_] = _Answer(scope, self._watches[engine], engine, tuple(requests), samples)
+        self._order.append(id_)
+        if len(self._order) > self._most:
+            old = self._answers.pop(self._order.popleft())
+            for request in old.requests:
+                old.watch.forget(request)
+
+    def of(self, id_: str, scope: str) -> dict[str, Any]:
+        """An answer's trace, as the step viewer reads it. Raises APIError (404)."""
+        its = self._answers.get(id_)
+        if its is None or its.scope != scope:
+            raise APIError(404, f"no trace of {id_!r} is kept: those of the last {self._most} answers are", param="id")
+        found = [steps for request in its.requests if (steps := its.watch.of(request)) is not None]
+        tokenizer = its.engine.tokenizer
+        assert tokenizer is not None, "the server refuses models without a tokenizer"
+        used = {token for steps in found for line in steps.lines for token in tokens_of(line["r"])}
+        lines = [shown({"request": request_line(steps.request, tokenizer)}) for steps in found]
+        lines.append(Spelling(tokenizer).line(sorted(used)))
+        lines += sorted((line for steps in found for line in steps.lines), key=lambda line: line["step"])
+        ended = [result for steps in found for result in steps.results]
+        lines += [{"result": result_line(result, found[0].request, tokenizer)} for result in ended]
+        cut = None if len(ended) == its.samples else "it has not ended"
+        if any(steps.cut for steps in found):
+            cut = f"only the first {_STEPS} steps are kept"
+        return {"name": id_, "cut": cut, "header": {"trace": VERSION, **facts(its.engine, None)}, "lines": lines}

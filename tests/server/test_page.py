@@ -1,0 +1,181 @@
+"""The page in headless Chromium: what it shows is what the server says, and nothing else is fetched."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from outpace import Engine
+from tests.server.serving import Running, serving
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+KEY = "a-key-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with serving(Engine.load("demo", drafter="ngram+suffix", max_length=1024), traces=4, api_keys=(KEY,)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with api.sync_playwright() as its:
+        started = its.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(served: Running, browser: Any) -> Iterator[Any]:
+    """The page with its key, and few tokens an answer; every request that leaves the server, and every fault, fails."""
+    context = browser.new_context()
+    context.add_init_script(
+        f"sessionStorage.setItem('outpace.key', '{KEY}');"
+        "if (!localStorage.getItem('outpace.settings'))"
+        " localStorage.setItem('outpace.settings', JSON.stringify({max_tokens: '24'}));"
+    )
+    faults: list[str] = []
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    told = "with a status of 400"  # a refusal, which the page shows and the browser mentions
+    opened.on(
+        "console",
+        lambda its: faults.append(its.text) if its.type == "error" and told not in its.text else None,
+    )
+    opened.on("request", lambda its: None if its.url.startswith((served.url, "data:")) else faults.append(its.url))
+    opened.goto(served.url + "/")
+    opened.wait_for_selector("#model option", state="attached")
+    yield opened
+    context.close()
+    served.at_rest()
+    assert not faults
+
+
+def said(page: Any, text: str) -> Any:
+    """The answer to ``text``, once it is there."""
+    before = page.locator("article.assistant").count()
+    page.fill("#text", text)
+    page.keyboard.press("Enter")
+    answer = page.locator("article.assistant").nth(before)
+    answer.get_by_label("Answer again").wait_for(timeout=60_000)  # there once it is done
+    return answer
+
+
+def get(served: Running, path: str, **headers: str) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(served.url + path, headers=headers), timeout=30)
+
+
+def test_the_page_needs_no_key_and_lets_run_only_itself(served: Running) -> None:
+    with get(served, "/") as answer:
+        policy = answer.headers["content-security-policy"]
+        text = answer.read().decode()
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert "http" not in text.replace("http-equiv", "")
+    for name in ("app.js", "style.css", "colours.css", "steps", "about"):
+        with get(served, f"/page/{name}") as answer:
+            assert answer.read()
+    with get(served, "/page/app.js") as answer:
+        tag = answer.headers["etag"]
+    with pytest.raises(urllib.error.HTTPError, match="304"):
+        get(served, "/page/app.js", **{"if-none-match": tag})
+    for path, status in (("/page/..%2Fapp.py", "404"), ("/page/index.py", "404"), ("/v1/traces/x", "401")):
+        with pytest.raises(urllib.error.HTTPError, match=status):
+            get(served, path)
+
+
+def test_no_script_writes_markup() -> None:
+    from importlib import resources
+
+    for part in (resources.files("outpace.server") / "page").iterdir():
+        text = part.read_text(encoding="utf-8")
+        for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style="):
+            assert forbidden not in text, (part.name, forbidden)
+
+
+def test_a_chat_is_what_the_api_says(served: Running, page: Any) -> None:
+    text = "<b>Count</b> to ten, twice. <img src=x onerror=alert(1)>"
+    answer = said(page, text)
+    assert page.locator("article.user .said").inner_text() == text
+    expected = served.client(api_key=KEY).chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": text}], max_tokens=24, temperature=0
+    )
+    content = expected.choices[0].message.content
+    assert content is not None
+    assert expected.usage is not None
+    shown = "".join(answer.locator(".prose, pre").evaluate_all("all => all.map(its => its.textContent)"))
+    plain = re.sub(r"^```.*$", "", content, flags=re.MULTILINE)  # fences are drawn, not shown
+    assert shown.replace("\n", "") == plain.replace("\n", "")
+    assert f"{expected.usage.completion_tokens} tokens" in answer.locator(".figures").inner_text()
+    page.reload()
+    page.wait_for_selector("article.assistant")
+    assert page.locator("article.user .said").inner_text() == text
+    assert page.locator("#list button").first.inner_text() == text
+
+
+def test_side_by_side_again_edit_and_steps(page: Any) -> None:
+    page.check("#both")
+    answer = said(page, "Repeat: one two three, one two three, one two three, one two three.")
+    assert answer.locator(".columns section").count() == 2
+    assert "Identical: " in answer.locator(".verdict").inner_text()
+    plain, fast = answer.locator(".said").all_inner_texts()
+    assert plain == fast
+    assert answer.locator("section").nth(0).locator(".said span").count() == 0
+    page.uncheck("#both")
+    answer.get_by_label("Answer again").click()
+    page.wait_for_selector("#send", state="visible", timeout=60_000)
+    page.wait_for_selector(".acts [aria-label='Answer again']")
+    assert page.locator("article").count() == 2
+    assert page.locator("article.assistant .said").inner_text() == fast
+    page.get_by_label("Show the steps of this answer").click()
+    steps = page.frame_locator("#steps")
+    steps.locator("#h-step").wait_for()
+    assert steps.locator("#pieces").evaluate("its => its.textContent.trim().length") > 0
+    assert steps.locator("#cut").is_hidden()
+    page.click("#leave")
+    page.get_by_label("Edit the message and ask again").click()
+    page.fill(".editing textarea", "Say hello.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send", state="visible", timeout=60_000)
+    page.wait_for_selector(".acts [aria-label='Answer again']")
+    assert page.locator("article.user .said").all_inner_texts() == ["Say hello."]
+
+
+def test_stop_frees_the_row(page: Any) -> None:
+    page.click("#settings")
+    page.fill("#max_tokens", "800")
+    page.click("#close")
+    page.fill("#text", "Write a very long story about the sea.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article.assistant .figures:has-text('tokens/s')", timeout=60_000)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send", state="visible")
+    assert "stopped" in page.locator("article.assistant .figures").inner_text()
+
+
+def test_a_refusal_is_shown_and_nothing_lacks_a_name(page: Any) -> None:
+    page.click("#settings")
+    page.fill("#seed", "9" * 30)
+    page.click("#close")
+    assert "seed" in said(page, "Hello").locator(".error").inner_text()
+    page.evaluate("document.querySelectorAll('details').forEach(its => { its.open = true })")
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea, select')].filter(its => !its.textContent.trim()"
+        " && !its.getAttribute('aria-label') && !(its.labels && its.labels.length)).map(its => its.id)"
+    )
+    assert unnamed == []
+    page.set_viewport_size({"width": 360, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.click("#chats")
+    assert page.locator("#new").is_visible()
