@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +25,16 @@ class Running:
     def __init__(self, server: Server, service: Service, loop: asyncio.AbstractEventLoop, engine: AsyncEngine) -> None:
         self.server, self.service, self.loop, self.engine = server, service, loop, engine
         self.url = f"http://127.0.0.1:{server.address[1]}"
+        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+    def client(self) -> openai.OpenAI:
+        """The one that threads share, closed with the server."""
+        return self._client
+
+    def close(self) -> None:
+        """Stop the server; its thread ends."""
+        self._client.close()
+        self.loop.call_soon_threadsafe(self.server.stop)
 
     def call(self, waiting: Any, timeout: float = 30) -> Any:
         """Run a coroutine in the server's loop."""
@@ -58,7 +66,9 @@ def serving(engine: Engine, name: str = "demo", observer: Observer | None = None
             its = AsyncEngine(engine)
             options = ServerSettings(**{"port": 0, "drain": 5.0, **settings})
             service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test", observer=observer)
-            server = Server(service, bound(options))
+            listener = bound(options)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # one who reads nothing is soon noticed
+            server = Server(service, listener)
             task = asyncio.create_task(server.run_until_stopped())
             while not server.started:
                 if task.done():
@@ -84,6 +94,6 @@ def serving(engine: Engine, name: str = "demo", observer: Observer | None = None
     try:
         yield running
     finally:
-        running.loop.call_soon_threadsafe(running.server.stop)
+        running.close()
         thread.join(30)
         assert not thread.is_alive()

@@ -13,9 +13,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Count to ten, twice."}]
 
 
 @pytest.fixture(scope="module")
-def expected() -> Any:
-    with Engine.load("demo", drafter="none", max_length=2048) as engine:
-        return engine.generate(MESSAGES, SamplingParams(max_tokens=24, temperature=0.8, seed=7))
+def expected(plain: Engine) -> Any:
+    return plain.generate(MESSAGES, SamplingParams(max_tokens=24, temperature=0.8, seed=7))
 
 
 def test_an_answer_is_the_engines(demo: Running, expected: Any) -> None:

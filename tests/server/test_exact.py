@@ -39,7 +39,7 @@ OPENAI = (
 def body(i: int) -> dict[str, Any]:
     """Request i."""
     asked = {"seed": 100 + i, **ASKED[i % len(ASKED)]}
-    return asked if "max_completion_tokens" in asked else {"max_tokens": 16, **asked}
+    return asked if "max_completion_tokens" in asked else {"max_tokens": 10, **asked}
 
 
 def params(i: int) -> SamplingParams:
@@ -53,10 +53,9 @@ def messages(i: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[Result]]:
+def expected(plain: Engine) -> list[list[Result]]:
     """Plain decoding, one request after the other, of twice as many requests as there are combinations."""
-    with Engine.load("demo", drafter="none", max_length=2048, prefix_rows=0) as engine:
-        return [engine.generate_many([messages(i)], params(i)) for i in range(2 * len(ASKED))]
+    return [plain.generate_many([messages(i)], params(i)) for i in range(2 * len(ASKED))]
 
 
 def ask(demo: Running, i: int, **more: Any) -> list[Any]:
@@ -117,15 +116,14 @@ def test_sixteen_at_once_streamed_and_not(demo: Running, expected: list[list[Res
     demo.at_rest()
 
 
-def test_the_same_when_the_prompt_comes_as_token_ids(demo: Running, expected: list[list[Result]]) -> None:
+def test_the_same_when_the_prompt_comes_as_token_ids(demo: Running, plain: Engine) -> None:
     """Completions: several prompts at once, as text and as ids; echo says the prompt first, and how likely it was."""
     tokens = [demo.engine.engine.encode(messages(i)).tolist() for i in (0, 1)]
-    answer = demo.client().completions.create(model="demo", prompt=tokens, max_tokens=24, temperature=0, logprobs=0)
-    with Engine.load("demo", drafter="none", max_length=2048) as engine:
-        alone = engine.generate_many(tokens, SamplingParams(max_tokens=24, logprobs=True))
-        raw = engine.generate(
-            "One two three", SamplingParams(max_tokens=5, logprobs=True, top_logprobs=2, prompt_logprobs=2), raw=True
-        )
+    answer = demo.client().completions.create(model="demo", prompt=tokens, max_tokens=12, temperature=0, logprobs=0)
+    alone = plain.generate_many(tokens, SamplingParams(max_tokens=12, logprobs=True))
+    raw = plain.generate(
+        "One two three", SamplingParams(max_tokens=5, logprobs=True, top_logprobs=2, prompt_logprobs=2), raw=True
+    )
     assert [choice.text for choice in answer.choices] == [result.text for result in alone]
     assert [choice.logprobs and choice.logprobs.token_logprobs for choice in answer.choices] == [
         [its.logprob for its in result.logprobs] for result in alone
@@ -158,38 +156,43 @@ def test_formats_and_tools_are_the_same_drafted_and_plain(demo: Running) -> None
         "type": "object", "properties": {"colours": colours}, "required": ["colours"], "additionalProperties": False
     }  # fmt: skip
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
-    for more in (
+    asked: Any = {"model": "demo", "messages": messages(0), "max_tokens": 16, "seed": 3, "temperature": 0.8}
+
+    def told(more: dict[str, Any], wish: dict[str, Any]) -> Any:
+        answer = demo.client().chat.completions.create(**asked, extra_body={**more, "speculation": wish})
+        chunks = demo.client().chat.completions.create(
+            **asked, stream=True, extra_body={**more, "speculation": {**wish, "trace": True}}
+        )
+        message = answer.choices[0].message.to_dict()
+        content, calls, written = "", {}, ""
+        for chunk in chunks:
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            for call in delta.tool_calls or ():
+                its = calls.setdefault(call.index, [call.id, "", ""])
+                its[1] += (call.function and call.function.name) or ""
+                its[2] += (call.function and call.function.arguments) or ""
+            its_part = chunk.to_dict().get("speculation")
+            if isinstance(its_part, dict):
+                written += "".join(its_part.get("texts", []))
+        assert content == (message["content"] or "")
+        assert [its for _, its in sorted(calls.items())] == [
+            [c["id"], c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", [])
+        ]
+        if not calls:
+            assert written == content
+        return message, answer.choices[0].finish_reason
+
+    wanted: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}},
         {"response_format": {"type": "json_object"}},
         {"grammar": {"type": "regex", "value": "(red|blue)( (red|blue)){3}"}},
         {"tools": [tool], "tool_choice": "required"},
         {"tools": [tool]},
-    ):
-        asked: Any = {"model": "demo", "messages": messages(0), "max_tokens": 24, "seed": 3, "temperature": 0.8}
-        told = []
-        for off in (False, True):
-            answer = demo.client().chat.completions.create(**asked, extra_body={**more, "speculation": {"off": off}})
-            chunks = demo.client().chat.completions.create(
-                **asked, stream=True, extra_body={**more, "speculation": {"off": off, "trace": True}}
-            )
-            message = answer.choices[0].message.to_dict()
-            told.append((message, answer.choices[0].finish_reason))
-            content, calls, written = "", {}, ""
-            for chunk in chunks:
-                delta = chunk.choices[0].delta
-                content += delta.content or ""
-                for call in delta.tool_calls or ():
-                    its = calls.setdefault(call.index, [call.id, "", ""])
-                    its[1] += (call.function and call.function.name) or ""
-                    its[2] += (call.function and call.function.arguments) or ""
-                its_part = chunk.to_dict().get("speculation")
-                if isinstance(its_part, dict):
-                    written += "".join(its_part.get("texts", []))
-            assert content == (message["content"] or "")
-            assert [its for _, its in sorted(calls.items())] == [
-                [c["id"], c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", [])
-            ]
-            if not calls:
-                assert written == content
-        assert told[0] == told[1]
+    ]
+    with ThreadPoolExecutor(2 * len(wanted)) as threads:
+        drafted = [threads.submit(told, more, {"size": 3}) for more in wanted]
+        plainly = [threads.submit(told, more, {"off": True}) for more in wanted]
+        for one, other in zip(drafted, plainly, strict=True):
+            assert one.result(120) == other.result(120)
     demo.at_rest()

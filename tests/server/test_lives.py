@@ -37,6 +37,17 @@ def small() -> Iterator[Running]:
         yield running
 
 
+KEYS = ("first-secret-key", "second-secret-key")
+ORIGIN = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    """Let in are two keys, and pages of one origin."""
+    with serving(engine(), api_keys=KEYS, cors=(ORIGIN,)) as running:
+        yield running
+
+
 def raw(running: Running, body: dict[str, Any], **headers: str) -> socket.socket:
     """A request that was sent; its answer is not read."""
     data = json.dumps(body).encode()
@@ -214,22 +225,21 @@ def test_a_large_answer_does_not_hold_up_the_loop(small: Running) -> None:
     assert worst < 1.0  # loose: the machine is shared; a prompt of this size alone takes longer
 
 
-def test_keys(caplog: pytest.LogCaptureFixture) -> None:
-    keys = ("first-secret-key", "second-secret-key")
+def test_keys(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
     long_prompt = [{"role": "user", "content": "The same beginning for everybody, and quite long too. " * 4}]
-    with caplog.at_level(logging.DEBUG), serving(engine(), api_keys=keys) as running:
-        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": f"Basic {keys[0]}"}):
-            status, headers, answer = post(running, SHORT, **wrong)
+    with caplog.at_level(logging.DEBUG):
+        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": f"Basic {KEYS[0]}"}):
+            status, headers, answer = post(guarded, SHORT, **wrong)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
             assert headers["www-authenticate"] == "Bearer"
         told = []
-        for key in (keys[0], keys[1], keys[0]):
-            status, _, answer = post(running, {**SHORT, "messages": long_prompt}, authorization=f"Bearer {key}")
+        for key in (KEYS[0], KEYS[1], KEYS[0]):
+            status, _, answer = post(guarded, {**SHORT, "messages": long_prompt}, authorization=f"Bearer {key}")
             assert status == 200
             told.append((answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]))
         assert told[0][0] == told[1][0] == 0 < told[2][0]
         assert told[0][1] == told[1][1] == told[2][1]
-        connection = http.client.HTTPConnection("127.0.0.1", running.server.address[1])
+        connection = http.client.HTTPConnection("127.0.0.1", guarded.server.address[1])
         for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 401), ("/metrics", 401)):
             connection.request("GET", path)
             response = connection.getresponse()
@@ -237,7 +247,7 @@ def test_keys(caplog: pytest.LogCaptureFixture) -> None:
             assert (path, response.status) == (path, status)
         connection.close()
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert not any(key in said for key in keys)
+    assert not any(key in said for key in KEYS)
     assert "same beginning" not in said
 
 
@@ -264,9 +274,8 @@ def test_told_to_stop_it_answers_everybody() -> None:
         assert b"[DONE]" in said
 
 
-def test_cross_origin_requests_are_off_unless_asked_for(small: Running) -> None:
-    headers = {"origin": "https://example.org"}
-    assert "access-control-allow-origin" not in post(small, SHORT, **headers)[1]
-    with serving(engine(), cors=("https://example.org",)) as running:
-        assert post(running, SHORT, **headers)[1]["access-control-allow-origin"] == "https://example.org"
-        assert "access-control-allow-origin" not in post(running, SHORT, origin="https://example.com")[1]
+def test_cross_origin_requests_are_off_unless_asked_for(small: Running, guarded: Running) -> None:
+    assert "access-control-allow-origin" not in post(small, SHORT, origin=ORIGIN)[1]
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    assert post(guarded, SHORT, origin=ORIGIN, **key)[1]["access-control-allow-origin"] == ORIGIN
+    assert "access-control-allow-origin" not in post(guarded, SHORT, origin="https://example.com", **key)[1]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.schema.completions import CompletionRequest
+from outpace.server.schema.responses import ResponsesRequest
 from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.serving import Running
 
@@ -19,8 +20,18 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 PATHS = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+}
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1, 2]},
 }
 
 
@@ -122,13 +133,12 @@ def test_malformed_bodies_are_refused(demo: Running, data: st.DataObject) -> Non
     """A good body, some of its fields made something else, cut off, or renamed: answered or refused, never 5xx."""
     path = data.draw(st.sampled_from(sorted(PATHS)))
     fields = [*PATHS[path].model_fields, "unknown"]
-    body: dict[str, Any] = {"max_tokens": 1} if path.startswith("/v1") else {}
-    body |= {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
-    if path == "/detokenize":
-        body = {"tokens": [1, 2]}
+    body = dict(GOOD[path])
     body |= data.draw(st.dictionaries(st.sampled_from(fields), _VALUES, min_size=1, max_size=3))
     if body.get("stream") is True or any(isinstance(body.get(name), int) for name in ("max_tokens", "n", "min_tokens")):
-        body |= {"stream": False, "n": 1, "max_tokens": 1} if path.startswith("/v1") else {}
+        body |= {"stream": False, **GOOD[path]}
+        body.pop("min_tokens", None)
+        body.pop("n", None)
     sent = json.dumps(body).encode()
     if data.draw(st.booleans()):
         sent = sent[: data.draw(st.integers(0, len(sent)))]

@@ -13,10 +13,10 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.cli import chat, generate, plainly
+from outpace.cli import chat, generate, plainly, serve
 from outpace.cli.command import flatten, joined
 
-FUNCTIONS = {"generate": generate.run, "chat": chat.run}
+FUNCTIONS = {"generate": generate.run, "chat": chat.run, "serve": serve.run}
 PARAMETERS = {name: inspect.signature(joined(run)).parameters for name, run in FUNCTIONS.items()}
 
 

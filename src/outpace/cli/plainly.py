@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from outpace.cli.command import Spelling, joined
 
-COMMANDS = ("generate", "chat")  # those that a person waits for
+COMMANDS = ("generate", "chat", "serve")  # those that a person waits for
 
 _FORMS: dict[Any, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     int: (re.compile(r"[0-9]{1,15}", re.ASCII), int),

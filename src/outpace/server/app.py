@@ -16,15 +16,28 @@ from outpace import __version__
 from outpace.errors import OutpaceError
 from outpace.server.errors import APIError
 from outpace.server.middleware import Guard, refusal
-from outpace.server.routes import chat, completions, health, metrics, models, page, replay, tokenize, traces
+from outpace.server.routes import (
+    chat,
+    completions,
+    docs,
+    health,
+    metrics,
+    models,
+    page,
+    replay,
+    responses,
+    tokenize,
+    traces,
+)
 from outpace.server.routes.described import describe
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.schema.completions import CompletionRequest
 from outpace.server.schema.replay import ReplayRequest
+from outpace.server.schema.responses import ResponsesRequest
 from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from outpace.server.service import Service
 
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ReplayRequest)
+_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, ReplayRequest)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -35,9 +48,9 @@ def create_app(service: Service) -> FastAPI:
         yield
         await service.close()
 
-    app = _App(title="Outpace", version=__version__, lifespan=lifespan)
+    app = _App(title="Outpace", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for route in (chat, completions, replay, traces, models, tokenize, health, metrics, page):
+    for route in (chat, completions, responses, replay, traces, models, tokenize, health, metrics, docs, page):
         app.include_router(route.router)
     app.add_exception_handler(APIError, _told)
     app.add_exception_handler(OutpaceError, _told)

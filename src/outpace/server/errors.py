@@ -17,6 +17,7 @@ _NAMES = {  # our parameters, as a request spells them
     "size": "speculation.size",
     "acceptance": "speculation.acceptance",
 }
+Names = Mapping[str, str]
 
 
 class APIError(Exception):
@@ -42,29 +43,37 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def spell(argument: Argument) -> str:
-    """An argument as a request spells it."""
+def spell(argument: Argument, names: Names = _NAMES) -> str:
+    """An argument as a request spells it, whose own ``names`` for ours are given."""
     if argument.name == "raw":  # what it asks for is a route here
         return "/v1/completions"
-    name = _NAMES.get(argument.name, argument.name)
+    name = names.get(argument.name, argument.name)
     return f"{name}={argument.value!r}" if argument.has_value else name
 
 
-def of(error: BaseException) -> APIError:
-    """What a client is told of ``error``: all of what it can mend, nothing of our insides."""
+def of(error: BaseException, names: Names | None = None) -> APIError:
+    """What a client is told of ``error``: all of what it can mend, nothing of our insides. ``names``: of parameters
+    that the request spells otherwise than chats do."""
+    named = _NAMES if names is None else {**_NAMES, **names}
+
+    def spell_(argument: Argument) -> str:
+        return spell(argument, named)
+
     if isinstance(error, APIError):
+        if names is not None and error.param is not None:
+            error.param = names.get(error.param, error.param)
         return error
     if isinstance(error, MissingExtraError):
-        return APIError(501, error.told(spell), code="not_installed")
+        return APIError(501, error.told(spell_), code="not_installed")
     if isinstance(error, MemoryLimitError):
-        return APIError(400, error.told(spell), param=_param(error), code="context_length_exceeded")
+        return APIError(400, error.told(spell_), param=_param(error, named), code="context_length_exceeded")
     if isinstance(error, OutpaceError) and isinstance(error, ValueError):
-        return APIError(400, error.told(spell), param=_param(error))
+        return APIError(400, error.told(spell_), param=_param(error, named))
     if isinstance(error, OutpaceError):
-        return APIError(500, error.told(spell))
+        return APIError(500, error.told(spell_))
     return APIError(500, "an internal error; the server's log has it")
 
 
-def _param(error: OutpaceError) -> str | None:
+def _param(error: OutpaceError, names: Names) -> str | None:
     name = error.parameter
-    return None if name is None or name == "raw" else _NAMES.get(name, name)
+    return None if name is None or name == "raw" else names.get(name, name)

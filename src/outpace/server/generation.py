@@ -55,7 +55,7 @@ class Generation:
         self.model, self.work, self.request_id, self.user = model, work, caller.request_id, work.user
         self._running, self._observer = running, observer
         self.held = AsyncExitStack()  # what it has of the server, given back when it closes
-        self.id = f"{caller.kind}-{uuid.uuid4().hex}"
+        self.id = f"{caller.kind}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._choices = {
             (request, sample): self._choice(i * work.params.n + sample)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from outpace.server.errors import APIError
 
-OPEN = ("/health", "/ready", "/", "/docs", "/redoc", "/openapi.json")  # paths that need no key
+OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")  # paths that need no key
 _OPEN_BELOW = "/page/"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import Response
 
 from outpace.server import errors
+from outpace.server.errors import APIError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,10 @@ def event(value: Any, name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
+def _failed(error: APIError) -> bytes:
+    return event(error.body()) + DONE
+
+
 async def gone(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
@@ -36,16 +41,22 @@ async def gone(receive: Receive) -> None:
 
 class EventStream(Response):
     """Sends ``events``, then ends. What they raise is told as a last event. ``close`` is called whatever happens.
-    ``write_timeout``: seconds that a reader may take for what was written, after which it is let go."""
+    ``write_timeout``: seconds that a reader may take for what was written, after which it is let go. ``failed``: how
+    an error is told; default: as chats and completions have it."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes], close: Callable[[], Awaitable[None]], write_timeout: float
+        self,
+        events: AsyncGenerator[bytes],
+        close: Callable[[], Awaitable[None]],
+        write_timeout: float,
+        failed: Callable[[APIError], bytes] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8")] + [
             its for its in self.raw_headers if its[0] != b"content-length"
         ]
         self._events, self._close, self._write_timeout = events, close, write_timeout
+        self._failed = failed or _failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -74,8 +85,7 @@ class EventStream(Response):
             told = errors.of(error)
             if told is not error and told.status >= 500:
                 log.exception("a stream failed")
-            await self._send(send, event(told.body()))
-            await self._send(send, DONE)
+            await self._send(send, self._failed(told))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

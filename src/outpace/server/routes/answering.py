@@ -78,16 +78,25 @@ async def begun(request: Request, model: str | None, kind: str, translate: Calla
 
 async def whole(request: Request, generation: Generation) -> list[Whole]:
     """Every choice, whole, in order; the generation is closed. Raises APIError."""
+    wholes: dict[int, Whole] = {}
 
-    async def all_of() -> list[Whole]:
-        wholes: dict[int, Whole] = {}
+    def add(part: Part) -> None:
+        wholes.setdefault(part.index, Whole(part.index)).add(part)
+
+    await each_part(request, generation, add)
+    return [wholes[index] for index in sorted(wholes)]
+
+
+async def each_part(request: Request, generation: Generation, take: Callable[[Part], None]) -> None:
+    """Give every part to ``take``; then the generation is closed. Raises APIError."""
+
+    async def all_of() -> None:
         while generation.left:
             for part in await generation.parts():
-                wholes.setdefault(part.index, Whole(part.index)).add(part)
-        return [wholes[index] for index in sorted(wholes)]
+                take(part)
 
     async with aclosing(generation):
-        return await _unless_gone(request, all_of())
+        await _unless_gone(request, all_of())
 
 
 async def _unless_gone(

@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     body, settings = await asked(request, ChatRequest), service_of(request).settings
     generation = await begun(
-        request, body.model, "chatcmpl", lambda model, scope: translate.chat(body, model, settings, scope)
+        request, body.model, "chatcmpl-", lambda model, scope: translate.chat(body, model, settings, scope)
     )
     if body.stream:
         return _stream(request, generation, body)

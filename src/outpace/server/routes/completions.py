@@ -28,7 +28,7 @@ async def completions(request: Request) -> Response:
     """Go on with a text, or with each of several."""
     body, settings = await asked(request, CompletionRequest), service_of(request).settings
     generation = await begun(
-        request, body.model, "cmpl", lambda model, scope: translate.completion(body, model, settings, scope)
+        request, body.model, "cmpl-", lambda model, scope: translate.completion(body, model, settings, scope)
     )
     if body.stream:
         return _stream(request, generation, body)

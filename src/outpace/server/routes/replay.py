@@ -54,7 +54,7 @@ async def replayed(request: Request) -> Response:
         params, options = replay.prepared(model.serving.engine, its.params, recorded, acceptance)
         return replace(its, params=params, options={**its.options, **options})
 
-    first = await begun(request, asks.model, "replay", again)
+    first = await begun(request, asks.model, "replay-", again)
     wholes, results = await whole(request, first), first.in_order
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has it drafted
 
@@ -70,7 +70,7 @@ async def replayed(request: Request) -> Response:
     found, second = await service.work(compared)
     if second is not None:
         closer = replace(first.work, params=second[0], parser=None)
-        await whole(request, await begun(request, asks.model, "replay", lambda model, scope: closer))
+        await whole(request, await begun(request, asks.model, "replay-", lambda model, scope: closer))
         measure = partial(replay.measured, told=second[1], params=base)
         found = await service.work(
             lambda: [

@@ -36,8 +36,8 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Body):
-    """The parameters of sampling, and of serving, that chats and completions share."""
+class Parameters(Body):
+    """The parameters of sampling, and of serving, that all requests for an answer share."""
 
     model: str | None = Field(default=None, description="Default: the server's first.")
     temperature: float | None = Field(default=None, description="0 is greedy. Default: 1.")
@@ -49,25 +49,30 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(default=None, description="Default: a fresh one, which the answer says.")
-    n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    max_tokens: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="The answer has its token ids, and the prompt's.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=512, description="Named in the server's log.")
     speculation: Speculation | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31, description="Higher runs first. Default: 0.")
     deadline: float | None = Field(default=None, gt=0, description="Seconds; then the answer ends as it is.")
     reuse_prefix: bool | None = Field(default=None, description="False: KV is shared with no other request.")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=512, description="KV is shared within it.")
+
+
+class Sampling(Parameters):
+    """What chats and completions share beside them."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
 
 
 def parsed(kind: type[M], body: bytes) -> M:
@@ -101,6 +106,13 @@ UNSUPPORTED = {  # known to others, and why not here
     "guided_regex": "use grammar",
     "guided_grammar": "use grammar",
     "structured_outputs": "use response_format or grammar",
+    "previous_response_id": "no answer is kept: send the conversation as input",
+    "conversation": "no conversation is kept: send it as input",
+    "prompt": "no prompt is kept: send its text",
+    "background": "no answer is kept for later: stream it",
+    "max_tool_calls": "this server calls nothing: it bounds calls of built-in tools",
+    "reasoning": "a model's template says whether it thinks: use chat_template_kwargs",
+    "verbosity": "no model here knows it",
 }
 
 
