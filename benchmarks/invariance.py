@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import socket
-import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.servers import OURS, started
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.measure.remote import Answer, Remote, RemoteError
 from outpace.measure.verify import Way, bodies, difference
 from outpace.params import SamplingParams
-
-OURS = f"{shlex.quote(sys.executable)} -m outpace serve --port {{port}}"
-STARTS = 300.0  # seconds that a server may take to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +73,9 @@ NOISES = (
 
 @contextmanager
 def server(command: str, log: Path) -> Iterator[Remote]:
-    """``command`` with its {port}, running, until the block ends. Raises RemoteError when it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("ab") as out:
-        process = subprocess.Popen(shlex.split(command.replace("{port}", str(port))), stdout=out, stderr=out)
-    remote = Remote(f"http://127.0.0.1:{port}")
-    try:
-        begun = time.monotonic()
-        while True:
-            try:
-                remote.models()
-                break
-            except RemoteError as error:
-                if process.poll() is not None or time.monotonic() - begun > STARTS:
-                    raise RemoteError(f"{command} does not answer; {log} has what it says: ", error) from error
-                time.sleep(0.2)
-        yield remote
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    """``command``, running, until the block ends. Raises RemoteError when it does not start."""
+    with started(command, log) as its:
+        yield its.remote
 
 
 def ask(remote: Remote, model: str, rows: Sequence[PromptRow], variant: Variant, tokens: int) -> list[Answer]:

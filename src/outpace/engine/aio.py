@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -17,6 +17,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.results import Delta, Result
 from outpace.engine.sequence import Prepared
 from outpace.engine.statistics import Stats
+from outpace.engine.watch import Watch
 from outpace.errors import OutpaceError
 from outpace.params import Prompt, SamplingParams
 
@@ -171,8 +172,7 @@ class AsyncEngine:
             running = self._running.get(delta.request)
             if running is not None:
                 whose.setdefault(running, []).append(delta)
-        for running, its in whose.items():
-            running.tell(its)
+        _tell(whose)
 
     def _fail(self, error: BaseException) -> None:
         """Every request that runs gets ``error`` and ends."""
@@ -180,8 +180,7 @@ class AsyncEngine:
         for request in list(self._running):
             self._guarded(partial(self._engine.cancel, request))
         self._running.clear()
-        for running in whose:
-            running.tell(error)
+        _tell(dict.fromkeys(whose, error))
 
 
 class Running:
@@ -194,7 +193,13 @@ class Running:
         self._deltas: list[Delta] = []
         self._error: BaseException | None = None
         self._closed = False
+        self._watch: Watch | None = None
         self.left = sum(len(prepared.sequences) for prepared in requests)  # samples whose end was not read yet
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Whose thread reads it."""
+        return self._loop
 
     @property
     def ids(self) -> list[int]:
@@ -202,17 +207,17 @@ class Running:
         return [prepared.request.id for prepared in self._requests]
 
     async def get(self, timeout: float | None = None) -> list[Delta]:
-        """What has come since the last call, at least one; none when ``timeout`` seconds brought none.
+        """What has come since the last call, at least one; none when ``timeout`` seconds brought none, or after
+        ``wake``.
 
         What comes while nobody reads is joined into one delta a sample, so that a slow reader costs no more than the
         answer itself. Raises what ended the engine's work.
         """
         if not self._arrived.is_set():
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return []
+            if timeout is None:
+                await self._arrived.wait()
+            else:
+                await self._patiently(timeout)
         self._arrived.clear()
         deltas, self._deltas = self._deltas, []
         if self._error is not None and not deltas:
@@ -223,8 +228,23 @@ class Running:
         self.left -= sum(delta.result is not None for delta in deltas)
         return deltas
 
+    async def _patiently(self, timeout: float) -> None:
+        if self._watch is None or self._watch.seconds != timeout:
+            self._unwatch()
+            self._watch = Watch(timeout, self.wake)
+        self._watch.begin()
+        try:
+            await self._arrived.wait()
+        finally:
+            self._watch.end()
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def wake(self) -> None:
-        """Let ``get`` return now; of the task that reads."""
+        """Let ``get`` return now; in the loop's thread."""
         self._arrived.set()
 
     async def aclose(self) -> None:
@@ -234,6 +254,7 @@ class Running:
         """End what still runs, before the engine's next step. Calling twice is allowed."""
         if not self._closed:
             self._closed = True
+            self._unwatch()
             self._serving._cancel(self.ids)
 
     def abandon(self, adding: asyncio.Future[None]) -> None:
@@ -254,17 +275,29 @@ class Running:
         for request in begun:
             self._serving._running[request] = self
 
-    def tell(self, what: list[Delta] | BaseException) -> None:
-        """In the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._receive, what)
-
-    def _receive(self, what: list[Delta] | BaseException) -> None:
+    def receive(self, what: list[Delta] | BaseException) -> None:
+        """In the loop's thread."""
         if isinstance(what, BaseException):
             self._error = what
         else:
             self._deltas.extend(what)
         self._arrived.set()
+
+
+def _tell(what: Mapping[Running, list[Delta] | BaseException]) -> None:
+    """In the engine's thread: a loop is woken once for all that a step has for it. Every wake-up gives up the
+    interpreter, which the loop then keeps while the engine waits."""
+    loops: dict[asyncio.AbstractEventLoop, list[tuple[Running, list[Delta] | BaseException]]] = {}
+    for running, its in what.items():
+        loops.setdefault(running.loop, []).append((running, its))
+    for loop, told in loops.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(_receive, told)
+
+
+def _receive(told: Sequence[tuple[Running, list[Delta] | BaseException]]) -> None:
+    for running, what in told:
+        running.receive(what)
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from outpace.engine.watch import Watch
 from outpace.server import errors
 from outpace.server.errors import APIError
 
@@ -22,11 +23,13 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ALIVE = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # dumps would make one for every event
+
 
 def event(value: Any, name: str | None = None) -> bytes:
     """One event with ``value`` as JSON."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{head}data: {_JSON.encode(value)}\n\n".encode()
 
 
 def _failed(error: APIError) -> bytes:
@@ -60,34 +63,38 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            writing = asyncio.ensure_future(self._write(send))
+            patience = Watch(self._write_timeout, lambda: writing.cancel())
+            writing = asyncio.ensure_future(self._write(send, patience))
             leaving = asyncio.ensure_future(gone(receive))
             try:
                 await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                patience.close()
                 for task in (writing, leaving):
                     task.cancel()
                 done = await asyncio.gather(writing, leaving, return_exceptions=True)
         finally:
             await self._events.aclose()
             await self._close()
-        if isinstance(done[0], Exception) and not isinstance(done[0], (OSError, TimeoutError)):
+        if isinstance(done[0], Exception) and not isinstance(done[0], OSError):
             raise done[0]
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, patience: Watch) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await self._send(send, data)
-        except (TimeoutError, OSError):
+                await _send(send, data, patience)
+        except OSError:
             raise
         except Exception as error:
             told = errors.of(error)
             if told is not error and told.status >= 500:
                 log.exception("a stream failed")
-            await self._send(send, self._failed(told))
+            await _send(send, self._failed(told), patience)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(self._write_timeout):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+async def _send(send: Send, data: bytes, patience: Watch) -> None:
+    patience.begin()
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+    patience.end()

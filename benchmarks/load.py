@@ -1,0 +1,203 @@
+"""What a server's readers see: answers as streams, when each piece came, and the figures of many."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from outpace.measure.remote import Remote, RemoteError
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """An answer as it came. ``at``: when each piece did, in seconds; ``sizes``: the tokens of each; ``tokens``: of the
+    whole answer, as the server counts them."""
+
+    begun: float
+    at: tuple[float, ...]
+    sizes: tuple[int, ...]
+    tokens: int
+    text: str
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token; of an empty answer, none."""
+        return self.at[0] - self.begun if self.at else math.nan
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between neighbouring tokens: 0 within a piece."""
+        found = [0.0] * max(self.sizes[0] - 1, 0) if self.sizes else []
+        for before, now, size in zip(self.at, self.at[1:], self.sizes[1:], strict=False):
+            found += [now - before, *[0.0] * (size - 1)]
+        return found
+
+    @property
+    def waits(self) -> list[float]:
+        """Seconds between neighbouring pieces."""
+        return [now - before for before, now in zip(self.at, self.at[1:], strict=False)]
+
+
+class Reader:
+    """Reads streams of one server over one connection. Raises RemoteError for what is no whole answer."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._at = urlsplit(remote.base)
+        self._connection = http.client.HTTPConnection(self._at.netloc, timeout=remote.timeout)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def read(self, body: Body) -> Shot:
+        """The answer to a chat. Lines are stamped as they come, and parsed when the answer has ended."""
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        lines: list[tuple[float, bytes]] = []
+        begun = time.perf_counter()
+        try:
+            self._connection.request(
+                "POST", f"{self._at.path}/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            response = self._connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise RemoteError(f"HTTP {response.status}: {response.read(1000)!r}", status=response.status)
+            while line := response.readline():
+                if line.startswith(b"data:"):
+                    lines.append((time.perf_counter(), line[5:].strip()))
+            response.read()  # nothing; the connection is free for the next one then
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise RemoteError(f"{self._at.netloc} ended an answer in the middle ({error!r})") from error
+        return parsed(begun, lines)
+
+
+def parsed(begun: float, lines: Sequence[tuple[float, bytes]]) -> Shot:
+    """The answer that these events with their times are. Raises RemoteError for one that is not whole."""
+    if not lines or lines[-1][1] != b"[DONE]":
+        raise RemoteError(f"a stream ended without [DONE], after {lines[-1][1][:500] if lines else b'nothing'!r}")
+    at: list[float] = []
+    sizes: list[int] = []
+    text, tokens = "", None
+    for moment, data in lines[:-1]:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise RemoteError(f"a stream ended with an error: {chunk['error']}")
+        tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+        said, ids = "", 0
+        for choice in chunk.get("choices", ()):
+            said += (choice.get("delta") or {}).get("content") or ""
+            ids += len(choice.get("token_ids") or ())
+        if said or ids:
+            at.append(moment)
+            sizes.append(max(ids, 1))
+            text += said
+    if tokens is None:
+        raise RemoteError("a stream told no usage: nobody knows how many tokens it had")
+    return Shot(begun, tuple(at), tuple(sizes), tokens, text)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The value below which ``part`` of them lie, between neighbours in proportion; NaN of none."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    if not ordered:
+        return math.nan
+    place = part * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def figures(shots: Sequence[Shot]) -> dict[str, float]:
+    """Of answers that were asked for together; times in seconds."""
+    begun = min(shot.begun for shot in shots)
+    ended = max(shot.at[-1] if shot.at else shot.begun for shot in shots)
+    seconds = max(ended - begun, 1e-9)
+    firsts = [shot.first for shot in shots]
+    gaps = [gap for shot in shots for gap in shot.gaps]
+    waits = [wait for shot in shots for wait in shot.waits]
+    return {
+        "requests": len(shots),
+        "tokens": sum(shot.tokens for shot in shots),
+        "seconds": seconds,
+        "requests_per_second": len(shots) / seconds,
+        "tokens_per_second": sum(shot.tokens for shot in shots) / seconds,
+        "first_p50": quantile(firsts, 0.5),
+        "first_p99": quantile(firsts, 0.99),
+        "between_p50": quantile(gaps, 0.5),
+        "between_p99": quantile(gaps, 0.99),
+        "pieces_p50": quantile(waits, 0.5),
+        "pieces_p99": quantile(waits, 0.99),
+    }
+
+
+def windows(shots: Iterable[Shot], begun: float, ends: Sequence[float]) -> list[float]:
+    """Tokens/s in each window, of which ``ends`` are the ends and ``begun`` the first one's beginning."""
+    counts = [0] * len(ends)
+    for shot in shots:
+        for at, size in zip(shot.at, shot.sizes, strict=True):
+            which = next((i for i, end in enumerate(ends) if at < end), None)
+            if which is not None and at >= begun:
+                counts[which] += size
+    starts = [begun, *ends[:-1]]
+    return [count / (end - start) for count, start, end in zip(counts, starts, ends, strict=True)]
+
+
+def together(remote: Remote, bodies: Sequence[Body], concurrency: int) -> list[Shot]:
+    """All answers, so many at once, each reader taking the next question when it has an answer. Raises RemoteError."""
+    left = iter(bodies)
+    lock = threading.Lock()
+
+    def following() -> Body | None:
+        with lock:
+            return next(left, None)
+
+    return _crowd(remote, concurrency, following)
+
+
+def during(remote: Remote, bodies: Sequence[Body], concurrency: int, seconds: float) -> list[Shot]:
+    """Answers that were asked for within ``seconds``, over and over; the last ones are read to their end."""
+    end = time.perf_counter() + seconds
+    lock = threading.Lock()
+    asked = 0
+
+    def following() -> Body | None:
+        nonlocal asked
+        if time.perf_counter() >= end:
+            return None
+        with lock:
+            asked += 1
+            return bodies[(asked - 1) % len(bodies)]
+
+    return _crowd(remote, concurrency, following)
+
+
+def _crowd(remote: Remote, concurrency: int, following: Callable[[], Body | None]) -> list[Shot]:
+    shots: list[Shot] = []
+    failed: list[BaseException] = []
+
+    def reader() -> None:
+        its = Reader(remote)
+        try:
+            while not failed and (body := following()) is not None:
+                shots.append(its.read(body))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            its.close()
+
+    threads = [threading.Thread(target=reader) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return shots
