@@ -48,7 +48,7 @@ class Shot:
 
 
 class Reader:
-    """Reads streams of one server over one connection. Raises RemoteError for what is no whole answer."""
+    """Reads streams of one server, a connection each. Raises RemoteError for what is no whole answer."""
 
     def __init__(self, remote: Remote) -> None:
         self._at = urlsplit(remote.base)
@@ -72,10 +72,10 @@ class Reader:
             while line := response.readline():
                 if line.startswith(b"data:"):
                     lines.append((time.perf_counter(), line[5:].strip()))
-            response.read()  # nothing; the connection is free for the next one then
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
             raise RemoteError(f"{self._at.netloc} ended an answer in the middle ({error!r})") from error
+        finally:
+            self._connection.close()  # some servers do so after a stream: the next one gets another
         return parsed(begun, lines)
 
 

@@ -87,7 +87,7 @@ def opened(name: str, its: Started) -> Served:
             raise
         served.ids = False
         load.together(its.remote, served.bodies(prompts, 24), 1)
-    load.together(its.remote, served.bodies(prompts * 4, 16), 8)
+    load.together(its.remote, served.bodies(prompts * 4, 16), 4)
     return served
 
 

@@ -254,7 +254,8 @@ def test_keys(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
 def test_told_to_stop_it_answers_everybody() -> None:
     """What runs ends; what comes is refused; what takes too long is told so, streamed or not."""
     with serving(engine(), drain=1.0) as running, ThreadPoolExecutor(4) as threads:
-        brief = threads.submit(post, running, {**LONG, "max_tokens": 8})
+        brief = threads.submit(post, running, {**LONG, "max_tokens": 4})
+        until(running, 1)  # before the others, or it would wait for one of two rows
         whole = threads.submit(post, running, LONG)
         stream = raw(running, {**LONG, "stream": True})
         until(running, 3)

@@ -95,6 +95,7 @@ class Scripted:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read in /proc")
 def test_a_round_of_two_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(serving, "CROWD", 4)  # connections that the scripted server queues
     scripts = Scripted(True), Scripted(False)
     with (
         fake_hub.serving(scripts[0].answer) as one,
