@@ -108,8 +108,12 @@ def test_a_chat_is_what_the_api_says(served: Running, page: Any) -> None:
     text = "<b>Count</b> to ten, twice. <img src=x onerror=alert(1)>"
     answer = said(page, text)
     assert page.locator("article.user .said").inner_text() == text
-    expected = served.client(api_key=KEY).chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": text}], max_tokens=24, temperature=0
+    expected = (
+        served.client()
+        .with_options(api_key=KEY)
+        .chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": text}], max_tokens=24, temperature=0
+        )
     )
     content = expected.choices[0].message.content
     assert content is not None

@@ -61,6 +61,8 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
+        ({"Temperature": 1}, "Temperature"),
+        ({"": 1}, ""),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 100000}, "n"),

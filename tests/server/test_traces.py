@@ -26,7 +26,7 @@ def trace(served: Running, id_: str, key: str) -> Any:
 
 def test_the_steps_of_the_last_answers(tmp_path: Path) -> None:
     def ask(i: int) -> Any:
-        return served.client(api_key=KEYS[i % 2]).completions.create(
+        return served.client().with_options(api_key=KEYS[i % 2]).completions.create(
             model="demo", prompt=f"{i} {i} {i} {i}", max_tokens=20, temperature=0.5, seed=i, n=1 + i % 2,
             extra_body={"return_token_ids": True},
         )  # fmt: skip

@@ -119,9 +119,13 @@ UNSUPPORTED = {  # known to others, and why not here
 def _refused(kind: type[Body], error: ValidationError) -> APIError:
     found = error.errors(include_url=False)  # of a union's branches, the one that went furthest is what was meant
     first = min(found, key=lambda its: (its["type"] != "extra_forbidden", -len(its["loc"])))
-    place = [str(part) for part in first["loc"] if not _internal(part)]
-    param = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
+    unknown = first["type"] == "extra_forbidden"
+    *above, last = (None, *first["loc"])
+    place = [str(part) for part in above if part is not None and not _internal(part)]
+    if last is not None and (unknown or not _internal(last)):  # an unknown field's name is the client's own
+        place.append(str(last))
+    param = ".".join(place) if place else None
+    if unknown:
         why = UNSUPPORTED.get(place[-1], "it is unknown: check its spelling, or leave it out")
         return APIError(400, f"{param} is not supported: {why}", param=param, code="unsupported_parameter")
     if first["type"] == "missing":
