@@ -15,7 +15,6 @@ from outpace import Engine, Grammars, SamplingParams
 from outpace.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.drafters.lookup.suffix import SuffixDrafter
-from outpace.engine.grammar_rule import Grammar
 from outpace.errors import NoTokenAllowedError, RuleError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
@@ -74,13 +73,13 @@ class Guesser(Drafter):
 class Masked:
     """A grammar of which nothing but masks is seen."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Any) -> None:
         self.start, self.advance, self.mask, self.apply = grammar.start, grammar.advance, grammar.mask, grammar.apply
 
 
 def plainly(model: ToyModel, prompt: list[int], params: SamplingParams, sample: int) -> tuple[int, ...]:
     """Tokens one at a time, from masks."""
-    masked = params.with_(rules=[Masked(rule) for rule in params.rules])  # type: ignore[arg-type]
+    masked = params.with_(rules=[Masked(rule) for rule in params.rules])
     rules = rules_for(masked, VOCAB, lambda text: byte_level().encode(text), [0])
     chooser = Chooser.start(masked, Noise(params.seed or 0, sample), rules, np.array(prompt, np.int32))
     said: list[int] = []

@@ -172,7 +172,7 @@ def test_failures_are_told_and_tried_again_later() -> None:
 
     run(scenario())
     with pytest.raises(ParameterError, match="twice"):
-        house.pool(a=1).__init__([house.model("a", 1)] * 2)  # type: ignore[misc]
+        Pool([house.model("a", 1)] * 2, memory=10)
 
 
 def test_closing_ends_waiting_and_loading() -> None:

@@ -12,6 +12,7 @@ import pytest
 from outpace import Engine, Result, SamplingParams
 from outpace.engine.aio import AsyncEngine
 from outpace.errors import ParameterError
+from outpace.models.native.model import NativeModel
 from outpace.server.fingerprint import system_fingerprint
 from outpace.server.replay import Departure, Said, departure, replay
 from tests.native.native_helpers import Tiny
@@ -151,4 +152,5 @@ def test_fingerprint_names_model_path_and_kernels(path: str) -> None:
 
 def engine_path(path: str) -> str:
     with Engine.load(path, drafter="none") as engine:
-        return str(engine.model.isa)  # type: ignore[attr-defined]
+        assert isinstance(engine.model, NativeModel)
+        return engine.model.isa

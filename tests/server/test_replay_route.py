@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.serving import Running
 
-CHAT = {
+CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name a colour, then a number."}],
     "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
     "speculation": {"off": True},
@@ -41,7 +41,7 @@ def test_answers_are_said_again(demo: Running, chat: Any) -> None:
         del choice["token_ids"]
     assert ask(demo, "/v1/replay", {"request": TEXTS, "answer": texts})["identical"]
     parsed = demo.client().chat.completions.create(
-        model="demo", messages=CHAT["messages"], max_tokens=8, seed=4, logprobs=True  # type: ignore[arg-type]
+        model="demo", messages=CHAT["messages"], max_tokens=8, seed=4, logprobs=True
     )  # fmt: skip
     asked = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 8, "logprobs": True}
     assert ask(demo, "/v1/replay", {"request": asked, "answer": parsed.model_dump()})["identical"]

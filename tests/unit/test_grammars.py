@@ -292,8 +292,9 @@ def test_free_choices_are_the_masked_ones(made: Grammars) -> None:
     grammar, taken = made.json_schema(PERSON), 0
     rng = np.random.default_rng(3)
     likely = byte_level().encode('{"name": "Ada", "age": 36}').tolist()
-    for options in ({}, {"temperature": 0.9}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.0, "min_p": 0.1}):
-        chooser = Chooser.start(SamplingParams(seed=1, **options), Noise(1), [grammar], PROMPT)  # type: ignore[arg-type]
+    hot: dict[str, Any] = {"temperature": 1.0}
+    for options in ({}, {"temperature": 0.9}, {**hot, "top_k": 9}, {**hot, "min_p": 0.1}):
+        chooser = Chooser.start(SamplingParams(seed=1, **options), Noise(1), [grammar], PROMPT)
         assert (chooser.free is chooser) == ("top_k" in options or "min_p" in options)
         for token in likely:
             logits: F32 = rng.normal(0, 2, 450 + PAD).astype(np.float32)

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +42,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         yield its
 
 
-def failure(name: str, **options: bool) -> str:
+def failure(name: str, **options: Any) -> str:
     with pytest.raises(ModelError) as error:
-        from_name(name, **options)  # type: ignore[arg-type]
+        from_name(name, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -169,9 +171,9 @@ def test_the_token_stays_with_its_host(
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     seen: list[str | None] = []
 
-    def elsewhere(request: object) -> None:
-        seen.append(request.headers.get("Authorization"))  # type: ignore[attr-defined]
-        send(request, CONTENT)  # type: ignore[arg-type]
+    def elsewhere(request: BaseHTTPRequestHandler) -> None:
+        seen.append(request.headers.get("Authorization"))
+        send(request, CONTENT)
 
     with serving(elsewhere) as url:
         fake.content_at = url
@@ -244,12 +246,12 @@ def test_a_download_that_another_has_begun_is_waited_for(fake: FakeHub) -> None:
     """Two processes and two threads at once: the content is sent once."""
     begun, go = threading.Event(), threading.Event()
 
-    def slow(request: object) -> None:
+    def slow(request: BaseHTTPRequestHandler) -> None:
         begun.set()
         assert go.wait(20)
-        send(request, CONTENT)  # type: ignore[arg-type]
+        send(request, CONTENT)
 
-    fake.faults.append(slow)  # type: ignore[arg-type]
+    fake.faults.append(slow)
     context = multiprocessing.get_context("spawn")
     found: list[Path] = []
     others = [context.Process(target=from_name, args=(f"{REPO}:Q4_K_M",))]

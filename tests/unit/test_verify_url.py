@@ -182,16 +182,17 @@ def test_a_server_without_logprobs_and_one_that_is_busy(served: Served, verify: 
 
 def test_refusals(served: Served, verify: Verify) -> None:
     url = served(Scripted())
-    for given, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"url": "http://127.0.0.1:9"}, "cannot be reached"),
         ({"url": "nonsense"}, "cannot be reached"),
         ({"url": None, "against": url}, f"--against {url} needs another server: give it as --url"),
         ({"url": url, "model": "other"}, "serves m; name one as --model"),
         ({"url": url, "sampling": Sampling(bad_word=["x"])}, "--bad-word is not sent to servers"),
         ({"url": url, "concurrency": 0}, "--concurrency 0 is out of range"),
-    ]:
+    ]
+    for given, message in cases:
         with pytest.raises(OutpaceError) as error:
-            verify(**given)  # type: ignore[arg-type]
+            verify(**given)
         told = error.value.told(spell)
         assert message in told
         assert "\n" not in told

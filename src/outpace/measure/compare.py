@@ -63,8 +63,8 @@ def require_tokens(acceptance: str, params: SamplingParams) -> None:
         )
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first index at which two token lists differ (one may end there); None when they are equal."""
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
+    """The first index at which two lists, of tokens say, differ (one may end there); None when they are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

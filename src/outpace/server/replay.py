@@ -151,7 +151,7 @@ def _guess(engine: Engine, answer: Said) -> tuple[int, ...]:
 def departure(recorded: Said, now: Said) -> Departure | None:
     """The first difference: in tokens, else in their logprobs' bits, else in text, else in how it ended."""
     for what, a, b in (("token", recorded.token_ids, now.token_ids), ("logprob", recorded.logprobs, now.logprobs)):
-        if a is not None and b is not None and (index := first_difference(a, b)) is not None:  # type: ignore[arg-type]
+        if a is not None and b is not None and (index := first_difference(a, b)) is not None:
             return Departure(what, index, *(its[index] if index < len(its) else None for its in (a, b)))
     if recorded.text is not None and recorded.text != now.text:
         text = now.text or ""
