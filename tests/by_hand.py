@@ -84,3 +84,54 @@ def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **opt
         found = list(finished(engine).values())
     assert not any(result.notes for result in found)
     return found
+
+
+def propose(
+    drafter: Drafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
+) -> Drafts:
+    """At most ``size`` nodes for each of ``rows``."""
+    return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
+
+
+def stay_in_step(
+    target: Target,
+    drafter: Drafter,
+    fresh: Drafter,
+    lengths: tuple[int, ...],
+    vocab: int,
+    size: int,
+    temperature: float,
+) -> None:
+    """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked.
+
+    A row's draft is the same whoever else is asked for, with ``bits`` natively bit for bit, and the same as that of
+    ``fresh``, which is told of the row all at once.
+    """
+    params, rng = SamplingParams(temperature=temperature), np.random.default_rng(1)
+    exactly = bits and target.model.info.backend == "native"
+    rows = [target.start(rng.integers(0, vocab, n).tolist(), drafter) for n in lengths]
+    for step in range(5):
+        if step == 3:
+            rows.append(forked(target, drafter, rows[1]))
+        asked = rows if step % 3 else rows[:2]
+        found = propose(drafter, target, asked, size, params)
+        assert (found.widths == size).all()
+        for i, row in enumerate(asked):
+            alone = propose(drafter, target, [row], size, params)
+            assert_same(found, i, alone, 0)
+            if exactly:
+                assert found.confidence is not None
+                assert alone.confidence is not None
+                assert found.confidence[i].tolist() == alone.confidence[0].tolist()
+            fresh.observe([target.taps(row)])
+            assert_same(found, i, propose(fresh, target, [row], size, params), 0)
+            fresh.release(row)
+        for i, row in enumerate(rows):
+            draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
+            path = draft.path(int(rng.integers(-1, len(draft))))
+            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, vocab))])])
+        drafter.check(rows)
+    for row in rows:
+        drafter.release(row)
+    drafter.check([])
+    assert drafter.bytes == 0

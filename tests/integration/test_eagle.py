@@ -27,14 +27,13 @@ from outpace.drafters.learned.torch_head import TorchHead
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
-from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from tests import eagles
-from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, forked, view
+from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, propose, stay_in_step, view
 from tests.integration.conftest import VOCAB, Load
 
 TAPS = (0, 1, 2)
@@ -51,39 +50,12 @@ def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **opti
     return EagleDrafter(head, checkpoint.config.taps, "eagle", model.info.vocab_size, **options)
 
 
-def propose(
-    drafter: EagleDrafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
-) -> Drafts:
-    return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
-
-
 @pytest.mark.parametrize(("options", "temperature"), [*zip(VARIANTS, (0.0, 0.8, 0.0), strict=True)])
 def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str, Any], temperature: float) -> None:
-    """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked."""
-    params = SamplingParams(temperature=temperature)
-    target, rng = Target(load(3), TAPS), np.random.default_rng(1)
+    target = Target(load(3), TAPS)
     checkpoint = eagles.random(target.model, IDS, TAPS, **options)
     drafter, fresh = (eagle(target.model, checkpoint, branch=3) for _ in range(2))
-    rows = [target.start(rng.integers(0, VOCAB, n).tolist(), drafter) for n in (3, 30, 12)]
-    for step in range(5):
-        if step == 3:
-            rows.append(forked(target, drafter, rows[1]))
-        asked = rows if step % 3 else rows[:2]
-        found = propose(drafter, target, asked, 7, params)
-        for i, row in enumerate(asked):
-            fresh.observe([target.taps(row)])
-            assert_same(found, i, propose(fresh, target, [row], 7, params), 0)
-            fresh.release(row)
-        assert (found.widths == 7).all()
-        for i, row in enumerate(rows):
-            draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
-            path = draft.path(int(rng.integers(-1, len(draft))))
-            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, VOCAB))])])
-        drafter.check(rows)
-    for row in rows:
-        drafter.release(row)
-    drafter.check([])
-    assert drafter.bytes == 0
+    stay_in_step(target, drafter, fresh, (3, 30, 12), VOCAB, 7, temperature, bits=False)
 
 
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:

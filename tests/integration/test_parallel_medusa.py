@@ -31,12 +31,11 @@ from outpace.drafters.learned.picks import likeliest
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
-from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from outpace.training import export
 from tests import eagles, learned
-from tests.by_hand import MASKED, Target, answers, assert_same, forked, view
+from tests.by_hand import MASKED, Target, answers, assert_same, propose, stay_in_step, view
 from tests.driving import finished
 from tests.integration.conftest import VOCAB, Load
 
@@ -87,12 +86,6 @@ def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | Medusa
     return ParallelDrafter(blocks_for(checkpoint, model), config.taps, "parallel", VOCAB)
 
 
-def propose(
-    drafter: Drafter, target: Target, rows: list[int], size: int, params: SamplingParams | None = None
-) -> Drafts:
-    return drafter.propose([view(row, target.tokens[row], params) for row in rows], np.full(len(rows), size, np.int32))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -103,38 +96,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, (0.0, 0.8, 0.8, 0.0, 0.8), strict=True)])
 def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
-    """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked; and a row's
-    draft is the same, natively bit for bit, whoever else is asked for."""
-    params = SamplingParams(temperature=temperature)
-    model, rng, checkpoint = load(3), np.random.default_rng(1), checkpoint_of(kind)
+    model, checkpoint = load(3), checkpoint_of(kind)
     drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
-    target = Target(model, drafter.needs.taps)
-    rows = [target.start(rng.integers(0, VOCAB, n).tolist(), drafter) for n in (3, 70, 12)]
-    for step in range(5):
-        if step == 3:
-            rows.append(forked(target, drafter, rows[1]))
-        asked = rows if step % 3 else rows[:2]
-        found = propose(drafter, target, asked, 4, params)
-        assert (found.widths == 4).all()
-        for i, row in enumerate(asked):
-            alone = propose(drafter, target, [row], 4, params)
-            assert_same(found, i, alone, 0)
-            if model.info.backend == "native":
-                assert found.confidence is not None
-                assert alone.confidence is not None
-                assert found.confidence[i].tolist() == alone.confidence[0].tolist()
-            fresh.observe([target.taps(row)])
-            assert_same(found, i, propose(fresh, target, [row], 4, params), 0)
-            fresh.release(row)
-        for i, row in enumerate(rows):
-            draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
-            path = draft.path(int(rng.integers(-1, len(draft))))
-            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, VOCAB))])])
-        drafter.check(rows)
-    for row in rows:
-        drafter.release(row)
-    drafter.check([])
-    assert drafter.bytes == 0
+    stay_in_step(Target(model, drafter.needs.taps), drafter, fresh, (3, 70, 12), VOCAB, 4, temperature, bits=True)
 
 
 def tensor(values: Any) -> torch.Tensor:
@@ -162,7 +126,8 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
             states = medusa(tensor(parts.norm(taps.native[-1:, 0])))[0]
         rows = [tensor(w[f"lm_heads.{k}.weight"]) if config.own_heads else head for k in range(config.heads)]
         logits = [(its @ x).numpy() for its, x in zip(rows, states, strict=True)]
-        tree = config.tree or drafter._tree  # type: ignore[union-attr]
+        assert isinstance(drafter, MedusaDrafter)
+        tree = config.tree or drafter._tree
         grown = filled(tree, [likeliest(its, len(IDS)) for its in logits], ids, 8)
         assert found.row(0).tokens.tolist() == grown.tokens
         assert [found.row(0).parent(n) for n in range(8)] == grown.parents

@@ -17,7 +17,8 @@ from outpace.training.vocabulary import DraftVocabulary
 
 def pair(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(*shape, generator=draw, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+    first, second = (torch.randn(*shape, generator=draw, dtype=torch.float64) for _ in range(2))
+    return first, second
 
 
 @settings(max_examples=12, deadline=None)

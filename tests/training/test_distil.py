@@ -133,7 +133,7 @@ def test_on_policy_asks_the_teacher_about_the_students_words() -> None:
 
 
 def test_layers_to_begin_as() -> None:
-    found = [chosen_layers(30, 4, how) for how in ("first", "last", "even")]  # type: ignore[arg-type]
+    found = [chosen_layers(30, 4, "first"), chosen_layers(30, 4, "last"), chosen_layers(30, 4, "even")]
     assert found == [[0, 1, 2, 3], [26, 27, 28, 29], [0, 10, 19, 29]]
     with pytest.raises(ParameterError, match="31"):
         chosen_layers(30, 31, "first")

@@ -110,8 +110,8 @@ def test_the_markov_head_reads_the_token_before() -> None:
     [({}, {}), ({"markov_rank": 0, "confidence": False}, {"length": 1.0, "cross_entropy": 0.5})],
     ids=["all heads", "block alone, expected length"],
 )
-def test_it_learns_to_count(changed: dict[str, Any], options: dict[str, float]) -> None:
-    made = objective(options=ParallelOptions(anchors=1.0, **options), **changed)  # type: ignore[arg-type]
+def test_it_learns_to_count(changed: dict[str, Any], options: dict[str, Any]) -> None:
+    made = objective(options=ParallelOptions(anchors=1.0, **options), **changed)
     given_ = small.batch([20, 12], PARTS)
     first, last = small.fit(made, given_, 60, 0.02)
     assert last < 0.4 * first
@@ -183,6 +183,7 @@ def test_export_is_what_a_checkpoint_holds() -> None:
 
 
 def test_options_are_checked() -> None:
-    for changed in ({"anchors": 0.0}, {"slope": 0.0}, {"l1": -1.0}, {"confidence_of": "luck"}):
+    wrong: list[dict[str, Any]] = [{"anchors": 0.0}, {"slope": 0.0}, {"l1": -1.0}, {"confidence_of": "luck"}]
+    for changed in wrong:
         with pytest.raises(ParameterError, match=next(iter(changed))):
-            ParallelOptions(**changed).check()  # type: ignore[arg-type]
+            ParallelOptions(**changed).check()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from outpace.drafters.learned import checkpoint as checkpoints
+from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig
 from outpace.models.base import Batch
 from outpace.models.load import load
 from outpace.models.options import LoadOptions
@@ -32,7 +33,8 @@ def test_parallel(answers: Path, tmp_path: Path) -> None:
     assert (made.method, made.config.draft_vocab) == ("parallel", 48)
     assert made.recipe["block"] == 3
     counted = set(range(1, 41))
-    assert made.config.mask_token not in counted  # type: ignore[union-attr]
+    assert isinstance(made.config, ParallelConfig)
+    assert made.config.mask_token not in counted
     assert np.isfinite(made.tensors["fc.weight"]).all()
 
 
@@ -40,7 +42,8 @@ def test_medusa_keeps_the_tree_it_found(answers: Path, tmp_path: Path) -> None:
     found = train("medusa", answers, tmp_path / "out", "--heads", 2, "--nodes", 5, "--ranks", 48, "--lr", 0.01)
     made = checkpoints.read(tmp_path / "out")
     assert made.method == "medusa"
-    tree = made.config.tree  # type: ignore[union-attr]
+    assert isinstance(made.config, MedusaConfig)
+    tree = made.config.tree
     assert 1 <= len(tree) <= 5
     assert all(len(path) == 1 or path[:-1] in tree for path in tree)
     assert 1 <= found["tree_tokens_per_step"] <= 3

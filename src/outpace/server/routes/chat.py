@@ -12,9 +12,10 @@ from outpace.server import translate
 from outpace.server.events import Part, Whole
 from outpace.server.generation import Generation
 from outpace.server.logprobs import of_chat
-from outpace.server.routes.answering import answer, asked, begun, service_of, stream, whole
+from outpace.server.routes.answering import stream
+from outpace.server.routes.choices import choices_of
 from outpace.server.routes.described import describes
-from outpace.server.routes.heads import choice_extras, head, last_chunk, part_extras, told_whole
+from outpace.server.routes.heads import choice_extras, head, last_chunk, part_extras
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.streaming import EventStream, event
 from outpace.server.tools.base import Piece, Reasoning, Text, ToolStart
@@ -25,19 +26,10 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=describes(ChatRequest), response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    body, settings = await asked(request, ChatRequest), service_of(request).settings
-    generation = await begun(
-        request, body.model, "chatcmpl-", lambda model, scope: translate.chat(body, model, settings, scope)
-    )
-    if body.stream:
-        return _stream(request, generation, body)
-    wholes = await whole(request, generation)
-
-    def value() -> dict[str, Any]:
-        choices = [choice(generation, its, body) for its in wholes]
-        return {**head(generation, "chat.completion"), "choices": choices, **told_whole(generation, body)}
-
-    return await answer(request, value)
+    return await choices_of(
+        request, ChatRequest, prefix="chatcmpl-", kind="chat.completion",
+        work=translate.chat, choice=choice, streamed=_stream,
+    )  # fmt: skip
 
 
 def choice(generation: Generation, its: Whole, body: ChatRequest) -> dict[str, Any]:

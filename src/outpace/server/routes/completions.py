@@ -13,9 +13,10 @@ from outpace.server import translate
 from outpace.server.events import Part, Whole
 from outpace.server.generation import Generation
 from outpace.server.logprobs import Listed
-from outpace.server.routes.answering import answer, asked, begun, service_of, stream, whole
+from outpace.server.routes.answering import stream
+from outpace.server.routes.choices import choices_of
 from outpace.server.routes.described import describes
-from outpace.server.routes.heads import choice_extras, head, last_chunk, part_extras, told_whole
+from outpace.server.routes.heads import choice_extras, head, last_chunk, part_extras
 from outpace.server.schema.completions import CompletionRequest
 from outpace.server.streaming import EventStream, event
 from outpace.server.tools.base import Joined
@@ -26,19 +27,10 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=describes(CompletionRequest), response_model=None)
 async def completions(request: Request) -> Response:
     """Go on with a text, or with each of several."""
-    body, settings = await asked(request, CompletionRequest), service_of(request).settings
-    generation = await begun(
-        request, body.model, "cmpl-", lambda model, scope: translate.completion(body, model, settings, scope)
-    )
-    if body.stream:
-        return _stream(request, generation, body)
-    wholes = await whole(request, generation)
-
-    def value() -> dict[str, Any]:
-        choices = [choice(generation, its, body) for its in wholes]
-        return {**head(generation, "text_completion"), "choices": choices, **told_whole(generation, body)}
-
-    return await answer(request, value)
+    return await choices_of(
+        request, CompletionRequest, prefix="cmpl-", kind="text_completion",
+        work=translate.completion, choice=choice, streamed=_stream,
+    )  # fmt: skip
 
 
 def choice(generation: Generation, its: Whole, body: CompletionRequest) -> dict[str, Any]:

@@ -6,6 +6,7 @@ cannot depend on how the text was split. What may yet become a call is held back
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -138,7 +139,7 @@ class Characters:
         return True
 
 
-class Incremental:
+class Incremental(ABC):
     """An ``OutputParser`` from a generator, ``_read``, that calls ``_emit``.
 
     ``_mark``: where in the source that begins which is still undecided; None: everything read was taken.
@@ -166,8 +167,9 @@ class Incremental:
         next(self._reading, None)
         return self._taken()
 
+    @abstractmethod
     def _read(self) -> Reading:
-        raise NotImplementedError
+        """Take the text as it comes, and emit pieces; yields where it needs more."""
 
     def _taken(self) -> list[Piece]:
         """What was emitted since the last time."""
