@@ -94,14 +94,9 @@ def propose(
 
 
 def stay_in_step(
-    target: Target,
-    drafter: Drafter,
-    fresh: Drafter,
-    lengths: tuple[int, ...],
-    vocab: int,
-    size: int,
-    temperature: float,
-) -> None:
+    target: Target, drafter: Drafter, fresh: Drafter, lengths: tuple[int, ...], vocab: int, size: int,
+    temperature: float, *, bits: bool,
+) -> None:  # fmt: skip
     """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked.
 
     A row's draft is the same whoever else is asked for, with ``bits`` natively bit for bit, and the same as that of

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -159,6 +160,8 @@ def test_why_steps_drafted_or_not() -> None:
 
 
 def test_the_dashboard_names_what_there_is(served: Running) -> None:
+    with pytest.raises(openai.BadRequestError):
+        served.client().completions.create(model="demo", prompt=SAID, temperature=-1)
     served.client().completions.create(model="demo", prompt=SAID, max_tokens=16, temperature=0)
     served.at_rest()
     its = scraped(served)
