@@ -20,8 +20,9 @@ def initialise(
     network: EagleNetwork, init: str, weights: TargetWeights, parts: TargetParts, states: Iterable[Tensor], seed: int
 ) -> None:
     """``layer``: the last layer's matrices read the features, and ``fc`` passes the top tap through. ``now``: ``fc`` is
-    the linear map from taps to the target's last state at that position, ``next``: at the one after, which is what the
-    entry has to say. ``states`` [L, T + 1, h]: a sample. Raises ParameterError.
+    the linear map from taps to what the target's head reads at that position, ``next``: at the one after, which is what
+    the entry has to say; the network's norm scales it evenly then. ``states`` [L, T + 1, h]: a sample. Raises
+    ParameterError.
     """
     if init not in INITS:
         raise ParameterError(f"the initialisation {init!r} is not known: use one of {', '.join(INITS)}")
@@ -40,9 +41,9 @@ def initialise(
         if init.startswith("layer"):
             _from_layer(network, weights, sample)
         if init.endswith("now"):
-            _fit(network, sample[:, :-1], sample[:, -1])
+            _fit(network, sample[:, :-1], parts.norm(sample[:, -1]))
         elif init.endswith("next"):
-            _fit(network, sample[:, :-1], torch.cat([its[1:, -1] for its in sequences]))
+            _fit(network, sample[:, :-1], parts.norm(torch.cat([its[1:, -1] for its in sequences])))
 
 
 def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -> None:
@@ -68,13 +69,19 @@ def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -
 
 
 def _fit(network: EagleNetwork, taps: Tensor, wanted: Tensor) -> None:
-    """Ridge regression of ``wanted`` [n, h], each at unit size, on ``taps`` [n, T, h] as ``fc`` reads them."""
+    """Ridge regression of ``wanted`` [n, h], each at unit size, on ``taps`` [n, T, h] as ``fc`` reads them.
+
+    ``wanted`` is behind the target's final norm, whose weights undo what differs between numbers: before it, a few are a
+    hundred times the others in some targets, and what the layer adds at random would drown these.
+    """
     if network.fc_norm is not None:
         taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(network.fc_norm)], 1)
     x = taps.flatten(1)
     if network.input_norm is not None:
         x = network.input_norm(x)
-    x, y = x.double(), F.rms_norm(wanted, wanted.shape[-1:]).double()
+    sizes = wanted.square().mean(-1, keepdim=True).sqrt()
+    x, y = x.double(), (wanted / sizes).double()
     squares = x.T @ x
     squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
     network.fc.weight.copy_(torch.linalg.solve(squares, x.T @ y).T.float())
+    network.norm.weight.fill_(sizes.mean())
