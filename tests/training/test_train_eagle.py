@@ -40,6 +40,9 @@ def test_trains_and_goes_on(answers, trained):
     with pytest.raises(ParameterError, match="give --resume, or another folder"):
         outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 6, *OPTIONS)
     assert made.recipe["steps_ttt"] == 3
+    best = max(rows, key=lambda row: row["tokens_per_step"])  # the first of equals
+    kept = [made.recipe[name] for name in ("tokens", "steps_taken", "tokens_seen", "tokens_per_step")]
+    assert kept == [64, best["step"], best["tokens"], best["tokens_per_step"]]
     with pytest.raises(TrainingError, match="was made with steps_ttt 3, not 2"):
         outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 6, *OPTIONS, "--steps-ttt", 2, "--resume")
     with pytest.raises(TrainingError, match="was made with steps 6, not 7"):

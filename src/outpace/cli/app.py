@@ -25,7 +25,7 @@ from outpace.cli import (
 from outpace.cli.command import Interrupted, UsageError
 
 # The base of typer's usage errors, wherever this version of typer keeps its click.
-_ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="outpace",
@@ -79,5 +79,5 @@ def run() -> Any:
         return app(standalone_mode=False)
     except typer.Abort as error:
         raise Interrupted(str(error) or "interrupted") from error
-    except _ClickException as error:
+    except ClickException as error:
         raise UsageError(error.format_message()) from error

@@ -289,13 +289,17 @@ def _torch(options: LoadOptions) -> Any:
 def _device(torch: Any, options: LoadOptions) -> Any:
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch_device(torch, options.device, "use auto, cpu or cuda")
+
+
+def torch_device(torch: Any, name: str, remedy: str) -> Any:
+    """A device that torch can use. Raises ParameterError with the ``remedy``."""
     try:
-        device = torch.device(options.device)
+        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        limits = f" cannot be used ({reason}): use auto, cpu or cuda"
-        raise ParameterError(Argument("device", options.device), limits) from error
+        raise ParameterError(Argument("device", name), f" cannot be used ({reason}): {remedy}") from error
     return device
 
 

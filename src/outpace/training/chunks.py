@@ -16,7 +16,7 @@ def sequence_weights(weight: Tensor, sequence: Tensor, sequences: int, total: fl
     ``sequence`` int64 [m]: which one each belongs to. Long answers would otherwise dominate, and short ones' drafts
     suffer.
     """
-    sums = torch.zeros(sequences, dtype=weight.dtype).index_add_(0, sequence, weight)
+    sums = torch.zeros(sequences, dtype=weight.dtype, device=weight.device).index_add_(0, sequence, weight)
     return weight * (total / sequences) * (1 / sums.clamp_min(torch.finfo(weight.dtype).tiny))[sequence]
 
 

@@ -56,7 +56,7 @@ class NativeTeacher:
 
     def states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """See ``Teacher``: bfloat16."""
-        tokens = [its.numpy().astype(np.int32) for its in sequences]
+        tokens = [its.cpu().numpy().astype(np.int32) for its in sequences]
         found = forward_states(self._model, tokens, (self._model.info.layers - 1,))
         return [torch.from_numpy(its[:, 0].view(np.int16)).view(torch.bfloat16) for its in found]
 
@@ -74,7 +74,8 @@ def open_run(job: Job, shape: StudentShape, options: DistilOptions) -> Iterator[
             stack.callback(target.close)
             teacher = NativeTeacher(target)
         words = None if shape.all_tokens else bench.vocabulary
-        objective = DistilObjective(student_of(bench, shape), bench.parts, options, words, teacher)
+        student = student_of(bench, shape).to(bench.device)
+        objective = DistilObjective(student, bench.parts.to(bench.device), options, words, teacher)
         keep = partial(write, tokenizer_of(bench.source))
         yield bench.loop("distil", objective, {**asdict(shape), **asdict(options)}, keep)
 

@@ -34,11 +34,13 @@ class DraftHead:
     ) -> None:
         """``candidates``: rows a batch (0: all); ``counts`` int64 [V]: how often tokens are said (None: not known)."""
         self.vocabulary = vocabulary
-        self.ids, self.place = torch.from_numpy(vocabulary.ids), torch.from_numpy(vocabulary.place)
+        device = target.head.device
+        self.ids = torch.from_numpy(vocabulary.ids).to(device)
+        self.place = torch.from_numpy(vocabulary.place).to(device)
         self.head = target.head[self.ids].contiguous()
         self._count = candidates
         frequency = np.zeros(len(vocabulary), np.int64) if counts is None else counts[vocabulary.ids]
-        self._frequent = torch.from_numpy(np.argsort(-frequency, kind="stable").copy())
+        self._frequent = torch.from_numpy(np.argsort(-frequency, kind="stable").copy()).to(device)
 
     def draw(self, tokens: Tensor, draw: torch.Generator) -> Candidates:
         """What ``tokens`` int64 [N] say, what is said most, and others drawn evenly.
@@ -49,14 +51,14 @@ class DraftHead:
         size, count = len(self.ids), self._count
         if not count or count >= size:
             return Candidates(self.head)
-        chosen = torch.zeros(size, dtype=torch.bool)
+        chosen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
         said = self.place[tokens]
         chosen[said[said >= 0]] = True
         chosen[self._frequent[: count // 4]] = True
         rest = torch.nonzero(~chosen).flatten()
         wanted = max(count - (size - len(rest)), count // 8)
-        drawn = rest[torch.randperm(len(rest), generator=draw)[:wanted]]
-        offset = torch.zeros(size)
+        drawn = rest[torch.randperm(len(rest), generator=draw)[:wanted].to(tokens.device)]
+        offset = torch.zeros(size, device=tokens.device)
         offset[drawn] = math.log(len(rest) / max(len(drawn), 1))
         chosen[drawn] = True
         found = torch.nonzero(chosen).flatten()
@@ -64,5 +66,5 @@ class DraftHead:
 
     def tensors(self, network: nn.Module) -> Mapping[str, Any]:
         """A checkpoint's: the network's, copied to numpy, and the maps of the vocabulary."""
-        its = {name: value.detach().numpy().copy() for name, value in network.state_dict().items()}
+        its = {name: value.detach().cpu().numpy().copy() for name, value in network.state_dict().items()}
         return {**its, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}

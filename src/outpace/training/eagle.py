@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.training.initial import initialise
 from outpace.training.loop import Loop
 from outpace.training.networks.eagle import EagleNetwork
@@ -44,6 +44,8 @@ def open_run(job: Job, shape: EagleShape, options: EagleOptions) -> Iterator[Loo
     """A training that is ready to run; raises as ``setup.prepared`` does, and ModelError for a drafter to begin with
     that cannot be read."""
     options.check()
+    if list(shape.taps) != sorted(set(shape.taps)):
+        raise ParameterError(Argument("tap", list(shape.taps)), ": name layers in ascending order, each once")
     start = None if shape.start is None else _start(Path(shape.start))
     words = None if start is None else _words_of(start)
     with prepared(job, lambda layers: shape.taps or default_layers(layers), words) as bench:
@@ -57,7 +59,8 @@ def open_run(job: Job, shape: EagleShape, options: EagleOptions) -> Iterator[Loo
             initialise(network, shape.init, bench.weights, bench.parts, _sample(bench), job.basics.seed)
         else:
             _begin_with(start, f"{shape.start}", network, bench.answers.target)
-        objective = EagleObjective(network, bench.parts, bench.vocabulary, options, bench.counts)
+        network.to(bench.device)
+        objective = EagleObjective(network, bench.parts.to(bench.device), bench.vocabulary, options, bench.counts)
         yield bench.loop("eagle", objective, {**asdict(shape), **asdict(options)})
 
 

@@ -15,6 +15,7 @@ import torch
 from outpace.errors import Argument, ParameterError, TrainingError
 from outpace.files import write_json
 from outpace.training import curves, export, snapshots
+from outpace.training.devices import on_cpu
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
 from outpace.training.packing import Packing
@@ -171,7 +172,7 @@ class Loop:
                 continue
             batch = self.train.batch(members, self._seed(j))
             tokens += len(batch)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.options.bfloat16):
+            with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.options.bfloat16):
                 its, figures = self.objective.loss(batch)
             share = len(members) / total
             if its.requires_grad:
@@ -253,21 +254,16 @@ class Loop:
 
     def _keep(self) -> None:
         method, config, tensors = self.objective.export()
-        recipe = {**self.identity, "loop": asdict(self.options), "steps": self.at.step, "tokens": self.at.tokens}
-        recipe["tokens_per_step"] = self.at.best
-        self._write(self.out, method, config, tensors, self.target, recipe)
+        done = {
+            "loop": asdict(self.options), "steps_taken": self.at.step, "tokens_seen": self.at.tokens,
+            "tokens_per_step": self.at.best,
+        }  # fmt: skip
+        assert not (hidden := {*done} & {*self.identity}), f"{hidden} means two things in a recipe"
+        self._write(self.out, method, config, tensors, self.target, {**self.identity, **done})
 
     def _snapshot(self) -> None:
-        snapshots.save(
-            self.out,
-            self.identity,
-            {
-                "network": self.objective.network.state_dict(),
-                "optimiser": self.optimiser.state(),
-                "at": asdict(self.at),
-                "rows": self.rows,
-            },
-        )
+        state = {"network": self.objective.network.state_dict(), "optimiser": self.optimiser.state()}
+        snapshots.save(self.out, self.identity, {**on_cpu(state), "at": asdict(self.at), "rows": self.rows})
 
     def _report(self, figures: Mapping[str, float], speed: float) -> None:
         total = self.at.total

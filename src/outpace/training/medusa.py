@@ -41,9 +41,10 @@ def open_run(job: Job, shape: MedusaShape, options: MedusaOptions) -> Iterator[L
     options.check()
     shape.check()
     with prepared(job, lambda layers: ()) as bench:
-        parts = bench.parts
+        parts = bench.parts.to(bench.device)
         config = MedusaConfig(parts.hidden, parts.vocab, job.basics.draft_vocab, shape.heads, shape.layers)
-        objective = MedusaObjective(MedusaNetwork(config), parts, bench.vocabulary, options, bench.counts)
+        network = MedusaNetwork(config).to(bench.device)
+        objective = MedusaObjective(network, parts, bench.vocabulary, options, bench.counts)
         yield bench.loop("medusa", objective, {**asdict(shape), **asdict(options)})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -39,13 +39,30 @@ class TrainBatch:
     @property
     def sequence(self) -> Tensor:
         """int64 [N]: which sequence a token belongs to."""
-        counts = torch.tensor([b - a for a, b in pairwise(self.starts)])
-        return torch.repeat_interleave(torch.arange(self.sequences), counts)
+        counts = torch.tensor([b - a for a, b in pairwise(self.starts)], device=self.device)
+        return torch.repeat_interleave(torch.arange(self.sequences, device=self.device), counts)
 
     @property
     def ends(self) -> Tensor:
         """int64 [N]: where a token's sequence ends."""
-        return torch.tensor(self.starts[1:])[self.sequence]
+        return torch.tensor(self.starts[1:], device=self.device)[self.sequence]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def to(self, device: torch.device) -> TrainBatch:
+        """The batch on a device. To a card it is copied from pinned memory, while the host goes on."""
+        if device == self.device:
+            return self
+
+        def moved(its: Tensor) -> Tensor:
+            return its.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else its.to(device)
+
+        return replace(
+            self, tokens=moved(self.tokens), position=moved(self.position), loss_mask=moved(self.loss_mask),
+            states=moved(self.states),
+        )  # fmt: skip
 
     @staticmethod
     def pack(tokens: Sequence[np.ndarray], states: Sequence[Tensor], first: Sequence[int], seed: int = 0) -> TrainBatch:
@@ -109,8 +126,12 @@ class Objective(Protocol):
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         """A scalar, the mean over sequences of each one's mean; and figures to print."""
 
-    def simulate(self, batch: TrainBatch) -> Simulated:
-        """On answers that the target gave greedily: what a chain would have brought."""
+    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+        """On answers that the target gave greedily: what a chain would have brought, of at most ``depth`` tokens."""
+
+    def overlaps(self, batch: TrainBatch) -> np.ndarray:
+        """float64 [N, k]: sum min(p, q) at temperature 1, over all of the target's tokens, of the chain's token s after
+        entry i where the answer's own words are before it; 0 where the answer has no such token."""
 
     def export(self) -> tuple[str, Any, Mapping[str, Any]]:
         """Method, config and tensors (numpy, canonical names) of a checkpoint."""

@@ -141,7 +141,7 @@ def run_round(
     basics = Basics(
         config.draft_vocab, options.tokens, options.longest, True, options.held_out, options.judged, options.seed
     )
-    job = Job(work / "data", work / "best", loop_options, basics, model, threads, say, pace, _split)
+    job = Job(work / "data", work / "best", loop_options, basics, model, threads, say=say, pace=pace, split=_split)
     with open_run(job, EagleShape(start=str(start)), EagleOptions(share=0.5, candidates=2048)) as loop:
         before = loop.simulate().tokens_per_step
         say(f"{before:.3f} tokens a step on held-out recorded answers before this round")

@@ -69,7 +69,7 @@ class AdamW:
                 if i not in self.state:
                     its = self.params[i]
                     zeros = {name: torch.zeros_like(its) for name in ("exp_avg", "exp_avg_sq")}
-                    self.state[i] = {"step": torch.zeros(()), **zeros}
+                    self.state[i] = {"step": torch.zeros((), device=its.device), **zeros}
             first, second, steps = ([self.state[i][n] for i in here] for n in ("exp_avg", "exp_avg_sq", "step"))
             adamw(
                 [self.params[i] for i in here], [its for i in here if (its := self.params[i].grad) is not None],
@@ -108,7 +108,10 @@ class Optimiser:
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         for part, its in zip(self._parts, state, strict=True):
-            part.state = {i: dict(own) for i, own in its["state"].items()}
+            part.state = {
+                i: {name: value.to(part.params[i].device) for name, value in own.items()}
+                for i, own in its["state"].items()
+            }
 
 
 def schedule(step: int, total: int, warm_up: int, least: float = 0.05) -> float:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outpace.errors import ParameterError
 from outpace.training.data import Answers
+from outpace.training.devices import CPU
 from outpace.training.objective import TrainBatch
 
 
@@ -26,16 +28,26 @@ class States(Protocol):
 
 
 class Packing:
-    """Batches of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
+    """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
     Order and seeds follow from ``seed`` and the epoch alone, so that training can go on anywhere.
     """
 
-    def __init__(self, answers: Answers, states: States, budget: int, longest: int, prompts: bool, seed: int) -> None:
+    def __init__(
+        self,
+        answers: Answers,
+        states: States,
+        budget: int,
+        longest: int,
+        prompts: bool,
+        seed: int,
+        device: torch.device = CPU,
+    ) -> None:
         if longest > budget:
             raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
         self.answers, self._states = answers, states
         self.budget, self.longest, self.prompts, self.seed = budget, longest, prompts, seed
+        self._device = device
         self._lengths = np.minimum(answers.lengths(), longest)
 
     def epoch(self, epoch: int) -> list[list[int]]:
@@ -64,4 +76,5 @@ class Packing:
         its = [self.answers[i] for i in members]
         states = [self._states.states(i)[: self.longest] for i in members]
         first = [0 if self.prompts else answer.prompt_length - 1 for answer in its]
-        return TrainBatch.pack([answer.tokens[: self.longest] for answer in its], states, first, seed)
+        packed = TrainBatch.pack([answer.tokens[: self.longest] for answer in its], states, first, seed)
+        return packed.to(self._device)

@@ -47,8 +47,8 @@ def open_run(job: Job, shape: ParallelShape, options: ParallelOptions) -> Iterat
             shaped_as(bench.weights, shape.layers, qk_norm=True), bench.parts.vocab, job.basics.draft_vocab, bench.taps,
             shape.block, mask, shape.rank, confidence=True,
         )  # fmt: skip
-        network = ParallelNetwork(config, job.basics.seed)
-        objective = ParallelObjective(network, bench.parts, bench.vocabulary, options, bench.counts)
+        network = ParallelNetwork(config, job.basics.seed).to(bench.device)
+        objective = ParallelObjective(network, bench.parts.to(bench.device), bench.vocabulary, options, bench.counts)
         yield bench.loop("parallel", objective, {**asdict(shape), **asdict(options)})
 
 

@@ -11,16 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.training.devices import CPU
+
 
 class Team:
-    """``rank`` of ``size`` processes. Alone unless the environment says otherwise."""
+    """``rank`` of ``size`` processes. Alone unless the environment says otherwise. ``device``: where this one computes:
+    of several cards, each process has its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         self._accelerator: Any = None
+        self.device = device
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import Accelerator
 
-            self._accelerator = Accelerator(cpu=not torch.cuda.is_available())
+            self._accelerator = Accelerator(cpu=device.type == "cpu")
+            if device.type != "cpu":
+                self.device = self._accelerator.device
 
     @property
     def rank(self) -> int:
@@ -42,7 +48,7 @@ class Team:
 
     def add(self, numbers: Iterable[float]) -> list[float]:
         """Sums over the processes."""
-        values: Tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        values: Tensor = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
         if self._accelerator is not None:
             values = self._accelerator.reduce(values, "sum")
         return [float(value) for value in values]

@@ -19,6 +19,7 @@ from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
 from outpace.training import export
 from outpace.training.data import Answers
+from outpace.training.devices import device_named
 from outpace.training.loop import Loop, LoopOptions, Write
 from outpace.training.objective import Objective
 from outpace.training.packing import Packing
@@ -48,8 +49,8 @@ class Basics:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
-    it); ``threads``: None: the cores; ``say`` hears a line now and then; ``pace`` is called after every step, and may
-    wait; ``split``: what is trained on, and what it is judged on."""
+    it); ``threads``: None: the cores; ``device``: where the network is trained; ``say`` hears a line now and then;
+    ``pace`` is called after every step, and may wait; ``split``: what is trained on, and what it is judged on."""
 
     data: Path
     out: Path
@@ -57,6 +58,7 @@ class Job:
     basics: Basics = field(default_factory=Basics)
     model: str | None = None
     threads: int | None = None
+    device: str = "cpu"
     say: Callable[[str], None] = lambda line: None
     pace: Callable[[], None] = lambda: None
     split: Callable[[Answers, Basics], tuple[Answers, Answers]] = lambda answers, basics: split(answers, basics)
@@ -65,7 +67,8 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A target and its answers, ready to train beside. ``states``: of the answers to train on; ``counts`` int64 [V]: of
-    tokens in these answers and their prompts."""
+    tokens in these answers and their prompts. ``parts`` are on the CPU, where a network begins; batches on ``device``.
+    """
 
     job: Job
     answers: Answers
@@ -79,6 +82,10 @@ class Bench:
     counts: I64
     vocabulary: DraftVocabulary
     team: Team
+
+    @property
+    def device(self) -> torch.device:
+        return self.team.device
 
     def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any], write: Write = export.write) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
@@ -108,6 +115,7 @@ def prepared(
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
     job.loop.check()
+    device = device_named(job.device)
     basics, threads = job.basics, job.threads
     answers = Answers.open(job.data)
     options = LoadOptions(**answers.meta["load"])
@@ -121,7 +129,7 @@ def prepared(
     keep_memory()
     job.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        team = Team()
+        team = Team(device)
         stack.callback(team.close)
         weights = TargetWeights(source)
         layers = taps(weights.decoder.layers)
@@ -138,8 +146,8 @@ def prepared(
             )
         yield Bench(
             job, answers, source, weights, weights.parts(), layers, states[0],
-            Packing(train, states[0], basics.tokens, basics.longest, basics.prompts, basics.seed),
-            Packing(held_out, states[1], basics.tokens, basics.longest, False, basics.seed),
+            Packing(train, states[0], basics.tokens, basics.longest, basics.prompts, basics.seed, team.device),
+            Packing(held_out, states[1], basics.tokens, basics.longest, False, basics.seed, team.device),
             counts, vocabulary, team,
         )  # fmt: skip
 

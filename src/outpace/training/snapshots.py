@@ -15,6 +15,7 @@ from outpace.files import replacing
 
 NAME = "snapshot.pt"
 FORMAT = 1
+_HIDDEN = "steps_ttt"  # had a say in every snapshot of EAGLE's; in older ones another option of its name hid it
 
 
 def save(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -34,12 +35,17 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = torch.load(path, weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
         known, state = found["identity"], found["state"]
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
         raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
     if found.get("format") != FORMAT:
         raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
+    if _HIDDEN in identity and _HIDDEN not in known:
+        raise TrainingError(
+            f"{path} does not tell its {_HIDDEN}, so nobody knows whether it is {identity[_HIDDEN]}: begin with "
+            "its best drafter (", Argument("start"), f" {folder}), and give another folder as ", Argument("out"),
+        )  # fmt: skip
     for name in sorted(known):  # an option that came after the snapshot was made had no say in it
         if known.get(name) != identity.get(name):
             raise TrainingError(

@@ -5,7 +5,7 @@ Values are the serving weights', dequantised: a drafter trained beside another p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,12 @@ class TargetParts:
     final_norm: Tensor
     eps: float
 
+    def to(self, device: torch.device) -> TargetParts:
+        """The same on ``device``; a tied head stays tied."""
+        embedding = self.embedding.to(device)
+        head = embedding if self.head is self.embedding else self.head.to(device)
+        return replace(self, embedding=embedding, head=head, final_norm=self.final_norm.to(device))
+
     @property
     def vocab(self) -> int:
         return len(self.head)
@@ -48,6 +54,15 @@ class TargetParts:
     def logits(self, state: Tensor, ids: Tensor | None = None) -> Tensor:
         """[n, V] of states before the final norm [n, h]; of ``ids`` int64 [m] only: [n, m]."""
         return F.linear(self.norm(state), self.head if ids is None else self.head[ids])
+
+    @torch.no_grad()
+    def probabilities(self, state: Tensor, ids: Tensor | None = None, block: int = 256) -> Tensor:
+        """p [n, V] at temperature 1 after states [n, h]; of ``ids`` int64 [m] only, not renormalised: [n, m].
+
+        ``block``: rows of logits that exist at once.
+        """
+        parts = (torch.softmax(self.logits(part), -1) for part in state.split(block))
+        return torch.cat([p if ids is None else p[:, ids] for p in parts])
 
 
 class TargetWeights:

@@ -25,6 +25,10 @@ def run(
     candidates: Annotated[
         int, typer.Option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
     ] = 2048,
+    taps: Annotated[
+        list[int] | None,
+        typer.Option("--tap", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
+    ] = None,
     init: Annotated[str, typer.Option("--init", help="fresh, layer, now, next, layer+now or layer+next.")] = "next",
     start: Annotated[
         str | None, typer.Option("--start", help="A drafter to begin with, such as one trained on fewer answers.")
@@ -43,4 +47,4 @@ def run(
         steps_ttt=steps_ttt, share=share, decay=decay, loss=loss, candidates=candidates, noise=noise, dropout=dropout,
         depth=depth,
     )  # fmt: skip
-    return train(common, its, open_run(its.job(), EagleShape(init=init, start=start), options))
+    return train(common, its, open_run(its.job(), EagleShape(init=init, taps=tuple(taps or ()), start=start), options))

@@ -62,6 +62,7 @@ class Training:
     report: Annotated[float, typer.Option("--report", help="Seconds between two lines.")] = 10.0
     seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0
     threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
+    device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
 
     def job(self) -> Job:
         from outpace.training.loop import LoopOptions
@@ -70,7 +71,7 @@ class Training:
         def made(kind: type[T]) -> T:
             return kind(**{its.name: getattr(self, its.name) for its in fields(kind)})
 
-        return Job(self.data, self.out, made(LoopOptions), made(Basics), self.model, self.threads, say)
+        return Job(self.data, self.out, made(LoopOptions), made(Basics), self.model, self.threads, self.device, say)
 
 
 def train(

@@ -43,7 +43,7 @@ class AnchoredAttention(torch.autograd.Function):
             queries = (q[m0:m1].view(m, kv_heads, group, dim).permute(1, 2, 0, 3) * scale).reshape(kv_heads, -1, dim)
             scores = q.new_empty(kv_heads, group, m, n + own)
             seen = torch.matmul(queries, k[n0:n1].permute(1, 2, 0)).view(kv_heads, group, m, n)
-            later = torch.arange(n0, n1) > anchors[m0:m1, None]
+            later = torch.arange(n0, n1, device=q.device) > anchors[m0:m1, None]
             scores[..., :n] = seen.masked_fill_(later, float("-inf"))
             if own:
                 mine = own_k[m0:m1].permute(2, 0, 1, 3).unsqueeze(1)  # [KV, 1, m, s, d]

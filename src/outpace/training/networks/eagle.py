@@ -84,7 +84,7 @@ class EagleNetwork(nn.Module):
         weight = torch.cat([p.weight for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)])
         of_token, of_state = weight[:, : its.hidden], weight[:, its.hidden :]
         read = F.linear(layer.input_layernorm(embedded), of_token)  # [N, q + 2 kv]
-        bounds = torch.tensor(starts)
+        bounds = torch.tensor(starts, device=position.device)
         real = anchors[0]
         inner = torch.searchsorted(real, bounds).tolist()
         g = self.fuse(pick(taps, real))

@@ -74,7 +74,7 @@ class Student(nn.Module):
 
     def step(self, tokens: Tensor, position: int, cache: Cache) -> tuple[Tensor, Cache]:
         """Normed states [B, h] after one token each of B rows of one length, and their cache with it."""
-        cos, sin = self.rope(torch.full((len(tokens),), position))
+        cos, sin = self.rope(torch.full((len(tokens),), position, device=tokens.device))
         x, grown = self.embed_tokens[tokens], []
         for i, layer in enumerate(self.layers):
             q, k, v = (t[:, :, None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
@@ -88,7 +88,7 @@ class Student(nn.Module):
     @torch.no_grad()
     def continued(self, prompt: Tensor, count: int, draw: torch.Generator | None = None) -> Tensor:
         """``prompt`` int64 [n] and ``count`` words of its own at temperature 1 (``draw`` None: the likeliest)."""
-        cos, sin = self.rope(torch.arange(len(prompt)))
+        cos, sin = self.rope(torch.arange(len(prompt), device=prompt.device))
         x, cache, said = self.embed_tokens[prompt], [], []
         for layer in self.layers:
             q, k, v = (t.transpose(0, 1)[None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
@@ -98,8 +98,9 @@ class Student(nn.Module):
         hidden = self.norm(x[-1:])
         for i in range(count):
             logits = hidden @ self.lm_head.T
-            drawn = None if draw is None else torch.multinomial(logits.softmax(-1), 1, generator=draw)[:, 0]
-            token = logits.argmax(-1) if drawn is None else drawn
+            token = logits.argmax(-1)
+            if draw is not None:  # a generator's numbers are the CPU's
+                token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=draw)[:, 0].to(prompt.device)
             said.append(token)
             if i + 1 < count:
                 hidden, cache = self.step(token, len(prompt) + i, cache)

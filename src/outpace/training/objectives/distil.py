@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, ParameterError
 from outpace.training.chunks import in_chunks, sequence_weights
-from outpace.training.losses import loss_named
+from outpace.training.losses import acceptance, loss_named
 from outpace.training.networks.student import Student
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.simulate import walk
@@ -69,10 +70,11 @@ class DistilObjective:
         if options.on_policy and teacher is None:
             raise ValueError("on-policy distillation needs a teacher")
         self.network, self.target, self.options, self.teacher = network, target, options, teacher
-        self.ids = None if vocabulary is None else torch.from_numpy(vocabulary.ids)
-        self._inside = torch.ones(target.vocab, dtype=torch.bool)
+        device = target.head.device
+        self.ids = None if vocabulary is None else torch.from_numpy(vocabulary.ids).to(device)
+        self._inside = torch.ones(target.vocab, dtype=torch.bool, device=device)
         if vocabulary is not None:
-            self._inside = torch.from_numpy(vocabulary.t2d)
+            self._inside = torch.from_numpy(vocabulary.t2d).to(device)
         self._rows = target.head if self.ids is None else target.head[self.ids].contiguous()
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
@@ -82,8 +84,8 @@ class DistilObjective:
         following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
         at = torch.nonzero(batch.loss_mask & self._inside[following]).flatten()
         if not len(at):
-            return torch.zeros(()), {}
-        weight = sequence_weights(torch.ones(len(at)), batch.sequence[at], batch.sequences)
+            return torch.zeros((), device=batch.device), {}
+        weight = sequence_weights(torch.ones(len(at), device=at.device), batch.sequence[at], batch.sequences)
         normed = student(batch.tokens, batch.position, batch.starts)[at]
         heard = self.target.norm(batch.states[at, -1])
         rows = student.lm_head if self.ids is None else student.lm_head[self.ids]
@@ -102,28 +104,44 @@ class DistilObjective:
         return total, {name: missed, "agree0": agree}
 
     @torch.no_grad()
-    def simulate(self, batch: TrainBatch) -> Simulated:
+    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
         """One forward says it for all starts: up to its first wrong token, a chain's prefix is the answer's own."""
         normed = self.network(batch.tokens, batch.position, batch.starts)
         best = torch.cat([(part @ self.network.lm_head.T).argmax(-1) for part in normed.split(_ROWS)])
         hits = best[:-1] == batch.tokens[1:]  # after position i, token i + 1
-        depth = self.options.depth
-        reach = torch.arange(len(batch))[:, None] + 1 + torch.arange(depth)  # entry i's chain begins after i + 1
-        tried = reach + 1 < batch.ends[:, None]
+        reach, tried = self._reach(batch)
         right = tried & hits[reach.clamp_max(len(batch) - 2)]
-        return walk(batch, right.numpy(), tried.numpy())
+        return walk(batch, right[:, :depth].cpu().numpy(), tried[:, :depth].cpu().numpy())
+
+    @torch.no_grad()
+    def overlaps(self, batch: TrainBatch) -> np.ndarray:
+        normed = self.network(batch.tokens, batch.position, batch.starts)
+        each = torch.cat([
+            acceptance(part @ self.network.lm_head.T, self.target.probabilities(states))
+            for part, states in zip(normed.split(_ROWS), batch.states[:, -1].split(_ROWS), strict=True)
+        ])  # fmt: skip
+        reach, tried = self._reach(batch)
+        found: np.ndarray = (each[reach.clamp_max(len(batch) - 1)] * tried).double().cpu().numpy()
+        return found
+
+    def _reach(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """[N, k]: the position after which the chain of entry i says token s, which begins after i + 1; whether the
+        answer goes on there."""
+        every = torch.arange(len(batch), device=batch.device)
+        reach = every[:, None] + 1 + torch.arange(self.options.depth, device=batch.device)
+        return reach, reach + 1 < batch.ends[:, None]
 
     def export(self) -> tuple[str, Decoder, Mapping[str, Any]]:
         """Tensors by Hugging Face's names; a tied head is left out."""
         student = self.network
         tensors = {
-            f"model.{name}": value.detach().numpy()
+            f"model.{name}": value.detach().cpu().numpy()
             for name, value in student.state_dict().items()
             if name not in ("embed_tokens", "lm_head")
         }
-        tensors["model.embed_tokens.weight"] = student.embed_tokens.detach().numpy()
+        tensors["model.embed_tokens.weight"] = student.embed_tokens.detach().cpu().numpy()
         if not student.tied:
-            tensors["lm_head.weight"] = student.lm_head.detach().numpy()
+            tensors["lm_head.weight"] = student.lm_head.detach().cpu().numpy()
         return "distil", student.shape, tensors
 
     def mixed(self, batch: TrainBatch) -> TrainBatch:
@@ -150,13 +168,13 @@ class DistilObjective:
                 states.append(batch.states[its, -1:])
                 masks.append(batch.loss_mask[its])
                 continue
-            states.append(heard[b][:, None].to(batch.states.dtype))
-            masks.append(torch.arange(len(own)) >= cuts[b] - 1)
+            states.append(heard[b][:, None].to(batch.states))
+            masks.append(torch.arange(len(own), device=own.device) >= cuts[b] - 1)
             masks[-1][-1] = False
         return TrainBatch(
             tokens=torch.cat(sequences),
             starts=tuple(starts),
-            position=torch.cat([torch.arange(len(own)) for own in sequences]),
+            position=torch.cat([torch.arange(len(own), device=own.device) for own in sequences]),
             loss_mask=torch.cat(masks),
             states=torch.cat(states),
             seed=batch.seed,

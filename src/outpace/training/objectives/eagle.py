@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,8 @@ class EagleObjective:
         with torch.no_grad():
             logits = self.target.norm(batch.states[heard, -1]) @ rows.head.T
             p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
-        row = torch.full((len(batch),), -1)
-        row[heard] = torch.arange(len(heard))
+        row = torch.full((len(batch),), -1, device=batch.device)
+        row[heard] = torch.arange(len(heard), device=batch.device)
         outputs = self.network.unroll(
             self._disturbed(batch.states[:, :-1].float(), draw),
             self.target.embed(batch.tokens),
@@ -126,38 +126,54 @@ class EagleObjective:
         if options.loss != LENGTH:
             whole = sum(options.decay**s for s in range(count))
             return [
-                sequence_weights(torch.ones(len(at)), sequence[at], batch.sequences, options.decay**s / whole)
+                sequence_weights(
+                    torch.ones(len(at), device=at.device), sequence[at], batch.sequences, options.decay**s / whole
+                )
                 for s, (at, _, _) in enumerate(steps)
             ], None
-        accepted = torch.zeros(len(batch), count)
+        accepted = torch.zeros(len(batch), count, device=batch.device)
         for s, (at, normed, heard_at) in enumerate(steps):
             accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[heard_at])
         first = steps[0][0]
-        each = torch.zeros(len(batch))
-        each[first] = sequence_weights(torch.ones(len(first)), sequence[first], batch.sequences) / count
+        each = torch.zeros(len(batch), device=batch.device)
+        ones = torch.ones(len(first), device=batch.device)
+        each[first] = sequence_weights(ones, sequence[first], batch.sequences) / count
         slope = length_slope(accepted) * each[:, None]
         kept = expected_length(accepted[first])
         return [slope[at, s] for s, (at, _, _) in enumerate(steps)], torch.dot(each[first], count - kept)
 
     @torch.no_grad()
-    def simulate(self, batch: TrainBatch) -> Simulated:
+    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+        right = torch.zeros(len(batch), self.options.depth, dtype=torch.bool, device=batch.device)
+        tried = torch.zeros_like(right)
+        for s, (kept, normed) in enumerate(self._chain(batch)):
+            best = torch.cat([(part @ self.words.head.T).argmax(-1) for part in normed.split(256)] or [kept])
+            right[kept, s] = self.words.ids[best] == batch.tokens[kept + s + 2]
+            tried[kept, s] = True
+        return walk(batch, right[:, :depth].cpu().numpy(), tried[:, :depth].cpu().numpy())
+
+    @torch.no_grad()
+    def overlaps(self, batch: TrainBatch) -> np.ndarray:
+        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        found = torch.zeros(len(batch), self.options.depth, device=batch.device)
+        for s, (kept, normed) in enumerate(self._chain(batch)):
+            found[kept, s] = head_acceptance(normed, self.words.head, None, p[kept + s + 1])
+        overlaps: np.ndarray = found.double().cpu().numpy()
+        return overlaps
+
+    def _chain(self, batch: TrainBatch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each step s: the entries [m] after which the answer has a token s, and what is put out there [m, h]."""
         depth = self.options.depth
         ends = batch.ends
-        every = torch.arange(len(batch))
+        every = torch.arange(len(batch), device=batch.device)
         # A draft beyond the answer's end is neither right nor wrong: it is not tried.
         anchors = [every[every + s + 2 <= ends] for s in range(depth)]
         outputs = self.network.unroll(
             batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts, anchors
         )
-        right = torch.zeros(len(batch), depth, dtype=torch.bool)
-        tried = torch.zeros(len(batch), depth, dtype=torch.bool)
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
             inside = at + s + 2 < ends[at]
-            kept, normed = at[inside], normed[inside]
-            best = torch.cat([(part @ self.words.head.T).argmax(-1) for part in normed.split(256)] or [kept])
-            right[kept, s] = self.words.ids[best] == batch.tokens[kept + s + 2]
-            tried[kept, s] = True
-        return walk(batch, right.numpy(), tried.numpy())
+            yield at[inside], normed[inside]
 
     def export(self) -> tuple[str, EagleConfig, Mapping[str, Any]]:
         return "eagle", self.network.config, self.words.tensors(self.network)
@@ -171,13 +187,13 @@ class EagleObjective:
         return batch.loss_mask & (self.words.place[following] >= 0)
 
     def _anchors(self, batch: TrainBatch, counts: Tensor, draw: torch.Generator) -> list[Tensor]:
-        every, ends = torch.arange(len(batch)), batch.ends
+        every, ends = torch.arange(len(batch), device=batch.device), batch.ends
         anchors = [every[every + 2 <= ends]]
-        kept = torch.ones(len(batch), dtype=torch.bool)
+        kept = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
         if self.options.share < 1:
-            kept = torch.rand(len(batch), generator=draw) < self.options.share
+            kept = torch.rand(len(batch), generator=draw).to(batch.device) < self.options.share
         # An anchor goes on while any of its later predictions counts.
-        useful = torch.zeros(len(batch), dtype=torch.bool)
+        useful = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
         later: list[Tensor] = []
         for s in range(self.options.steps_ttt - 1, 0, -1):
             reach = every[every + s + 2 <= ends]
@@ -189,8 +205,8 @@ class EagleObjective:
         """Taps [N, T, h] with noise, some of them left out and the others of that position scaled up."""
         if self.options.noise:
             size = taps.square().mean(-1, keepdim=True).sqrt_() * self.options.noise
-            taps = taps + size * torch.randn(taps.shape, generator=draw)
+            taps = taps + size * torch.randn(taps.shape, generator=draw).to(taps.device)
         if self.options.dropout:
-            kept = torch.rand(taps.shape[:2], generator=draw) >= self.options.dropout
+            kept = torch.rand(taps.shape[:2], generator=draw).to(taps.device) >= self.options.dropout
             taps = taps * (kept / (1 - self.options.dropout))[..., None]
         return taps

@@ -70,7 +70,7 @@ class MedusaObjective:
         heads = self.network.config.heads
         index, said = self._said(batch)
         counts = (said >= 0) & batch.loss_mask[index]
-        raw = self.options.decay ** torch.arange(heads) * counts
+        raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
         normed = self.target.norm(batch.states[:, -1])
@@ -96,9 +96,18 @@ class MedusaObjective:
         agree = (facts[..., 1] * counts).sum(0) / counts.sum(0).clamp_min(1)
         return total, {"cross_entropy": float(cross)} | {f"agree{k}": float(a) for k, a in enumerate(agree)}
 
-    def simulate(self, batch: TrainBatch) -> Simulated:
+    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
         ranks = self.ranks(batch)
-        return walk(batch, ranks == 0, self._tried(batch))
+        return walk(batch, (ranks == 0)[:, :depth], self._tried(batch)[:, :depth])
+
+    @torch.no_grad()
+    def overlaps(self, batch: TrainBatch) -> np.ndarray:
+        index, _ = self._said(batch)
+        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        states = self.network(self.target.norm(batch.states[:, -1]))
+        heads = [losses.head_acceptance(states[:, k], self.words.head, None, p[its]) for k, its in enumerate(index.T)]
+        overlaps: np.ndarray = torch.stack(heads, 1).double().cpu().numpy() * self._tried(batch)
+        return overlaps
 
     def simulate_tree(self, batch: TrainBatch, tree: tuple[trees.Path, ...]) -> Simulated:
         """As ``simulate``, with a tree. Its steps count as a chain's of the depth that is accepted."""
@@ -108,7 +117,7 @@ class MedusaObjective:
 
     def plant(self, batches: Iterable[TrainBatch]) -> tuple[trees.Path, ...]:
         """Search the tree that is best on ``batches``, and keep it for ``export``."""
-        ranks = [self.ranks(batch)[batch.loss_mask.numpy()] for batch in batches]
+        ranks = [self.ranks(batch)[batch.loss_mask.cpu().numpy()] for batch in batches]
         gain = trees.gains_of_ranks(np.concatenate(ranks))
         self.tree = trees.search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
         return self.tree
@@ -121,14 +130,14 @@ class MedusaObjective:
         """
         _, said = self._said(batch)
         found = []
-        for part in torch.arange(len(batch)).split(_ROWS):
+        for part in torch.arange(len(batch), device=batch.device).split(_ROWS):
             logits = self.network(self.target.norm(batch.states[part, -1])) @ self.words.head.T
             own = said[part][..., None]
             mine = logits.gather(-1, own.clamp_min(0))
-            lower = torch.arange(logits.shape[-1]) < own
+            lower = torch.arange(logits.shape[-1], device=batch.device) < own
             rank = ((logits > mine) | ((logits == mine) & lower)).sum(-1)
             found.append(rank.masked_fill((said[part] < 0) | (rank >= self.options.ranks), NEVER))
-        ranks: npt.NDArray[np.int64] = torch.cat(found).numpy()
+        ranks: npt.NDArray[np.int64] = torch.cat(found).cpu().numpy()
         return ranks
 
     def export(self) -> tuple[str, MedusaConfig, Mapping[str, Any]]:
@@ -139,13 +148,17 @@ class MedusaObjective:
         """For heads [N, K]: the position after which the target says what a head is to say, as a packed index, and the
         draft id of what the answer has there; -1 beyond its end and outside of the draft vocabulary."""
         last = batch.ends[:, None] - 1
-        index = torch.arange(len(batch))[:, None] + 1 + torch.arange(self.network.config.heads)
+        index = self._ahead(batch, 1)
         there = index < last
         index = torch.minimum(index, last)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
         return index, self.words.place[following].masked_fill(~there, -1)
 
     def _tried(self, batch: TrainBatch) -> npt.NDArray[np.bool_]:
-        reach = torch.arange(len(batch))[:, None] + 2 + torch.arange(self.network.config.heads)
-        tried: npt.NDArray[np.bool_] = (reach < batch.ends[:, None]).numpy()
+        tried: npt.NDArray[np.bool_] = (self._ahead(batch, 2) < batch.ends[:, None]).cpu().numpy()
         return tried
+
+    def _ahead(self, batch: TrainBatch, first: int) -> Tensor:
+        """int64 [N, K]: for each position, those of the heads' tokens, ``first`` after it for the first head."""
+        every = torch.arange(len(batch), device=batch.device)
+        return every[:, None] + first + torch.arange(self.network.config.heads, device=batch.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -83,7 +83,7 @@ class ParallelObjective:
     def anchors(self, batch: TrainBatch) -> Tensor:
         """Where blocks begin: packed indices int64 [A], ascending, drawn anew for every batch's seed."""
         draw = torch.Generator().manual_seed(batch.seed)
-        order = torch.rand(len(batch), generator=draw).masked_fill(~batch.loss_mask, math.inf)
+        order = torch.rand(len(batch), generator=draw).to(batch.device).masked_fill(~batch.loss_mask, math.inf)
         chosen = []
         for start, stop in pairwise(batch.starts):
             count = math.ceil(self.options.anchors * int(batch.loss_mask[start:stop].sum()))
@@ -94,12 +94,12 @@ class ParallelObjective:
         network, options, slots = self.network, self.options, self.network.slots
         at = self.anchors(batch)
         if not len(at):
-            return torch.zeros(()), {}
+            return torch.zeros((), device=batch.device), {}
         normed = self._normed(batch, at)
         index, there = self._slots(batch, at)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
         counts = there & batch.loss_mask[index] & (self.words.place[following] >= 0)
-        raw = torch.exp(-torch.arange(slots) / options.slope) * counts
+        raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts
         weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
             raw
         )
@@ -144,9 +144,23 @@ class ParallelObjective:
             figures["confidence"] = float((missed.detach() * counts).sum() / counts.sum().clamp_min(1))
         return total, figures
 
-    def simulate(self, batch: TrainBatch) -> Simulated:
+    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
         right, tried, _ = self._tried(batch)
-        return walk(batch, right, tried)
+        return walk(batch, right[:, :depth], tried[:, :depth])
+
+    @torch.no_grad()
+    def overlaps(self, batch: TrainBatch) -> np.ndarray:
+        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        found = torch.zeros(len(batch), self.network.slots, device=batch.device)
+        for at in self._starts(batch):
+            index, there = self._slots(batch, at)
+            normed = self._normed(batch, at)
+            logits, before = normed @ self.words.head.T, self.network.before(batch.tokens[index])
+            if before is not None and self.network.markov_head is not None:
+                logits += self.network.markov_head.markov_w2(before)
+            found[at - 1] = losses.acceptance(logits, p[index]) * there
+        overlaps: np.ndarray = found.double().cpu().numpy()
+        return overlaps
 
     def simulate_prefixes(self, batch: TrainBatch, cost: float) -> tuple[Simulated, int, int]:
         """As ``simulate``, with the prefix that the confidence makes worth verifying where a token more in a draft
@@ -166,18 +180,23 @@ class ParallelObjective:
         slots = self.network.slots
         right, tried = np.zeros((len(batch), slots), bool), np.zeros((len(batch), slots), bool)
         confidence = np.zeros((len(batch), slots), np.float32)
-        counts = batch.loss_mask.clone()
-        counts[1:] &= batch.loss_mask[:-1]
-        counts[list(batch.starts[:-1])] = False
-        for at in torch.nonzero(counts).flatten().split(_TOGETHER):
+        for at in self._starts(batch):
             index, there = self._slots(batch, at)
             draft = self._draft(batch, at)
             following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
-            entry = at.numpy() - 1
-            right[entry] = (there & (draft.tokens == following)).numpy()
-            tried[entry] = there.numpy()
-            confidence[entry] = draft.confidence.numpy()
+            entry = at.cpu().numpy() - 1
+            right[entry] = (there & (draft.tokens == following)).cpu().numpy()
+            tried[entry] = there.cpu().numpy()
+            confidence[entry] = draft.confidence.cpu().numpy()
         return right, tried, confidence
+
+    def _starts(self, batch: TrainBatch) -> Iterable[Tensor]:
+        """Anchors that serving may have, some at a time: those whose own token was said, and is not the first."""
+        counts = batch.loss_mask.clone()
+        counts[1:] &= batch.loss_mask[:-1]
+        counts[list(batch.starts[:-1])] = False
+        starts: Iterable[Tensor] = torch.nonzero(counts).flatten().split(_TOGETHER)
+        return starts
 
     def _draft(self, batch: TrainBatch, at: Tensor) -> BlockDraft:
         normed = self._normed(batch, at)
@@ -186,10 +205,10 @@ class ParallelObjective:
 
     def _normed(self, batch: TrainBatch, at: Tensor) -> Tensor:
         """Normed states [A, K, h] of blocks at packed indices ``at`` int64 [A], ascending."""
-        bounds = torch.searchsorted(at, torch.tensor(batch.starts)).tolist()
+        bounds = torch.searchsorted(at, torch.tensor(batch.starts, device=at.device)).tolist()
         needed = [(start, at[a:b]) for (a, b), start in zip(pairwise(bounds), batch.starts, strict=False) if a < b]
         # Nothing beyond a sequence's last anchor is seen.
-        reach = [torch.arange(start, int(its[-1])) for start, its in needed]
+        reach = [torch.arange(start, int(its[-1]), device=at.device) for start, its in needed]
         every = torch.cat(reach)
         context = self.network.context(batch.states[every, :-1].float(), batch.position[every])
         sizes = [len(its) for its in reach]
@@ -202,7 +221,7 @@ class ParallelObjective:
     def _slots(self, batch: TrainBatch, at: Tensor) -> tuple[Tensor, Tensor]:
         """Where the tokens before those that slots say stand: packed indices [A, K]; whether the sequence goes on."""
         last = batch.ends[at][:, None] - 1
-        index = at[:, None] + torch.arange(self.network.slots)
+        index = at[:, None] + torch.arange(self.network.slots, device=at.device)
         return torch.minimum(index, last), index < last
 
 
