@@ -1,9 +1,13 @@
 """The full matrix: speculative decoding against plain decoding, and against transformers' own ``generate``.
 
+Without -d: lookups, a draft model that is often wrong, and the learned drafters: the shipped one alone and behind a
+lookup, and those of checkpoints that --parallel and --medusa name. Learned ones have temperatures, sizes and batches of
+their own, where none are given.
+
 Example: ./scripts/prove --prompts ../shared/data/spec_bench_dev.jsonl --out results/prove.json
 Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d model:TRUNCATED -t 0 -t 0.8 --size auto --batch 1 --batch 8
 (TRUNCATED stands for the target's first 10 layers, a draft model that is often wrong.)
-Learned ones: ./scripts/prove --backend native -d eagle:PATH -d suffix+parallel:PATH -d medusa:PATH
+Another's checkpoint: ./scripts/prove --backend native -d eagle:PATH -d suffix+eagle:PATH
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,6 +28,7 @@ from rich.progress import Progress
 
 from benchmarks.truncate import truncated
 from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.learned.shipped import SPEC
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.intake import checked_size
@@ -42,6 +47,11 @@ TEMPERATURES = (0.0, 0.7, 1.2)
 SIZES = (1, 4, 8)
 BATCHES = (1, 7)
 DRAFTERS = ("ngram", "model:TRUNCATED")
+NAMED = ("parallel", "medusa")  # learned drafters that none is shipped of
+LEARNED = (SPEC, f"suffix+{SPEC}")
+LEARNED_TEMPERATURES = (0.0, 0.8)
+LEARNED_SIZES: tuple[Size, ...] = (8, "auto")
+LEARNED_BATCHES = (1, 8)
 DRAFT_LAYERS = 10  # the first third of the demo model's
 
 
@@ -75,12 +85,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
-    parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(DRAFTERS)}")
-    parser.add_argument("--temperature", "-t", action="append", type=float, help=f"default: {TEMPERATURES}")
+    every = " and ".join([*DRAFTERS, *LEARNED])
+    parser.add_argument("--drafter", "-d", action="append", help=f"default: {every}")
+    for method in NAMED:
+        parser.add_argument(
+            f"--{method}", action="append", default=[], help="a checkpoint, beside the default drafters"
+        )
     parser.add_argument(
-        "--size", action="append", type=lambda s: s if s == "auto" else int(s), help=f"default: {SIZES}"
+        "--temperature", "-t", action="append", type=float, help=_default(TEMPERATURES, LEARNED_TEMPERATURES)
     )
-    parser.add_argument("--batch", action="append", type=int, help=f"default: {BATCHES}")
+    parser.add_argument("--size", action="append", type=_size, help=_default(SIZES, LEARNED_SIZES))
+    parser.add_argument("--batch", action="append", type=int, help=_default(BATCHES, LEARNED_BATCHES))
     parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
@@ -89,6 +104,28 @@ def _arguments() -> argparse.Namespace:
 
 def _size(text: str) -> Size:
     return "auto" if text == "auto" else int(text)
+
+
+def _default(values: Sequence[Any], learned: Sequence[Any]) -> str:
+    return f"default: {values}; of learned drafters {learned}"
+
+
+def cases_of(given: argparse.Namespace, draft: str) -> list[Case]:
+    """What is to be run. ``draft``: the path that TRUNCATED stands for."""
+    named = [
+        f"{before}{method}:{path}" for method in NAMED for path in getattr(given, method) for before in ("", "suffix+")
+    ]
+    if given.drafter and named:
+        raise ParameterError("-d names all drafters: give checkpoints there, too, or leave it out")
+    plain = (given.drafter or DRAFTERS), TEMPERATURES, SIZES, BATCHES
+    learned = [*LEARNED, *named], LEARNED_TEMPERATURES, LEARNED_SIZES, LEARNED_BATCHES
+    return [
+        Case(spec.replace("TRUNCATED", draft), *rest)
+        for specs, temperatures, sizes, batches in ([plain] if given.drafter else [plain, learned])
+        for spec, *rest in product(
+            specs, given.temperature or temperatures, given.size or sizes, given.batch or batches
+        )
+    ]
 
 
 def _prove(given: argparse.Namespace) -> int:
@@ -109,10 +146,9 @@ def _prove(given: argparse.Namespace) -> int:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
     known = {"settings": settings, "plain": {}, "cases": {}, **known}
     draft = str(truncated(demo.smollm2(), DRAFT_LAYERS, cache_dir()))
-    drafters = [spec.replace("TRUNCATED", draft) for spec in given.drafter or DRAFTERS]
-    temperatures, sizes = given.temperature or TEMPERATURES, given.size or SIZES
-    cases = [Case(*values) for values in product(drafters, temperatures, sizes, given.batch or BATCHES)]
-    most = max(checked_size(size) for size in sizes)
+    cases = cases_of(given, draft)
+    temperatures = list(dict.fromkeys(case.temperature for case in cases))
+    most = max(checked_size(case.size) for case in cases)
     with Progress() as progress:
         task = progress.add_task("plain", total=len(cases) + len(temperatures) + 1)
         for temperature in temperatures:

@@ -99,8 +99,8 @@ def stay_in_step(
 ) -> None:  # fmt: skip
     """Commits that follow the drafts now and then, rows that do not always draft, a row that is forked.
 
-    A row's draft is the same whoever else is asked for, with ``bits`` natively bit for bit, and the same as that of
-    ``fresh``, which is told of the row all at once.
+    A row's draft is the same whoever else is asked for, and the same as that of ``fresh``, which is told of the row all
+    at once; with ``bits`` natively bit for bit.
     """
     params, rng = SamplingParams(temperature=temperature), np.random.default_rng(1)
     exactly = bits and target.model.info.backend == "native"
@@ -113,13 +113,13 @@ def stay_in_step(
         assert (found.widths == size).all()
         for i, row in enumerate(asked):
             alone = propose(drafter, target, [row], size, params)
-            assert_same(found, i, alone, 0)
-            if exactly:
-                assert found.confidence is not None
-                assert alone.confidence is not None
-                assert found.confidence[i].tolist() == alone.confidence[0].tolist()
             fresh.observe([target.taps(row)])
-            assert_same(found, i, propose(fresh, target, [row], size, params), 0)
+            for other in (alone, propose(fresh, target, [row], size, params)):
+                assert_same(found, i, other, 0)
+                if exactly:
+                    assert found.confidence is not None
+                    assert other.confidence is not None
+                    assert found.confidence[i].tolist() == other.confidence[0].tolist()
             fresh.release(row)
         for i, row in enumerate(rows):
             draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)

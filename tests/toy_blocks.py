@@ -9,7 +9,7 @@ import numpy as np
 
 from outpace.arrays import F32, I32
 from outpace.drafters.base import RowView
-from outpace.drafters.learned.contexts import Contexts
+from outpace.drafters.learned.contexts import ContextBlocks, Contexts
 from outpace.drafters.learned.medusa import MedusaDrafter
 from outpace.drafters.learned.parallel import ParallelDrafter, Picker, Said
 from outpace.exact.drafts import Drafts
@@ -58,9 +58,10 @@ class ToyBlocks:
 
 class CheckedParallel(ParallelDrafter):
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        assert isinstance(self._blocks, ContextBlocks)
         for view in rows:
-            if self._contexts.end(view.row):
-                its = self._contexts.read(view.row)[0, 0, :, 0]
+            if self._blocks.end(view.row):
+                its = self._blocks.contexts.read(view.row)[0, 0, :, 0]
                 assert its[:, 0].tolist() == view.tokens[its[:, 1].astype(int)].tolist(), "another text's context"
                 assert its[-1, 1] <= len(view.tokens) - 2
         return super().propose(rows, sizes)
@@ -88,7 +89,7 @@ class CheckedMedusa(MedusaDrafter):
 
 
 def parallel(model: ToyModel, ids: Sequence[int], vocab: int, max_length: int) -> ParallelDrafter:
-    return CheckedParallel(ToyBlocks(model, ids, max_length), (0, 2), "parallel", vocab)
+    return CheckedParallel(ContextBlocks(ToyBlocks(model, ids, max_length)), (0, 2), "parallel", vocab)
 
 
 def medusa(model: ToyModel, ids: Sequence[int]) -> MedusaDrafter:

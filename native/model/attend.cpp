@@ -20,7 +20,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
         const auto ready = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm, int h, float scale) {
             if (!bias.empty()) k_.add(v, bias.data() + h * d, d);
             if (!norm.empty()) k_.rmsnorm(v, norm.data(), c_.eps, d, v);
-            k_.rotate(v, rope.cosines(tok.position), rope.sines(tok.position), d / 2, scale);
+            k_.rotate(v, rope.cosines(tok.turn), rope.sines(tok.turn), d / 2, scale);
         };
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;

@@ -51,28 +51,16 @@ private:
 
 Eagle::Eagle(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens, bool norm_output)
     : model_(std::move(model)),
-      fuse_(std::move(fuse)),
-      norms_(std::move(norms)),
+      fusion_(*model_, std::move(fuse), std::move(norms)),
       tokens_(std::move(tokens)),
       norm_output_(norm_output),
       stretches_((model_->outputs() + kStretch - 1) / kStretch) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no EAGLE-3 drafter: " + what); };
-    const int hidden = model_->hidden();
     if (model_->layers_[0].embed_norm.empty()) wrong("its first layer does not read embeddings beside features");
-    if (fuse_.rows != hidden || fuse_.cols % hidden != 0 || !fuse_.data)
-        wrong("fc is " + std::to_string(fuse_.rows) + " x " + std::to_string(fuse_.cols) + " beside a hidden size of " + std::to_string(hidden));
-    if (norms_.size() > 1 && static_cast<int>(norms_.size()) != taps()) wrong("it has neither one norm for each tap nor one over all");
-    for (const std::vector<float>& norm : norms_)
-        if (norm.size() * norms_.size() != static_cast<size_t>(fuse_.cols)) wrong("a norm of its taps has " + std::to_string(norm.size()) + " values");
     if (static_cast<int>(tokens_.size()) != model_->outputs()) wrong("it does not name a token for each row of its head");
     for (size_t i = 0; i < tokens_.size(); ++i)
         if (tokens_[i] < 0 || tokens_[i] >= model_->vocab() || (i > 0 && tokens_[i] <= tokens_[i - 1]))
             wrong("its tokens must ascend within the target's vocabulary");
-    std::lock_guard<std::mutex> lock(model_->lock());
-    Scratch& s = model_->scratch_;
-    for (ActBuffer& in : s.in) in.need(fuse_.acts(), fuse_.groups);
-    for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(fuse_.in_padded()));
-    fused_.need(static_cast<size_t>(kChunk) * static_cast<size_t>(fuse_.out_padded()));
     lists_.assign(static_cast<size_t>(model_->threads()), std::vector<Shortlist>(kChunk));
 }
 
@@ -115,44 +103,6 @@ void Eagle::check(const std::vector<Ask>& asks) {
     }
     std::sort(seen.begin(), seen.end());
     if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("a row appears twice");
-}
-
-void Eagle::fuse(const float* taps, int n, float* out) {
-    std::vector<const float*> each;
-    for (int t = 0; t < n; ++t) each.push_back(taps + static_cast<size_t>(t) * static_cast<size_t>(fuse_.cols));
-    fuse(each, out);
-}
-
-void Eagle::fuse(const std::vector<const float*>& taps, float* out) {
-    Model& m = *model_;
-    Pool& pool = m.runtime_->pool();
-    const Kernels& k = m.kernels_;
-    const int wide = fuse_.cols, padded = fuse_.out_padded(), hidden = m.config_.hidden;
-    for (size_t first = 0; first < taps.size(); first += kChunk) {
-        const int count = static_cast<int>(std::min<size_t>(kChunk, taps.size() - first));
-        const bool solo = count <= 2 && pool.team() > 1;  // as in Model::Run
-        const auto body = [&](Seat& me) {
-            uint8_t* in = m.scratch_.in[solo ? static_cast<size_t>(me.id) : 0].get(fuse_.acts());
-            float* line = m.scratch_.line[static_cast<size_t>(me.id)].get();
-            const Part part = solo ? Part{0, count} : me.of(count);
-            for (int t = part.begin; t < part.end; ++t) {
-                const float* from = taps[first + static_cast<size_t>(t)];
-                const int each = norms_.empty() ? 0 : wide / static_cast<int>(norms_.size());
-                for (size_t i = 0; i < norms_.size(); ++i)
-                    k.rmsnorm(from + i * static_cast<size_t>(each), norms_[i].data(), m.config_.eps, each, line + i * static_cast<size_t>(each));
-                if (norms_.empty()) std::memcpy(line, from, static_cast<size_t>(wide) * 4);
-                std::fill(line + wide, line + fuse_.in_padded(), 0.0f);
-                k.encode(fuse_.acts(), line, 0, fuse_.groups, in, count, t);
-            }
-            if (!solo && !pool.meet(me)) return;
-            const Part blocks = me.of(fuse_.blocks);
-            if (blocks.begin < blocks.end) k.matmul(fuse_, in, count, blocks.begin, blocks.end, fused_.get(), padded);
-        };
-        pool.run(body, Pool::kDrafting, static_cast<double>(fuse_.bytes()));
-        for (int t = 0; t < count; ++t)
-            std::memcpy(out + (first + static_cast<size_t>(t)) * static_cast<size_t>(hidden),
-                        fused_.get() + static_cast<size_t>(t) * static_cast<size_t>(padded), static_cast<size_t>(hidden) * 4);
-    }
 }
 
 BatchView Eagle::view(size_t tokens, const float* features) const {
@@ -221,7 +171,7 @@ void Eagle::level(const std::vector<Step>& steps, const float* features, Result&
             });
             run.clock(me, kHead);
         };
-        pool.run(body, Pool::kDrafting, static_cast<double>(bytes() - fuse_.bytes()));
+        pool.run(body, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
         for (int i = 0; i < count; ++i) {
             Shortlist& all = merged_[static_cast<size_t>(first + i)];
             all.begin(step(i).listed());
@@ -271,8 +221,8 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
         for (int i = 0; i < m.kv_.blocks_of(ask.row); ++i) m.blocks_.push_back(m.kv_.block_of(ask.row, i));
         last = std::max(last, length + n + (ask.nodes > 0 ? ask.levels : 0));
         for (int i = 0; i < n - (ask.nodes > 0 ? 1 : 0); ++i) {
-            m.tokens_.push_back({ask.tokens[static_cast<size_t>(i)], ask.row, length + i, length + i, length, nullptr, rows.back().blocks, -1});
-            taps.push_back(ask.taps + static_cast<size_t>(i) * static_cast<size_t>(fuse_.cols));
+            m.tokens_.push_back({ask.tokens[static_cast<size_t>(i)], ask.row, length + i, length + i, length + i, length, nullptr, rows.back().blocks, -1});
+            taps.push_back(ask.taps + static_cast<size_t>(i) * fusion_.wide());
         }
     }
     const size_t stored = taps.size();
@@ -280,12 +230,12 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
     for (Row& row : rows) {
         if (row.ask->nodes == 0) continue;
         steps.push_back({&row, -1, row.ask->sampling});
-        taps.push_back(row.ask->taps + (row.ask->tokens.size() - 1) * static_cast<size_t>(fuse_.cols));
+        taps.push_back(row.ask->taps + (row.ask->tokens.size() - 1) * fusion_.wide());
     }
     for (Rope& rope : m.ropes_) rope.cover(last);
     std::vector<float> features(taps.size() * hidden);
     watch.note(seconds_[kRest]);
-    fuse(taps, features.data());
+    fusion_.run(*model_, taps, features.data());
     watch.note(seconds_[kFuse]);
     if (stored > 0) store(features.data());
     watch.note(seconds_[kStore]);
@@ -303,7 +253,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
             Row& row = *steps[i].row;
             const int wanted = static_cast<int>(i);
             if (steps[i].node < 0) {
-                m.tokens_.push_back({row.ask->tokens.back(), row.ask->row, row.base - 1, row.base - 1, row.base - 1, nullptr, row.blocks, wanted});
+                m.tokens_.push_back({row.ask->tokens.back(), row.ask->row, row.base - 1, row.base - 1, row.base - 1, row.base - 1, nullptr, row.blocks, wanted});
                 row.root = wanted;
                 continue;
             }
@@ -314,7 +264,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
             for (size_t d = start; d < m.paths_.size(); ++d) m.paths_[d] += row.base;
             const int position = row.base + node.depth - 1, slot = row.base + node.entry;
             // As in Model::prepare: in a chain slots are positions.
-            m.tokens_.push_back({node.token, row.ask->row, position, slot, row.base, position == slot ? nullptr : path, row.blocks, wanted});
+            m.tokens_.push_back({node.token, row.ask->row, position, position, slot, row.base, position == slot ? nullptr : path, row.blocks, wanted});
             row.steps.resize(std::max(row.steps.size(), static_cast<size_t>(node.entry) + 1));
             row.steps[static_cast<size_t>(node.entry)] = wanted;
         }

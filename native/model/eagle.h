@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "model/fusion.h"
 #include "model/grow.h"
 #include "model/model.h"
 #include "sampling/shortlist.h"
@@ -63,11 +64,11 @@ public:
     void exchange(Eagle& other);
 
     // Features [n][hidden] of taps [n][taps][hidden].
-    void fuse(const float* taps, int n, float* out);
+    void fuse(const float* taps, int n, float* out) { fusion_.run(*model_, taps, n, out); }
 
     Model& model() { return *model_; }
-    int taps() const { return fuse_.cols / model_->hidden(); }
-    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fuse_.bytes(); }
+    int taps() const { return static_cast<int>(fusion_.wide()) / model_->hidden(); }
+    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes(); }
 
     enum Phase { kFuse, kStore, kLevels, kRest, kPhases };
     static const char* const kPhaseNames[kPhases];
@@ -78,19 +79,16 @@ private:
     struct Step;  // one token of a level's forward
 
     void check(const std::vector<Ask>& asks);
-    void fuse(const std::vector<const float*>& taps, float* out);
     BatchView view(size_t tokens, const float* features) const;
     void store(const float* features);
     void level(const std::vector<Step>& steps, const float* features, Result& result);
     std::vector<Growth::Child> children(const Step& step, size_t at) const;
 
     std::shared_ptr<Model> model_;
-    Matrix fuse_;
-    std::vector<std::vector<float>> norms_;
+    Fusion fusion_;
     const std::vector<int32_t> tokens_;
     const bool norm_output_;
     const int stretches_;  // of the head's rows
-    Buffer<float> fused_;
     std::vector<std::vector<Shortlist>> lists_;  // [thread][token of a chunk]
     std::vector<Shortlist> merged_;              // [step]
     std::vector<Mass> masses_;                   // [step][stretch]

@@ -38,7 +38,7 @@ void Eagle::exchange(Eagle& other) {
     if (&mine == &its || mine.runtime_ != its.runtime_ || !other.rows_.empty() || !its.kv_.rows().empty())
         throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
     if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length || x.layers != y.layers ||
-        x.heads != y.heads || x.dim != y.dim || x.type != y.type || fuse_.cols != other.fuse_.cols || norms_.size() != other.norms_.size() ||
+        x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
         tokens_ != other.tokens_ || norm_output_ != other.norm_output_)
         throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
     std::lock_guard<std::mutex> lock(mine.lock());
@@ -52,8 +52,7 @@ void Eagle::exchange(Eagle& other) {
     }
     for (const auto& [of, row] : rows_) mine.kv_.free(row);
     std::swap(model_, other.model_);
-    std::swap(fuse_, other.fuse_);
-    norms_.swap(other.norms_);
+    std::swap(fusion_, other.fusion_);
     rows_.swap(rows);
 }
 

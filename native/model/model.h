@@ -60,6 +60,7 @@ public:
 
 private:
     friend class Eagle;
+    friend class Parallel;
     friend class Model;
     std::shared_ptr<Buffer<float>> logits_;
     int64_t stride_ = 0;
@@ -99,8 +100,12 @@ public:
 
 private:
     friend class Eagle;
+    friend class Fusion;
+    friend class Parallel;
     struct Token {
-        int id, row, position, slot, cached;
+        int id, row, position;
+        int turn;  // what its queries and keys are rotated by: its position, but in a drafter's block
+        int slot, cached;
         const int32_t* path;  // null: slots are positions
         const uint8_t* const* blocks;
         int wanted;  // index among the wanted, or -1

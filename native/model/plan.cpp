@@ -62,7 +62,7 @@ void Model::prepare(const BatchView& batch) {
         const uint8_t* const* blocks = blocks_.data() + blocks_.size();
         for (int i = 0; i < kv_.blocks_of(row); ++i) blocks_.push_back(kv_.block_of(row, i));
         for (int i = begin; i < end; ++i) {
-            Token token{batch.token[i], row, batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
+            Token token{batch.token[i], row, batch.position[i], batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
             // position == slot holds for a node exactly when its ancestors are the nodes before it, one a depth.
             if (token.position != token.slot) {
                 const size_t start = paths_.size();

@@ -33,6 +33,7 @@ public:
 
 private:
     friend class Eagle;
+    friend class Parallel;
 
     // Narrow forwards: every thread computes norms and encodings for all tokens in its own buffers, which is cheaper than
     // a barrier. The numbers are the same.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from outpace.errors import ModelError
 
-INTERFACE = 6  # raised with every change of what the extension offers; native/bindings/module.cpp says its own
+INTERFACE = 7  # raised with every change of what the extension offers; native/bindings/module.cpp says its own
 REMEDY = "build it again: ./scripts/setup, or pip install --no-build-isolation -e ."
 
 T = TypeVar("T")

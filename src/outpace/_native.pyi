@@ -179,6 +179,8 @@ class Model:
 
 _Ask = tuple[int, _I32, _F32, int, int, int, tuple[float, int, int, int] | None]
 
+_BlockAsk = tuple[int, int, int, int, tuple[float, int, int, int] | None]
+
 class Eagle:
     """An EAGLE-3 drafter's network; see native/model/eagle.h. Raises ValueError, IndexError, MemoryLimit, NotFinite."""
 
@@ -211,6 +213,42 @@ class Eagle:
     def rows(self) -> dict[int, int]: ...
     def take_timings(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
+
+class Parallel:
+    """A block-parallel drafter's network; see native/model/parallel.h. Raises ValueError, IndexError, MemoryLimit,
+    NotFinite."""
+
+    def __init__(
+        self,
+        model: Model,
+        fuse: Matrix,
+        norm: _F32,
+        tokens: _I32,
+        block: int,
+        mask: int,
+        from_anchor: bool,
+        markov: tuple[Matrix, Matrix] | None,
+        sure: tuple[_F32, float] | None,
+    ) -> None:
+        """``tokens`` int32 [D]: the target's ids, ascending. ``markov``: [V, rank] and [D, rank]. ``sure``: the
+        confidence head's weights, of a state or of that and the token before, and its bias."""
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, the embedding and what is looked up of tokens aside."""
+
+    def read(self, contexts: list[tuple[int, _F32, _I32]]) -> None:
+        """Append to rows: (row, taps [n, T, H], positions [n])."""
+
+    def draft(self, asks: list[_BlockAsk]) -> tuple[_I32, _F32]:
+        """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Tokens
+        [B, W] and each one's own chance [B, W]; 0 beyond a row's slots."""
+
+    def states(self, asks: list[_BlockAsk]) -> tuple[_F32, _F32]:
+        """Normed states [N, H] and logits [N, D] of all slots, ask after ask, without the Markov head's share."""
+
+    def bias(self, tokens: _I32) -> tuple[_F32, _F32]:
+        """What the Markov head knows of tokens [n, rank], and what that adds to logits [n, D]."""
 
 class SuffixIndex:
     """The index of ``suffix``; see drafters/lookup/suffix_index.py, the reference. Raises ValueError."""

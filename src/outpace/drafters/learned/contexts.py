@@ -1,14 +1,16 @@
-"""Keys and values of a drafter's rows, each with the positions it has: in numpy or torch arrays."""
+"""Keys and values of a drafter's rows, each with the positions it has, in numpy or torch arrays; and what makes
+``parallel.Blocks`` of a network that knows of no rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from outpace.arrays import I32
+from outpace.drafters.learned.parallel import Picker, Said
 
 BLOCK = 64  # positions that memory is taken in
 
@@ -94,3 +96,63 @@ def capacity(n: int) -> int:
     blocks = -(-n // BLOCK)
     step = max(1, 1 << max(blocks.bit_length() - 3, 0))
     return -(-blocks // step) * step * BLOCK
+
+
+class Network(Protocol):
+    """What computes ``parallel.Blocks``, whose words it shares."""
+
+    ids: I32
+    slots: int
+    max_length: int
+
+    def contexts(self) -> Contexts:
+        """Room for rows' keys and values."""
+
+    def context(self, taps: Sequence[Any], positions: Sequence[I32]) -> list[Any]:
+        """Keys and values [layers, 2, n, kv_heads, head_dim] of each row's ``taps`` [n, T, H], in the arrays of the
+        target's backend, at ``positions`` int32 [n]."""
+
+    def draft(
+        self, anchors: I32, positions: I32, contexts: Sequence[Any], pickers: Sequence[Picker | None], most: int
+    ) -> Said:
+        """The first ``most`` tokens of a block for each row: see ``parallel.Blocks``."""
+
+
+class ContextBlocks:
+    """See ``parallel.Blocks``."""
+
+    def __init__(self, network: Network) -> None:
+        self._network, self.contexts = network, network.contexts()
+        self.ids, self.slots, self.max_length = network.ids, network.slots, network.max_length
+
+    def end(self, row: int) -> int:
+        return self.contexts.end(row)
+
+    def read(self, rows: Sequence[int], taps: Sequence[Any], positions: Sequence[I32]) -> None:
+        for row, its, at in zip(rows, self._network.context(taps, positions), positions, strict=True):
+            self.contexts.append(row, at, its)
+
+    def draft(
+        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
+    ) -> Said:
+        each = [self.contexts.read(row) for row in rows]
+        return self._network.draft(anchors, positions, each, pickers, int(counts.max()))
+
+    def fork(self, src: int, dst: int, end: int) -> None:
+        self.contexts.fork(src, dst, end)
+
+    def release(self, row: int) -> None:
+        self.contexts.release(row)
+
+    def growth(self, row: int, positions: int) -> int:
+        return self.contexts.growth(row, positions)
+
+    @property
+    def bytes(self) -> int:
+        return self.contexts.bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        self.contexts.check(rows)
+
+    def close(self) -> None:
+        self.contexts.close()

@@ -144,16 +144,17 @@ def _fitting(method: str, path: str | Path, context: DraftContext) -> tuple[Chec
 
 
 def blocks_for(checkpoint: Checkpoint, target: Model) -> Blocks:
-    """What computes a parallel drafter's network: the kernels of a native target, torch beside one of transformers."""
+    """What computes a parallel drafter's network: a native target's runtime, torch beside one of transformers."""
     from outpace.models.native.model import NativeModel
 
     if isinstance(target, NativeModel):
-        from outpace.drafters.learned.host_blocks import HostBlocks
+        from outpace.drafters.learned.native_blocks import NativeBlocks
 
-        return HostBlocks(target, checkpoint)
+        return NativeBlocks(target, checkpoint)
+    from outpace.drafters.learned.contexts import ContextBlocks
     from outpace.drafters.learned.torch_blocks import TorchBlocks
 
-    return TorchBlocks(target, checkpoint)
+    return ContextBlocks(TorchBlocks(target, checkpoint))
 
 
 def heads_for(checkpoint: Checkpoint, target: Model) -> Heads:

@@ -6,7 +6,7 @@ stored values of the head's rows. Torch is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,13 @@ from outpace.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.native_weights import PLAIN, Packing, fitting, own_type
 from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.drafts import Drafts
 from outpace.exact.sampling import Chooser
-from outpace.models.native.decoder import inverse_frequencies
 from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
 
 _native = _fast.native
-
-_F32_TYPE = 0  # as GGUF counts types
-_PLAIN = {"float32": "f32", "bfloat16": "bf16"}
-_MATRICES = {
-    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
 
 
 class NativeHead:
@@ -52,22 +45,16 @@ class NativeHead:
         limit: int | None = None,
     ) -> None:
         for name, value, known in (
-            ("quantize", quantize, (None, *QUANTIZE)), ("dtype", dtype, ("auto", *_PLAIN)),
+            ("quantize", quantize, (None, *QUANTIZE)), ("dtype", dtype, ("auto", *PLAIN)),
             ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
             if value not in known:
                 raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(map(str, known))}")
         if quantize is not None and dtype != "auto":
             raise ParameterError(Argument("quantize", quantize), " and ", Argument("dtype", dtype), ": give one")
-        chosen = _auto(target) if dtype == "auto" else dtype
-        to = quantize or _PLAIN.get(chosen, "int4" if "4" in chosen else "int8")
-        try:
+        to = quantize or (own_type(target) if dtype == "auto" else PLAIN[dtype])
+        with fitting():
             self._model, self._eagle, self.ids = _build(target, checkpoint, to, kv_dtype, limit)
-        except (KeyError, ValueError, TypeError, MemoryError) as error:
-            problem = f"has no tensor {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
-            raise DrafterError(
-                f"the drafter {problem}: export it again, or use one that was trained for this target"
-            ) from error
         config = _eagle(checkpoint)
         self.max_length = config.decoder.max_length
         self.weight_bytes: int = self._eagle.bytes
@@ -94,7 +81,7 @@ class NativeHead:
         largest or so: what the target will choose depends on the same noise, and q alone says little of it.
         """
         tokens, widths, parents, confidence = self._call(
-            [(a.row, a.tokens, a.taps, a.nodes, min(a.levels, a.nodes), a.branch, _noise(a.chooser)) for a in asks]
+            [(a.row, a.tokens, a.taps, a.nodes, min(a.levels, a.nodes), a.branch, noise_of(a.chooser)) for a in asks]
         )
         return Drafts(tokens, widths, parents, confidence=confidence)
 
@@ -249,16 +236,12 @@ class NativeHead:
         return self._eagle
 
 
-def _auto(target: NativeModel) -> str:
-    """float32, bfloat16 (float16 targets', too), or the name of a quantised type."""
-    return "bfloat16" if target.info.dtype == "float16" else target.info.dtype
-
-
 def _states(taps: Any) -> F32:
     return np.ascontiguousarray(taps, np.float32)
 
 
-def _noise(chooser: Chooser | None) -> tuple[float, int, int, int] | None:
+def noise_of(chooser: Chooser | None) -> tuple[float, int, int, int] | None:
+    """Temperature, seed, sample and output index, as the extension takes them; None: greedy."""
     if chooser is None or chooser.params.greedy:
         return None
     return float(chooser.params.temperature), chooser.noise.seed, chooser.noise.sample, chooser.index
@@ -274,51 +257,16 @@ def _build(
     target: NativeModel, checkpoint: Checkpoint, to: str, kv_dtype: str, limit: int | None
 ) -> tuple[Any, Any, I32]:
     """The runtime's model and drafter, and the draft vocabulary int32 [D]."""
-    config, handle = _eagle(checkpoint), target.native
-    decoder = config.decoder
-    tensors: Mapping[str, Any] = dict(checkpoint.tensors)  # each is read once
-    arena = _native.Arena()
-
-    def matrix(values: F32, kind: str = to) -> Any:
-        raw = np.ascontiguousarray(values, np.float32)
-        return _native.pack(arena, raw.view(np.uint8).reshape(-1), _F32_TYPE, *raw.shape, 0, kind, target.threads)
-
-    def vector(name: str) -> F32:
-        return np.ascontiguousarray(tensors[name], np.float32)
-
-    layers = []
-    for i in range(decoder.layers):
-        at = f"layers.{i}."
-        layer: dict[str, Any] = {"window": 0, "rope": 0}
-        layer |= {name: matrix(tensors[f"{at}{its}.weight"]) for name, its in _MATRICES.items()}
-        layer["attn_norm"] = vector(at + ("hidden_norm.weight" if i == 0 else "input_layernorm.weight"))
-        layer["ffn_norm"] = vector(at + "post_attention_layernorm.weight")
-        if decoder.qk_norm:
-            layer |= {name: vector(f"{at}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
-        if i == 0:
-            layer |= {"embed_norm": vector(at + "input_layernorm.weight"), "norm_first": config.norm_before_residual}
-        layers.append(layer)
-    ids = (np.arange(config.draft_vocab) + tensors.get("d2t", 0)).astype(np.int32)
-    own = tensors.get("lm_head.weight")
-    if own is not None:
-        head = matrix(own)
-    else:
-        head = _native.gather(arena, handle.head, ids)
-        if to == "int4" and head.format not in ("I4S", "I4M", "I4C", "K4", "K4C"):
-            head = matrix(head.unpack())
-    embedding, scale = handle.embedding, handle.embedding_scale
-    if "embed_tokens.weight" in tensors:
-        embedding, scale = matrix(tensors["embed_tokens.weight"]), 1.0
-    sizes = {
-        "vocab": config.vocab, "outputs": config.draft_vocab, "hidden": decoder.hidden, "heads": decoder.heads,
-        "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "ffn": decoder.ffn, "eps": decoder.eps,
-        "attention_scale": decoder.head_dim**-0.5, "embedding_scale": scale, "activation": "silu",
-        "max_length": decoder.max_length,
-    }  # fmt: skip
-    ropes = [inverse_frequencies(decoder.rope_theta, decoder.head_dim)]
-    weights = _native.Weights(sizes, layers, embedding, head, vector("norm.weight"), ropes)
-    model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1 if limit is None else limit)
-    norms = [vector(f"fc_norm.{t}.weight") for t in range(len(config.taps))] if config.fc_norm else []
+    config, packing = _eagle(checkpoint), Packing(target, checkpoint, to)
+    layers = [packing.layer(i, config.decoder) for i in range(config.decoder.layers)]
+    layers[0] |= {
+        "attn_norm": packing.vector("layers.0.hidden_norm.weight"),
+        "embed_norm": packing.vector("layers.0.input_layernorm.weight"),
+        "norm_first": config.norm_before_residual,
+    }
+    model = packing.model(config.decoder, layers, kv_dtype, limit)
+    norms = [packing.vector(f"fc_norm.{t}.weight") for t in range(len(config.taps))] if config.fc_norm else []
     if config.norm_before_fc:
-        norms = [vector("input_norm.weight")]
-    return model, _native.Eagle(model, matrix(tensors["fc.weight"]), norms, ids, config.norm_output), ids
+        norms = [packing.vector("input_norm.weight")]
+    fuse = packing.matrix(packing.tensors["fc.weight"])
+    return model, _native.Eagle(model, fuse, norms, packing.ids, config.norm_output), packing.ids

@@ -15,48 +15,76 @@ import numpy as np
 from outpace.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
-from outpace.drafters.learned.contexts import Contexts
 from outpace.drafters.learned.picks import chosen, level_by_level
 from outpace.errors import NotFiniteError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Stream
+from outpace.exact.sampling import Chooser
 
 
 class Picker(Protocol):
     """What chooses a row's tokens, slot by slot."""
 
+    noise: Chooser | None  # whose noise alone chooses, of the first slot; None: that, and what this one knows
+
     def __call__(self, logits: F32) -> int:
         """An index into the draft vocabulary, of the next slot's logits float32 [D]."""
+
+    def took(self, chances: list[float]) -> None:
+        """Instead of being called: by ``noise`` tokens were chosen, with such chances as ``picks.chosen`` has."""
 
 
 class Said(NamedTuple):
     """What blocks say. ``places`` int32 [B, n] in the draft vocabulary; ``chance`` float32 [B, n]: that a slot is
-    accepted where those before it are, as the confidence head says, or without one the network's own probability."""
+    accepted where those before it are, as the confidence head says, or without one the network's own probability.
+    Neither is meant beyond a row's count, nor ``chance`` where a picker knows it."""
 
     places: I32
     chance: F32
 
 
 class Blocks(Protocol):
-    """What computes the network. A row's results do not depend on the others of a call (in torch, up to rounding)."""
+    """The network, and what it has of rows: keys and values of the target's hidden states, each with its position.
+
+    Rows are made when they are first read for. A row's results do not depend on the others of a call (in torch, up to
+    rounding)."""
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
     slots: int  # tokens that a block gives
     max_length: int  # positions that it knows
 
-    def contexts(self) -> Contexts:
-        """Room for rows' keys and values."""
+    def end(self, row: int) -> int:
+        """The position after the row's last one; 0 for a row that is not there."""
 
-    def context(self, taps: Sequence[Any], positions: Sequence[I32]) -> list[Any]:
-        """Keys and values [layers, 2, n, kv_heads, head_dim] of each row's ``taps`` [n, T, H], in the arrays of the
-        target's backend, at ``positions`` int32 [n]."""
+    def read(self, rows: Sequence[int], taps: Sequence[Any], positions: Sequence[I32]) -> None:
+        """Append to each row its ``taps`` [n, T, H], in the arrays of the target's backend, at ``positions`` int32 [n],
+        ascending and beyond its last one."""
 
     def draft(
-        self, anchors: I32, positions: I32, contexts: Sequence[Any], pickers: Sequence[Picker | None], most: int
+        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
     ) -> Said:
-        """The first ``most`` tokens of a block for each row: its pending token int32 [B], where that stands, what the
-        row has of contexts, and who picks (None: the likeliest, the lowest id on ties). Each slot knows the one before.
-        """
+        """The first ``counts`` int32 [B] tokens of a block for each row, which has been read for: its pending token
+        int32 [B], where that stands, and who picks (None: the likeliest, the lowest id on ties). Each slot knows the
+        one before. Raises NotFiniteError."""
+
+    def fork(self, src: int, dst: int, end: int) -> None:
+        """``dst``, which is not there, begins with what ``src`` has of positions below ``end``."""
+
+    def release(self, row: int) -> None:
+        """Forget the row, if it is there."""
+
+    def growth(self, row: int, positions: int) -> int:
+        """Bytes more that the row takes once it has so many positions."""
+
+    @property
+    def bytes(self) -> int:
+        """What all rows take now."""
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Assert own invariants, given the only rows that may be there."""
+
+    def close(self) -> None:
+        """Give back memory. Calling twice is allowed."""
 
 
 class ParallelDrafter(Drafter):
@@ -74,7 +102,6 @@ class ParallelDrafter(Drafter):
         self.name, self._blocks, self._vocab = name, blocks, vocab
         self.needs = DrafterNeeds(taps=own, draws=True)
         self._columns = [own.index(layer) for layer in taps]
-        self._contexts = blocks.contexts()
 
     def observe(self, events: Sequence[Event]) -> None:
         rows, taps, positions = list[int](), list[Any](), list[I32]()
@@ -82,36 +109,35 @@ class ParallelDrafter(Drafter):
             if event.taps is None:
                 continue
             at = np.arange(event.start - 1, event.start - 1 + len(event.taps), dtype=np.int32)
-            new = np.flatnonzero((at >= self._contexts.end(event.row)) & (at < self._blocks.max_length))
+            new = np.flatnonzero((at >= self._blocks.end(event.row)) & (at < self._blocks.max_length))
             if len(new):
                 rows.append(event.row)
                 taps.append(event.taps.at(new.astype(np.int32)).layers(self._columns).native)
                 positions.append(at[new])
         if rows:
-            for row, its, at in zip(rows, self._blocks.context(taps, positions), positions, strict=True):
-                self._contexts.append(row, at, its)
+            self._blocks.read(rows, taps, positions)
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        reach = np.minimum(levels(rows, sizes), self._blocks.slots)
+        reach = np.minimum(levels(rows, sizes), self._blocks.slots).astype(np.int32)
         ready = [
             i
             for i, view in enumerate(rows)
-            if reach[i] and self._contexts.end(view.row) > 0 and len(view.tokens) + reach[i] <= self._blocks.max_length
+            if reach[i] and self._blocks.end(view.row) > 0 and len(view.tokens) + reach[i] <= self._blocks.max_length
         ]
         if not ready:
             return Drafts.empty(len(rows))
         views, most = [rows[i] for i in ready], reach[ready]
         picks = [_Pick.of(v, int(n), self._blocks.ids, self._vocab) for v, n in zip(views, most, strict=True)]
         said = self._blocks.draft(
+            [view.row for view in views],
             np.array([view.tokens[-1] for view in views], np.int32),
             np.array([len(view.tokens) - 1 for view in views], np.int32),
-            [self._contexts.read(view.row) for view in views],
             picks,
-            int(most.max()),
+            most,
         )
         if not np.isfinite(said.chance).all():
             raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-        tokens, chances, widths = self._blocks.ids[said.places], said.chance.copy(), most.astype(np.int32)
+        tokens, chances, widths = self._blocks.ids[said.places], said.chance.copy(), most.copy()
         for b, pick in enumerate(picks):
             if pick is not None:
                 widths[b] = n = len(pick.chances)
@@ -121,27 +147,27 @@ class ParallelDrafter(Drafter):
         return Drafts(tokens, widths, q=q, confidence=confidence, sources=(self.name,)).among(ready, len(rows))
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        self._contexts.release(dst)
-        self._contexts.fork(src, dst, n - 1)
+        self._blocks.release(dst)
+        self._blocks.fork(src, dst, n - 1)
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
         """What the row has is kept for a fork."""
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
-        self._contexts.release(row)
+        self._blocks.release(row)
 
     def growth(self, row: int, positions: int) -> int:
-        return self._contexts.growth(row, min(positions, self._blocks.max_length))
+        return self._blocks.growth(row, min(positions, self._blocks.max_length))
 
     @property
     def bytes(self) -> int:
-        return self._contexts.bytes
+        return self._blocks.bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        self._contexts.check(rows)
+        self._blocks.check(rows)
 
     def close(self) -> None:
-        self._contexts.close()
+        self._blocks.close()
 
 
 class _Pick:
@@ -151,6 +177,7 @@ class _Pick:
         self._size, self._ids, self._vocab, self._alone = size, ids, vocab, alone
         self._chooser, self._ended = view.chooser, False
         self._drawn = view.acceptance == "rejection" and not view.chooser.params.greedy
+        self.noise = None if alone or _filters(view.chooser) else view.chooser
         self.chances: list[float] = []
         self.q: list[F64] = []  # of each token that was drawn: [V]
 
@@ -158,6 +185,9 @@ class _Pick:
     def of(view: RowView, size: int, ids: I32, vocab: int) -> _Pick | None:
         alone = level_by_level(view)
         return _Pick(view, size, ids, vocab, alone) if alone or not view.chooser.params.greedy else None
+
+    def took(self, chances: list[float]) -> None:
+        self.chances = chances
 
     def __call__(self, logits: F32) -> int:
         if self._ended or len(self.chances) == self._size:
@@ -180,6 +210,12 @@ class _Pick:
         self._chooser = self._chooser.advance(token)
         self.chances.append(ASSUMED)
         return int(np.searchsorted(self._ids, token))
+
+
+def _filters(chooser: Chooser) -> bool:
+    """Whether some tokens cannot be chosen, however the noise falls."""
+    its = chooser.params
+    return its.top_k > 0 or its.top_p < 1 or its.min_p > 0
 
 
 def _distributions(tokens: I32, picks: Sequence[_Pick | None], vocab: int) -> F64 | None:

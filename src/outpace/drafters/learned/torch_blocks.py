@@ -1,4 +1,4 @@
-"""DSpark's network in torch, as it is trained: see ``parallel.Blocks``."""
+"""DSpark's network in torch, as it is trained: see ``contexts.Network``."""
 
 from __future__ import annotations
 
