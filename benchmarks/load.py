@@ -34,15 +34,12 @@ class Shot:
         return self.at[0] - self.begun if self.at else math.nan
 
     @property
-    def gaps(self) -> list[float]:
-        """Seconds between neighbouring tokens: 0 within a piece."""
-        found = [0.0] * max(self.sizes[0] - 1, 0) if self.sizes else []
-        for before, now, size in zip(self.at, self.at[1:], self.sizes[1:], strict=False):
-            found += [now - before, *[0.0] * (size - 1)]
-        return found
+    def per_token(self) -> float:
+        """Seconds a token after the first one came, over the whole answer; of an answer of one token, none."""
+        return (self.at[-1] - self.at[0]) / (self.tokens - 1) if self.at and self.tokens > 1 else math.nan
 
     @property
-    def waits(self) -> list[float]:
+    def gaps(self) -> list[float]:
         """Seconds between neighbouring pieces."""
         return [now - before for before, now in zip(self.at, self.at[1:], strict=False)]
 
@@ -121,8 +118,6 @@ def figures(shots: Sequence[Shot]) -> dict[str, float]:
     ended = max(shot.at[-1] if shot.at else shot.begun for shot in shots)
     seconds = max(ended - begun, 1e-9)
     firsts = [shot.first for shot in shots]
-    gaps = [gap for shot in shots for gap in shot.gaps]
-    waits = [wait for shot in shots for wait in shot.waits]
     return {
         "requests": len(shots),
         "tokens": sum(shot.tokens for shot in shots),
@@ -131,10 +126,19 @@ def figures(shots: Sequence[Shot]) -> dict[str, float]:
         "tokens_per_second": sum(shot.tokens for shot in shots) / seconds,
         "first_p50": quantile(firsts, 0.5),
         "first_p99": quantile(firsts, 0.99),
-        "between_p50": quantile(gaps, 0.5),
-        "between_p99": quantile(gaps, 0.99),
-        "pieces_p50": quantile(waits, 0.5),
-        "pieces_p99": quantile(waits, 0.99),
+        **between(shots),
+    }
+
+
+def between(shots: Iterable[Shot]) -> dict[str, float]:
+    """Seconds after the first token, over answers and over gaps: TPOT and ICL, as docs/serving.md has them."""
+    shots = list(shots)
+    each, gaps = [shot.per_token for shot in shots], [gap for shot in shots for gap in shot.gaps]
+    return {
+        "tpot_p50": quantile(each, 0.5),
+        "tpot_p99": quantile(each, 0.99),
+        "icl_p50": quantile(gaps, 0.5),
+        "icl_p99": quantile(gaps, 0.99),
     }
 
 

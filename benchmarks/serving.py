@@ -9,7 +9,8 @@ where the model ends them. A ratio is a round's tokens/s over those of our plain
 adds a load of 1, 16, then 1 readers, each for so many seconds, and compares its windows and its p99. ``cpu`` is
 processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
 
-Time between tokens counts the tokens of a piece as there at once; ``pieces`` are the waits between pieces.
+TPOT is an answer's time after its first token over its other tokens, and its p50 and p99 are over answers. ICL is the
+time between two pieces of a stream, and its p50 and p99 are over all of them (docs/serving.md: what others call these).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from outpace.measure.remote import RemoteError
 
 PLAIN = "outpace plain"
 CROWD = 16  # readers in the middle of a ramp
+P99 = ("tpot_p99", "icl_p99")  # compared with plain's
 
 
 @dataclass
@@ -111,6 +113,8 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
             if plain is not None and plain is not served:
                 value["ratios"] = ratios(rounds, plain.rounds[concurrency])
                 value["ratio"] = median(value["ratios"])
+                its = load.between(shot for shots in plain.rounds[concurrency] for shot in shots)
+                value |= {f"{name}_ratio": told[name] / its[name] for name in P99 if its[name] > 0}
             mine[str(concurrency)] = value
         found[served.name] = {"concurrency": mine}
         if served.ramps:
@@ -129,19 +133,14 @@ def ratios(rounds: Sequence[Sequence[Shot]], plain: Sequence[Sequence[Shot]]) ->
 def ramp(served: Served, plain: Served | None) -> dict[str, Any]:
     """Windows (means over rounds) and times between tokens of a load that goes 1, many, 1."""
     speeds = [sum(window) / len(window) for window in zip(*served.ramps, strict=True)]
-    gaps = [gap for shot in served.ramp_shots for gap in shot.gaps]
-    waits = [wait for shot in served.ramp_shots for wait in shot.waits]
-    told: dict[str, Any] = {
-        "windows": speeds, "between_p99": load.quantile(gaps, 0.99), "pieces_p99": load.quantile(waits, 0.99),
-    }  # fmt: skip
+    told: dict[str, Any] = {"windows": speeds, **load.between(served.ramp_shots)}
     if plain is not None and plain is not served:
         other = ramp(plain, None)
         told["window_ratios"] = [
             mine / its if its else None for mine, its in zip(speeds, other["windows"], strict=True)
         ]
         told["worst_window"] = min((its for its in told["window_ratios"] if its is not None), default=None)
-        told["between_p99_ratio"] = told["between_p99"] / other["between_p99"] if other["between_p99"] else None
-        told["pieces_p99_ratio"] = told["pieces_p99"] / other["pieces_p99"] if other["pieces_p99"] else None
+        told |= {f"{name}_ratio": told[name] / other[name] for name in P99 if other[name] > 0}
     return told
 
 
@@ -238,12 +237,12 @@ def show(value: Mapping[str, Any]) -> None:
     console = Console()
     console = Console(width=max(console.width, 150))
     table = Table(title=f"{value['machine']['model']}, {value['machine']['cores']} cores, {value['tokens']} tokens")
-    heads = "server", "at once", "req/s", "tok/s", "of plain", "first p50", "p99", "between p50", "p99", "pieces p99"
+    heads = "server", "at once", "req/s", "tok/s", "of plain", "first p50", "p99", "TPOT p50", "p99", "ICL p50", "p99"
     for column in (*heads, "cpu ms/token", "loop"):
         table.add_column(column, justify="left" if column == "server" else "right")
     for name, its in value["servers"].items():
         for concurrency, row in its["concurrency"].items():
-            times = ("first_p50", "first_p99", "between_p50", "between_p99", "pieces_p99")
+            times = ("first_p50", "first_p99", "tpot_p50", "tpot_p99", "icl_p50", "icl_p99")
             table.add_row(
                 name, concurrency, f"{row['requests_per_second']:.2f}", f"{row['tokens_per_second']:.1f}",
                 f"{row['ratio']:.2f}" if "ratio" in row else "-", *(f"{1000 * row[key]:.0f}" for key in times),
@@ -264,7 +263,8 @@ def _ramp_line(its: Mapping[str, Any]) -> str:
     line = "tokens/s by window " + " ".join(f"{speed:.0f}" for speed in its["windows"])
     if "window_ratios" in its:
         line += "; of plain " + " ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in its["window_ratios"])
-        line += f"; p99 between tokens {its['between_p99_ratio']:.2f}, between pieces {its['pieces_p99_ratio']:.2f}"
+        told = [f"{name[:-4].upper()} {its[f'{name}_ratio']:.2f}" for name in P99 if f"{name}_ratio" in its]
+        line += f"; p99 over plain's: {', '.join(told) or '-'}"
     return line
 
 

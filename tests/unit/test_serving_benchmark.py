@@ -30,14 +30,15 @@ def chunk(text: str, ids: list[int] | None = None, **more: Any) -> bytes:
 
 def test_figures() -> None:
     assert A.first == 1.0
-    assert A.gaps == [0.0, 0.5, 1.5, 0.0, 0.0]
-    assert A.waits == [0.5, 1.5]
+    assert A.gaps == [0.5, 1.5]
+    assert A.per_token == 0.4  # 2 seconds after the first piece, 5 tokens after the first
+    assert math.isnan(EMPTY.per_token)
     found = load.figures([A, B, EMPTY])
     assert (found["seconds"], found["tokens"], found["tokens_per_second"]) == (4.0, 8, 2.0)
     assert found["requests_per_second"] == 0.75
     assert found["first_p50"] == 1.0
-    assert found["between_p50"] == 0.25  # of 0, 0, 0, 0.5, 1.5, 2
-    assert found["pieces_p50"] == 1.5  # of 0.5, 1.5, 2
+    assert found["tpot_p50"] == pytest.approx(1.2)  # of 0.4 and 2
+    assert found["icl_p50"] == 1.5  # of 0.5, 1.5, 2
 
 
 def test_quantiles() -> None:
@@ -121,6 +122,7 @@ def test_a_round_of_two_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(mine["concurrency"]["3"]["ratios"]) == 2
     assert "ratios" not in plain["concurrency"]["3"]
     assert len(mine["ramp"]["window_ratios"]) == 6
+    assert mine["ramp"]["tpot_p99_ratio"] == pytest.approx(mine["ramp"]["tpot_p99"] / plain["ramp"]["tpot_p99"])
     assert serving.same_answers(*servers) == (0, 24)
     changed = servers[0].rounds[3][0]
     changed[0] = Shot(0.0, (1.0,), (1,), 1, "zzz")
