@@ -40,7 +40,7 @@ from tests.eagles import table
 
 VOCAB = 100
 COST = Cost((1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.3, 4.0))
-TIMES = ("seconds", "prefill_seconds", "time_to_first_token", "decode_seconds", "total_seconds")
+TIMES = ("seconds", "queue_seconds", "prefill_seconds", "time_to_first_token", "decode_seconds", "total_seconds")
 
 Asked = tuple[I32, SamplingParams, dict[str, Any]]
 

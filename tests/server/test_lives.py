@@ -251,6 +251,19 @@ def test_keys(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
     assert "same beginning" not in said
 
 
+def test_a_flood_of_one_key_holds_up_another_by_one_answer(guarded: Running) -> None:
+    """200 answers of one key wait for two rows; the other key's only one is begun as soon as one of them has ended."""
+    first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    flood = [raw(guarded, {**LONG, "max_tokens": 16, "n": 100, "stream": True}, **first) for _ in range(2)]
+    until(guarded, 200)
+    assert post(guarded, SHORT, **second)[0] == 200
+    assert guarded.call(guarded.engine.ask(lambda its: its.snapshot().waiting)) > 100
+    for connection in flood:
+        connection.close()
+    until(guarded, 0)
+    guarded.at_rest()
+
+
 def test_told_to_stop_it_answers_everybody() -> None:
     """What runs ends; what comes is refused; what takes too long is told so, streamed or not."""
     with serving(engine(), drain=1.0) as running, ThreadPoolExecutor(4) as threads:

@@ -16,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outpace import Engine
+from outpace import Engine, SamplingParams
 from outpace.engine.statistics import Stats
 from outpace.errors import MissingExtraError, ParameterError
 from outpace.server.logs import JsonLines, Lines, RequestLog, configure
@@ -122,7 +122,10 @@ def test_counts_are_the_answers(served: Running, written: dict[str, io.StringIO]
     assert its["outpace_drafted_at_total"][("0",)] == its["vllm:spec_decode_num_drafts_total"][()]
     steps = sum(each["steps"] for each in spoken)
     assert sum(its["outpace_steps_total"].values()) == sum(its["outpace_steps_by_width_total"].values()) == steps
-    for ours, theirs in (("outpace_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),):
+    for ours, theirs in (
+        ("outpace_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        ("outpace_queue_seconds", "vllm:request_queue_time_seconds"),
+    ):
         assert its[f"{ours}_count"][()] == its[f"{theirs}_count"][()] == 2
         assert its[f"{ours}_bucket"] == its[f"{theirs}_bucket"]
     assert sum(its["vllm:request_success_total"].values()) == sum(its["outpace_answers_total"].values()) == 2
@@ -152,6 +155,21 @@ def test_a_client_that_leaves_is_counted(served: Running) -> None:
     stream.close()
     served.at_rest()
     assert scraped(served)["outpace_answers_total"][("gone",)] == before + 1
+
+
+def test_waiting_for_a_row_is_told_apart_from_running() -> None:
+    """Of two choices the queue's time is the first one's whole answer, where one row writes them."""
+    with Engine.load("demo", drafter="none", max_length=256, max_rows=1) as engine:
+        first, second = engine.generate_many(["a", "b"], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert 0 < first.stats.queue_seconds < first.stats.time_to_first_token
+        assert first.stats.decode_seconds < second.stats.queue_seconds < second.stats.time_to_first_token
+        engine.add("a", SamplingParams(max_tokens=200, ignore_eos=True))
+        waits = engine.add("b", deadline=1e-6)
+        ended = [delta.result for delta in engine.step() + engine.step() if delta.request == waits]
+        assert [(its.stats.queue_seconds, its.completion_tokens) for its in ended if its] == [
+            (its.stats.total_seconds, 0) for its in ended if its
+        ]
+        assert ended
 
 
 def test_why_steps_drafted_or_not() -> None:

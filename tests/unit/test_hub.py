@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from outpace.cli.main import main
 from outpace.cli.options import Load
-from outpace.errors import ModelError
-from outpace.models import download, hub
+from outpace.errors import ModelError, ParameterError
+from outpace.models import download, downloads, hub
 from outpace.models.fingerprint import fingerprint_of
 from outpace.models.hub import from_name, is_name
 from outpace.models.load import resolve
@@ -281,3 +284,30 @@ def test_resolve_and_the_command_line_take_names(fake: FakeHub, monkeypatch: pyt
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert Load(model=name).load_options().offline
     assert hub.from_name(name, offline=True) == source.path
+
+
+def test_downloads_are_listed_and_removed_by_name(
+    fake: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, gone = from_name(f"{REPO}:Q8_0"), from_name(f"{REPO}:q4_k_m")
+    fake.files["other/a--b"] = {"a-F16.gguf": CONTENT * 2}
+    cut = from_name("other/a--b:F16")
+    cut.rename(cut.with_name("a-F16.gguf.part"))
+    names = [(its.name, its.bytes, its.whole) for its in downloads.found()]
+    assert names == [
+        ("other/a--b:F16", 2 * len(CONTENT), False),
+        (f"{REPO}:Q4_K_M", len(CONTENT), True),
+        (f"{REPO}:Q8_0", len(CONTENT), True),
+    ]
+    with pytest.raises(ParameterError, match=r"nobody/x.*was not downloaded: there is other/a--b:F16, someone"):
+        downloads.remove([f"{REPO}:Q4_K_M", "nobody/x"])
+    assert gone.is_file()
+    asked = ["outpace", "cache", "--remove", f"{REPO.lower()}:Q4_K_M", "--remove", "other/a--b", "--json"]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["removed"] == 3 * len(CONTENT)
+    assert [its["name"] for its in told["downloads"]] == [f"{REPO}:Q8_0"]
+    assert (gone.parent.exists(), cut.parent.exists(), kept.is_file()) == (False, False, True)
+    assert from_name(f"{REPO}:Q4_K_M").read_bytes() == CONTENT  # it comes again when it is asked for

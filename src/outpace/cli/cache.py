@@ -1,4 +1,4 @@
-"""``outpace cache``: the packed weights that are kept, so that models start at once."""
+"""``outpace cache``: what is kept so that models start at once: files from a hub, and packed weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ def register(app: typer.Typer) -> None:
 
 def run(
     common: Common,
-    clear: Annotated[bool, typer.Option("--clear", help="Delete them; models that are running keep theirs.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete all packed weights; models that are running keep theirs.")
+    ] = False,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="NAME", help="Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable."),
+    ] = None,
 ) -> int:
-    """List the packed weights that are kept, or delete them. OUTPACE_WEIGHT_CACHE is their folder, or 0 for none."""
+    """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
+    OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
+    from outpace.models import downloads
     from outpace.models.native import weight_cache
     from outpace.units import format_bytes
 
+    removed = downloads.remove(remove) if remove else None
+    fetched = downloads.found()
     where, limit = weight_cache.folder(), weight_cache.limit()
     freed = weight_cache.clear(where) if clear and where is not None else None
     found = [] if where is None else weight_cache.entries(where)
@@ -31,8 +41,15 @@ def run(
             {"path": str(its.path), "model": its.name, "bytes": its.bytes, "used": its.used, "made_of": its.key}
             for its in found
         ]
-        print(json_.dumps({"folder": where and str(where), "limit": limit, "freed": freed, "files": files}))
+        named = [{"name": its.name, "path": str(its.path), "bytes": its.bytes, "whole": its.whole} for its in fetched]
+        told = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
+        print(json_.dumps({**told, "removed": removed, "downloads": named}))
         return 0
+    if removed is not None:
+        print(f"{format_bytes(removed)} removed")
+    for each in fetched:
+        print(f"{format_bytes(each.bytes):>10}  {'download' if each.whole else 'cut off':<8}  {each.name}")
+    print(f"{format_bytes(sum(each.bytes for each in fetched)):>10}  from hubs in {downloads.folder()}")
     if where is None:
         print("no packed weights are kept (OUTPACE_WEIGHT_CACHE=0)")
         return 0

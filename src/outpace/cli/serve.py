@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import flatten, option
-from outpace.cli.options import Common, Draft, Load
+from outpace.cli.options import RECORD, Common, Draft, Load
 from outpace.errors import Argument, MissingExtraError, ParameterError
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def run(
     max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
     max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
     max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
+    record: Annotated[Path | None, RECORD] = None,
+    reload_every: Annotated[
+        float | None, option("--reload-every", metavar="SECONDS", help="Look so often for newer weights of a drafter.")
+    ] = None,
     traces: Annotated[int, option("--traces", help="Keep every step of so many last answers, for the page.")] = 0,
     log_format: Annotated[str, option("--log-format", help="text, or json: one object a line.")] = "text",
     otel: Annotated[bool, option("--otel", help="OpenTelemetry spans, as its environment variables say.")] = False,
@@ -71,6 +76,10 @@ def run(
 
     if model_memory is not None and not also:
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
+    if record is not None and also:
+        raise ParameterError(Argument("record", str(record)), " keeps answers of one model: leave out --also")
+    if reload_every is not None and not 0 < reload_every < float("inf"):
+        raise ParameterError(Argument("reload_every", reload_every), " is out of range: give seconds above 0")
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),
@@ -88,8 +97,10 @@ def run(
     from outpace.server.runner import Server, bound
     from outpace.server.service import Service
     from outpace.server.single import Models, SingleModel
+    from outpace.server.tuning import recorded, renewed
 
-    with bound(settings) as listener:  # before a model is loaded for nothing
+    with ExitStack() as held:
+        listener = held.enter_context(bound(settings))  # before a model is loaded for nothing
         name = served_name or load.model
         options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
         options |= {"prefill_delay": prefill_delay}
@@ -97,6 +108,7 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
+                held.enter_context(recorded(engine, record, load.model, load.load_options()))
                 return SingleModel(name, AsyncEngine(engine))
             its = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             named = [(name, load.model), *((other, other) for other in also)]
@@ -113,7 +125,12 @@ def run(
             where, at = server.address
             names, url = ", ".join(service.models.names()), f"http://{where}:{at}"
             print(f"{names} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
-            await server.run_until_stopped()
+            renewing = None if reload_every is None else asyncio.create_task(renewed(service, reload_every))
+            try:
+                await server.run_until_stopped()
+            finally:
+                if renewing is not None:
+                    renewing.cancel()
 
         asyncio.run(serve())
     return 0

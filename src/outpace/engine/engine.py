@@ -131,6 +131,7 @@ class Engine:
         cache_scope: str = "",
         deadline: float | None = None,
         priority: int = 0,
+        owner: str = "",
     ) -> Prepared:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
 
@@ -138,8 +139,9 @@ class Engine:
         itself), token ids, or chat messages. ``drafter``: the name of a loaded one, or False (plain decoding);
         ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither takes nor leaves KV that other
         requests share, since sharing shows in timing; ``cache_scope``: it is shared within one such name alone.
-        ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first. Raises
-        ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
+        ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first;
+        ``owner``: within it, owners take turns. Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or
+        RuleError.
         """
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
@@ -152,13 +154,14 @@ class Engine:
             name, nodes, adaptive = "none", 0, False
         else:
             self.drafters[name].check_acceptance(acceptance)
-        intake.checked_serving(deadline, priority, cache_scope)
+        intake.checked_serving(deadline, priority, cache_scope, owner)
         tokens = self.encode(prompt, raw=raw)
         intake.check_params(params, info, self.tokenizer)
         request = Request(
             next(self._ids), tokens, params, fresh_seed() if params.seed is None else params.seed,
             intake.limit_of(tokens, params, info, self._core.scheduler.most_positions()),
             nodes, adaptive, acceptance, name, reuse_prefix, priority, deadline, time.perf_counter(), cache_scope,
+            owner,
         )  # fmt: skip
         rules = rules_for(params, info.vocab_size, intake.encoder(self.tokenizer), info.eos_ids)
         notes = () if name == "none" else self.drafters[name].notes

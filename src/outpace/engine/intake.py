@@ -157,16 +157,17 @@ def checked_acceptance(acceptance: Acceptance) -> Acceptance:
     return acceptance
 
 
-def checked_serving(deadline: float | None, priority: int, cache_scope: str) -> None:
-    """Raise ParameterError for a deadline (seconds), a priority or a scope that cannot be."""
+def checked_serving(deadline: float | None, priority: int, cache_scope: str, owner: str) -> None:
+    """Raise ParameterError for a deadline (seconds), a priority, a scope or an owner that cannot be."""
     if deadline is not None and (
         isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
     ):
         raise ParameterError(Argument("deadline", deadline), " is out of range: give seconds above 0, or None")
     if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
         raise ParameterError(Argument("priority", priority), " is no whole number: 0 is usual, more goes first")
-    if not isinstance(cache_scope, str):
-        raise ParameterError(Argument("cache_scope", cache_scope), " is no text: give a name, or '' for the common one")
+    for argument, its in (("cache_scope", cache_scope), ("owner", owner)):
+        if not isinstance(its, str):
+            raise ParameterError(Argument(argument, its), " is no text: give a name, or '' for the common one")
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> I32:

@@ -32,6 +32,7 @@ class Request:
     deadline: float | None = None  # seconds after ``add``; then it ends as it is
     added: float = 0.0  # on the engine's clock (time.perf_counter)
     cache_scope: str = ""  # requests of one scope alone share KV
+    owner: str = ""  # owners take turns within a priority
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from outpace.engine.drafting import Drafting
 from outpace.engine.pace import Pace
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
+from outpace.engine.turns import Place, Turns
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
 
@@ -57,7 +58,8 @@ class Plan:
 
 
 class Scheduler:
-    """First come, first served within a priority. ``memory``: bound in bytes over target and drafters."""
+    """Owners take turns within a priority; each is served first come, first served. ``memory``: bound in bytes over
+    target and drafters."""
 
     def __init__(
         self,
@@ -72,9 +74,8 @@ class Scheduler:
         self._kv, self._drafting = kv, drafting
         self._max_rows, self.pace, self._memory = max_rows, pace, memory
         self.prefixes = PrefixCache(prefix_rows)
-        self._waiting: list[tuple[int, int, Sequence]] = []  # (-priority, arrival), ascending
-        self._arrivals: dict[int, int] = {}  # by id(sequence), of those that wait or run
-        self._arrived = 0
+        self._waiting: list[tuple[Place, Sequence]] = []  # ascending
+        self._turns = Turns()
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
         self._block, self._block_bytes = kv.block, kv.bytes_for(kv.block)
@@ -87,7 +88,7 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """Those that run or wait."""
         running = list(self.running)
-        return [*running, *(s for _, _, s in self._waiting)] if self._waiting else running
+        return [*running, *(s for _, s in self._waiting)] if self._waiting else running
 
     @property
     def waiting(self) -> int:
@@ -95,8 +96,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._arrived += 1
-        self._arrivals[id(sequence)] = self._arrived
+        self._turns.join(sequence)
         self._queue(sequence)
 
     def most_positions(self) -> int | None:
@@ -113,7 +113,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.paused = False
         while self._waiting and len(self.running) < self._max_rows:
-            sequence = self._waiting[0][2]
+            sequence = self._waiting[0][1]
             if self._memory is not None and self._kv.bytes_for(sequence.length + 1) > self._memory:
                 failed.append((sequence, self._full(sequence.length + 1)))
             else:
@@ -214,7 +214,9 @@ class Scheduler:
             sequence.cached = 0
             raise
         sequence.row = row
-        self.running.append(self._waiting.pop(0)[2])
+        self.running.append(self._waiting.pop(0)[1])
+        self._turns.begin(sequence)
+        sequence.begin()
         if sequence.cached:
             self._drafting.fork(*donor, sequence, common)
             if donor[1] is None:
@@ -327,8 +329,8 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """A sequence has ended: its row is kept for the prefix cache, or freed. Does nothing for one that has left."""
-        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
-        self._arrivals.pop(id(sequence), None)
+        self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+        self._turns.leave(sequence)
         if sequence.row >= 0:
             keeps = sequence.request.reuse_prefix and sequence.error is None and self.prefixes.most > 0
             self._leave(sequence, keep=keeps)
@@ -353,9 +355,7 @@ class Scheduler:
         assert owned == self._kv.rows, f"rows {self._kv.rows} are allocated, but {owned} are owned"
         assert len(self.running) <= self._max_rows
         assert self._memory is None or self._kv.bytes <= self._memory, "more KV memory is in use than there is"
-        assert {id(s) for s in self.sequences} == set(self._arrivals), (
-            "a sequence's arrival is not that of one that lives"
-        )
+        self._turns.check(self.sequences)
         self.prefixes.check()
         self._kv.check()
         self._drafting.check([s.row for s in self.running])
@@ -377,13 +377,12 @@ class Scheduler:
                 self._kv.free(row)
 
     def _queue(self, sequence: Sequence) -> None:
-        key = (-sequence.request.priority, self._arrivals[id(sequence)])
-        bisect.insort(self._waiting, (*key, sequence), key=lambda entry: entry[:2])
+        bisect.insort(self._waiting, (self._turns.of(sequence), sequence), key=lambda entry: entry[0])
 
     @property
     def youngest(self) -> Sequence:
-        """The running sequence that gives way first: of the lowest priority, the one that came last."""
-        return min(self.running, key=lambda s: (s.request.priority, -self._arrivals[id(s)]))
+        """The running sequence that gives way first: of the lowest priority, the one whose turn came last."""
+        return max(self.running, key=self._turns.of)
 
     def _full(self, positions: int) -> str:
         return (

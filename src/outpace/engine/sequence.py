@@ -212,6 +212,11 @@ class Sequence:
         if why not in self.notes:
             self.notes.append(why)
 
+    def begin(self) -> None:
+        """It has its row: for the first time, or again."""
+        if not self.stats.queue_seconds:
+            self.stats.queue_seconds = time.perf_counter() - self.request.added
+
     @property
     def reported(self) -> bool:
         """Whether there is nothing new for a delta."""
@@ -248,6 +253,7 @@ class Sequence:
     def _result(self) -> Result:
         assert self.finish_reason is not None
         request = self.request
+        self.stats.queue_seconds = self.stats.queue_seconds or self.stats.total_seconds
         return Result(
             request=request.id,
             sample=self.sample,

@@ -7,6 +7,7 @@ Definitions (docs/statistics.md has the same words):
 - acceptance rate: accepted / drafted.
 - acceptance by draft position i: of the drafts that had an i-th node on a path of that depth, how many accepted it.
 - seconds: a request that shares steps with others is charged each step's whole wall time, for it waits that long.
+- queue: from ``add`` to its first row, or to its end where it never had one.
 - time to first token: from ``add`` to the first delta. decode tokens/s: (tokens after the first delta) / (time after
   the first delta to the last). end-to-end tokens/s: tokens / (time from ``add`` to the last delta).
 """
@@ -48,6 +49,7 @@ class Stats:
     prompt_tokens: int = 0
     preemptions: int = 0  # times that it gave its row up for others and was computed again
     reused_tokens: int = 0  # prompt tokens whose KV another row had
+    queue_seconds: float = 0.0  # add to its first row
     prefill_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of decoding, by phase
     first_delta_tokens: int = 0
@@ -153,6 +155,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "preemptions": self.preemptions,
+            "queue_seconds": self.queue_seconds,
             "prefill_seconds": self.prefill_seconds,
             "seconds": self.seconds,
             "time_to_first_token": self.time_to_first_token,
@@ -184,7 +187,7 @@ def pooled(parts: Iterable[Stats]) -> Stats:
             "first_delta_tokens",
         ):
             setattr(total, name, getattr(total, name) + getattr(part, name))
-        for name in ("prefill_seconds", "decode_seconds", "total_seconds", "requests"):
+        for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "total_seconds", "requests"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.drafted_at = _add(total.drafted_at, part.drafted_at)
         total.accepted_at = _add(total.accepted_at, part.accepted_at)

@@ -35,6 +35,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
+def label(name: str) -> str:
+    """The quantisation that a file's name tells; where it tells none, the name without the ending and the shard."""
+    stem = _SHARD.sub("", PurePosixPath(name).stem)
+    found = _QUANTISATION.findall(stem)
+    return found[-1].upper() if found else stem
+
+
 def from_hub(spec: str, *, revision: str | None, allow_pickle: bool, offline: bool) -> Path:
     """A snapshot of a Hugging Face repository: from the local cache, else downloaded. Raises ModelError."""
     from huggingface_hub import snapshot_download
@@ -88,8 +95,7 @@ class _Variant:
     @property
     def label(self) -> str:
         """Its quantisation, as files are called; where the name has none, the name."""
-        found = _QUANTISATION.findall(self.files[0].stem)
-        return found[-1].upper() if found else self.files[0].stem
+        return label(self.files[0].name)
 
     @property
     def path(self) -> str:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+_WAITS = (0.001, 0.005, *_LONG)
 _TOKENS = tuple(float(2**i) for i in range(18))
 _PATIENCE = 2.0  # seconds that an engine has to answer a scrape; after that its last answer counts
 _ALSO = {  # ours, and vLLM's name for the same
     "outpace_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "outpace_inter_token_seconds": "vllm:inter_token_latency_seconds",
     "outpace_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "outpace_queue_seconds": "vllm:request_queue_time_seconds",
     "outpace_request_seconds": "vllm:e2e_request_latency_seconds",
     "outpace_request_prompt_tokens": "vllm:request_prompt_tokens",
     "outpace_request_tokens": "vllm:request_generation_tokens",
@@ -83,6 +85,7 @@ class Metrics:
         self._each = self._histogram(
             "outpace_time_per_output_token_seconds", "Of an answer: time after its first gain, a token.", _SHORT
         )
+        self._queued = self._histogram("outpace_queue_seconds", "Of a choice: from queue to row.", _WAITS)
         self._whole = self._histogram("outpace_request_seconds", "From queue to last token.", _LONG)
         self._asked = self._histogram("outpace_request_prompt_tokens", "Prompt tokens of a choice.", _TOKENS)
         self._said = self._histogram("outpace_request_tokens", "Output tokens of a choice.", _TOKENS)
@@ -95,7 +98,7 @@ class Metrics:
         self._inside = Gauge("outpace_requests_inside", "Requests in the house.", registry=self._registry)
         self._read = _AtScrape()
         self._registry.register(self._read)
-        histograms = [self._first, self._gap, self._each, self._whole, self._asked, self._said]
+        histograms = [self._first, self._gap, self._each, self._queued, self._whole, self._asked, self._said]
         self._registry.register(_Also(histograms, self._ended))
         self._clocks: dict[Generation, _Clock] = {}
 
@@ -117,6 +120,7 @@ class Metrics:
                 clock.last[part.index] = now
             if part.result is not None:
                 stats = part.result.stats
+                self._queued.labels(name).observe(stats.queue_seconds)
                 self._whole.labels(name).observe(now - clock.began)
                 self._asked.labels(name).observe(part.result.prompt_tokens)
                 self._said.labels(name).observe(part.result.completion_tokens)

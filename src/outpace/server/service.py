@@ -75,7 +75,10 @@ class Service:
             engine = model.serving.engine
 
             def prepared() -> list[Any]:
-                return [engine.prepare(its.tolist(), work.params, **work.options) for its in work.prompts]
+                return [
+                    engine.prepare(its.tolist(), work.params, owner=caller.scope, **work.options)
+                    for its in work.prompts
+                ]
 
             running = await model.serving.open(await self.work(prepared))
             held.callback(running.close)

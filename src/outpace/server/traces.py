@@ -117,7 +117,16 @@ class Traces:
         its = self._watches.setdefault(serving.engine, _Watch(serving.engine, self._most))
 
         def begin(engine: Engine) -> None:
-            engine.on_step, engine.on_result = its.step, its.result
+            if engine.on_step == its.step:
+                return
+            recorder = engine.on_result
+
+            def both(result: Result) -> None:
+                if recorder is not None:
+                    recorder(result)
+                its.result(result)
+
+            engine.on_step, engine.on_result = its.step, both
 
         await serving.ask(begin)
 

@@ -6,9 +6,10 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +139,18 @@ def write_answers(path: Path, answers: list[Answer], fingerprint: str | None) ->
 
 
 @contextmanager
-def recording(engine: Engine, path: Path, *, model: str, load: LoadOptions, most: int = MOST) -> Iterator[Recorder]:
-    """Record what ``engine`` answers in the block. ``load``: how ``model`` was loaded.
+def recording(
+    engine: Engine,
+    path: Path,
+    *,
+    model: str,
+    load: LoadOptions,
+    most: int = MOST,
+    later: Callable[[Callable[[], None]], None] | None = None,
+) -> Iterator[Recorder]:
+    """Record what ``engine`` answers in the block. ``load``: how ``model`` was loaded; ``later``: has what it is given
+    done in another thread, one after another and all of it before the block ends, so that the engine's waits for no
+    disk.
 
     Answers of rules and lossy acceptance are left out: they are not what the target says. A disk that cannot be
     written ends the recording, with a warning, and no request. Raises DataError before it begins.
@@ -152,7 +163,6 @@ def recording(engine: Engine, path: Path, *, model: str, load: LoadOptions, most
     yielded, before = recorder, engine.on_result
 
     def on_result(result: Result) -> None:
-        nonlocal recorder
         if before is not None:
             before(result)
         if recorder is None or result.finish_reason not in ("stop", "length") or result.acceptance == "typical":
@@ -160,11 +170,16 @@ def recording(engine: Engine, path: Path, *, model: str, load: LoadOptions, most
         request = engine.request(result.request)
         if request.params.rules:
             return
+        temperature = request.params.temperature
+        its = partial(keep, request.prompt, result.token_ids, temperature, result.seed, result.finish_reason)
+        its() if later is None else later(its)
+
+    def keep(prompt: I32, said: tuple[int, ...], temperature: float, seed: int, finish: str) -> None:
+        nonlocal recorder
+        if recorder is None:
+            return
         try:
-            recorder.add(
-                request.prompt, result.token_ids, temperature=request.params.temperature, seed=result.seed,
-                finish=result.finish_reason,
-            )  # fmt: skip
+            recorder.add(prompt, said, temperature=temperature, seed=seed, finish=finish)
         except DataError as error:
             log.warning("nothing more is recorded: %s", error)
             recorder = None
