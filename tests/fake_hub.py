@@ -103,6 +103,10 @@ def send(
     return None
 
 
+class _Crowded(ThreadingHTTPServer):
+    request_queue_size = 64  # connections that wait: with five, a crowd's are dropped
+
+
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
     """The address of a server on loopback whose every request ``answer`` answers."""
@@ -118,7 +122,7 @@ def serving(answer: Answer) -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             """Nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Crowded(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

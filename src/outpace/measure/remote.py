@@ -101,6 +101,11 @@ class Remote:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that ``path``, below /v1, answers. Raises RemoteError."""
+        with self._open(path, body) as response:
+            return _json(self.base, response)
+
     def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json", "User-Agent": "outpace"}
         if self.key:
