@@ -13,7 +13,7 @@ from tests.server.serving import Running
 
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name a colour, then a number."}],
-    "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
+    "min_tokens": 8, "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
     "speculation": {"off": True},
 }  # fmt: skip
 TEXTS = {"prompt": ["One, two,", "A, b,"], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
