@@ -101,6 +101,8 @@ def lines(
     )
     said = ", ".join(f"{share:.2f}" for share in last["acceptance"])
     yield f"Simulated on held-out answers at its end: {last['tokens_per_step']:.2f} tokens a step, by position {said}."
+    if "tokens_seen" in recipe:
+        yield f"Kept is the best of it, after {recipe['steps_taken']} steps and {recipe['tokens_seen']:,} tokens."
     yield from (
         "",
         "![The training's curve](curve.png)",

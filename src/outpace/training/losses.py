@@ -115,6 +115,11 @@ def loss_named(name: str) -> tuple[Loss, Loss]:
     return LOSSES[name]
 
 
+def widened(logits: Tensor) -> Tensor:
+    """In float32 where autocast made less of them."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
 class FrozenHead(torch.autograd.Function):
     """sum of weight_i loss_i over rows, for q = softmax(hidden head^T + offset); the head learns nothing.
 
@@ -134,23 +139,27 @@ class FrozenHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         _, slope = loss_named(name)
         grads = torch.empty_like(hidden)
-        figures = hidden.new_empty(len(hidden), 2)
-        values = hidden.new_empty(len(hidden))
-        rows = head.T
-        for i in range(0, len(hidden), block):
-            its = slice(i, i + block)
-            logits = hidden[its] @ rows if offset is None else torch.addmm(offset, hidden[its], rows)
-            q, theirs = torch.softmax(logits, -1), p[its]
-            # log q at its greatest, from which the normaliser follows: a second pass of exponentials is saved.
-            top = q.max(-1)
-            log_total = logits.gather(1, top.indices[:, None])[:, 0] - top.values.log()
-            figures[its, 0] = accepted = torch.minimum(q, theirs).sum(-1)
-            figures[its, 1] = (top.indices == theirs.argmax(-1)).to(q.dtype)
-            cross = log_total * theirs.sum(-1) - torch.linalg.vecdot(theirs, logits)
-            values[its] = _value(name, cross, q, theirs, accepted)
-            torch.mm(slope(q, theirs), head, out=grads[its])
-        grads *= weight[:, None]
-        total = torch.dot(values, weight)
+        figures, values = p.new_empty(len(hidden), 2), p.new_empty(len(hidden))
+        device = hidden.device.type
+        # Under autocast the products alone are in its type.
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        states, head = hidden.to(kind), head.to(kind)
+        rows, offset = head.T, None if offset is None else offset.to(kind)
+        with torch.autocast(device, enabled=False):
+            for i in range(0, len(hidden), block):
+                its = slice(i, i + block)
+                logits = widened(states[its] @ rows if offset is None else torch.addmm(offset, states[its], rows))
+                q, theirs = torch.softmax(logits, -1), p[its]
+                # log q at its greatest, from which the normaliser follows: a second pass of exponentials is saved.
+                top = q.max(-1)
+                log_total = logits.gather(1, top.indices[:, None])[:, 0] - top.values.log()
+                figures[its, 0] = accepted = torch.minimum(q, theirs).sum(-1)
+                figures[its, 1] = (top.indices == theirs.argmax(-1)).to(q.dtype)
+                cross = log_total * theirs.sum(-1) - torch.linalg.vecdot(theirs, logits)
+                values[its] = _value(name, cross, q, theirs, accepted)
+                grads[its] = slope(q, theirs).to(kind) @ head
+            grads *= weight[:, None]
+            total = torch.dot(values, weight)
         ctx.save_for_backward(grads)
         ctx.mark_non_differentiable(figures)
         return total, figures
@@ -183,9 +192,9 @@ def head_acceptance(hidden: Tensor, head: Tensor, offset: Tensor | None, p: Tens
     found = []
     with torch.no_grad():
         for i in range(0, len(hidden), block):
-            logits = hidden[i : i + block] @ head.T
+            logits = widened(hidden[i : i + block] @ head.T)
             found.append(acceptance(logits if offset is None else logits + offset, p[i : i + block]))
-    return torch.cat(found) if found else hidden.new_empty(0)
+    return torch.cat(found) if found else p.new_empty(0)
 
 
 def frozen_head_loss(

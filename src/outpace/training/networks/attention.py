@@ -48,7 +48,7 @@ class AnchoredAttention(torch.autograd.Function):
             if own:
                 mine = own_k[m0:m1].permute(2, 0, 1, 3).unsqueeze(1)  # [KV, 1, m, s, d]
                 scores[..., n:] = (queries.view(kv_heads, group, m, 1, dim) * mine).sum(-1)
-            p = torch.softmax(scores, -1)
+            p = torch.softmax(scores, -1).to(q.dtype)  # a card's autocast makes float32 of it
             mixed = torch.matmul(p[..., :n].reshape(kv_heads, -1, n), v[n0:n1].transpose(0, 1))
             if own:
                 values = own_v[m0:m1].permute(2, 0, 1, 3).unsqueeze(1)

@@ -21,6 +21,7 @@ from outpace.training.losses import (
     frozen_head_loss,
     head_acceptance,
     length_slope,
+    widened,
 )
 from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.objective import Simulated, TrainBatch
@@ -87,7 +88,7 @@ class EagleObjective:
         rows = self.words.draw(batch.tokens, draw)
         heard = torch.nonzero(counts).flatten()
         with torch.no_grad():
-            logits = self.target.norm(batch.states[heard, -1]) @ rows.head.T
+            logits = widened(self.target.norm(batch.states[heard, -1]) @ rows.head.T)
             p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
         row = torch.full((len(batch),), -1, device=batch.device)
         row[heard] = torch.arange(len(heard), device=batch.device)

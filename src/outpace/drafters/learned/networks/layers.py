@@ -18,6 +18,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, self.weight.dtype))  # under autocast, x is the narrower
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
