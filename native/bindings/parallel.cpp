@@ -71,7 +71,7 @@ std::vector<Parallel::Ask> asks_of(const nb::list& described) {
     return asks;
 }
 
-// tokens [B, W] and each slot's chance [B, W], W the most slots that are asked for; 0 beyond a row's own.
+// Places in the draft vocabulary [B, W] and each slot's chance [B, W], W the most slots that are asked for; 0 beyond a row's own.
 nb::tuple draft(Parallel& x, const nb::list& described) {
     const std::vector<Parallel::Ask> asks = asks_of(described);
     std::vector<Parallel::Draft> drafts;
@@ -81,17 +81,17 @@ nb::tuple draft(Parallel& x, const nb::list& described) {
         drafts = x.draft(asks);
     }
     size_t w = 0;
-    for (const Parallel::Draft& its : drafts) w = std::max(w, its.tokens.size());
+    for (const Parallel::Draft& its : drafts) w = std::max(w, its.places.size());
     const auto b = static_cast<Py_ssize_t>(drafts.size()), width = static_cast<Py_ssize_t>(w);
-    const IntArray tokens({b, width});
+    const IntArray places({b, width});
     const Array<float> chances(Names::get().float32, {b, width});
     for (size_t i = 0; i < drafts.size(); ++i)
         for (size_t n = 0; n < w; ++n) {
-            const bool real = n < drafts[i].tokens.size();
-            tokens.data[i * w + n] = real ? drafts[i].tokens[n] : 0;
+            const bool real = n < drafts[i].places.size();
+            places.data[i * w + n] = real ? drafts[i].places[n] : 0;
             chances.data[i * w + n] = real ? drafts[i].chances[n] : 0.0f;
         }
-    return nb::make_tuple(tokens.object, chances.object);
+    return nb::make_tuple(places.object, chances.object);
 }
 
 // Normed states [N, H] and logits [N, D] of all slots that are asked for, ask after ask.

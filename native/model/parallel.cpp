@@ -234,7 +234,7 @@ void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at,
     const auto place = [&](int i) { return places[at[static_cast<size_t>(i)]] + static_cast<size_t>(s); };
     if (markov_) {
         std::vector<int32_t> tokens;
-        for (const size_t i : at) tokens.push_back(s == 0 ? asks[i].anchor : drafts[i].tokens.back());
+        for (const size_t i : at) tokens.push_back(s == 0 ? asks[i].anchor : tokens_[static_cast<size_t>(drafts[i].places.back())]);
         encode(tokens);
     }
     for (std::vector<Shortlist>& lists : lists_)
@@ -254,7 +254,7 @@ void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at,
                 x = y + i * kStretch;
             }
             masses_[static_cast<size_t>(i) * static_cast<size_t>(stretches_) + static_cast<size_t>(stretch)] =
-                lists_[static_cast<size_t>(me.id)][static_cast<size_t>(i)].consider(x, from, n, tokens_.data() + from, sampling[static_cast<size_t>(i)], m.kernels_);
+                lists_[static_cast<size_t>(me.id)][static_cast<size_t>(i)].consider(x, from, n, tokens_.data() + from, sampling[static_cast<size_t>(i)], m.kernels_, !sure_);
         }
     };
     m.runtime_->pool().run([&](Seat& me) {
@@ -271,7 +271,7 @@ void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at,
         const float chance = sure_ && !sampled ? accepted(place(i), static_cast<size_t>(i)) : static_cast<float>(merged.shares(all, sampled).front());
         if (!std::isfinite(chance)) throw NotFinite("the drafter's confidence is NaN: check its weights");
         Draft& draft = drafts[at[static_cast<size_t>(i)]];
-        draft.tokens.push_back(tokens_[static_cast<size_t>(merged.entries().front().place)]);
+        draft.places.push_back(merged.entries().front().place);
         draft.chances.push_back(chance);
     }
 }
@@ -308,7 +308,7 @@ void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {
     if (!markov_) throw std::invalid_argument("this drafter has no Markov head");
     const Matrix& m = markov_->after;
-    std::vector<float> padded(static_cast<size_t>(kChunk) * static_cast<size_t>(m.out_padded()));
+    std::vector<float> padded(std::min<size_t>(kChunk, tokens.size()) * static_cast<size_t>(m.out_padded()));
     for (size_t first = 0; first < tokens.size(); first += kChunk) {
         const size_t n = std::min<size_t>(kChunk, tokens.size() - first);
         encode({tokens.begin() + static_cast<std::ptrdiff_t>(first), tokens.begin() + static_cast<std::ptrdiff_t>(first + n)});

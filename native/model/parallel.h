@@ -41,9 +41,9 @@ public:
     // is as it was. What a row gets depends on that row and its ask alone.
 
     struct Context {
-        int row;                           // of the model's cache
-        const float* taps;                 // [n][taps][hidden]
-        std::vector<int32_t> positions;    // [n], at which their keys are rotated
+        int row;                         // of the model's cache
+        const float* taps;               // [n][taps][hidden]
+        std::vector<int32_t> positions;  // [n], at which their keys are rotated
     };
     void read(const std::vector<Context>& contexts);  // appends them, a row once at the most
 
@@ -55,8 +55,8 @@ public:
         Sampling sampling;  // of the first slot; temperature 0: greedy
     };
     struct Draft {
-        std::vector<int32_t> tokens;
-        std::vector<float> chances;  // each slot's own
+        std::vector<int32_t> places;  // in the draft vocabulary
+        std::vector<float> chances;   // each slot's own
     };
     std::vector<Draft> draft(const std::vector<Ask>& asks);  // throws NotFinite
 

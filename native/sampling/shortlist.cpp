@@ -40,11 +40,12 @@ void Shortlist::insert(const Entry& entry) {
     if (static_cast<int>(entries_.size()) > most_) entries_.pop_back();
 }
 
-Mass Shortlist::consider(const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels) {
+Mass Shortlist::consider(const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels,
+                         bool weighed) {
     const Best best = kernels.argmax(x, n);
     if (best.nan || std::isinf(best.value)) return {std::numeric_limits<float>::quiet_NaN(), 0.0};
     const bool sampled = sampling.temperature > 0.0;
-    const Mass mass{best.value, sampled ? 0.0 : weight_of(x, n, best.value, kernels)};
+    const Mass mass{best.value, sampled || !weighed ? 0.0 : weight_of(x, n, best.value, kernels)};
     int32_t places[kStretch];
     const auto score = [&](int i) {
         return sampled ? static_cast<double>(x[i]) / sampling.temperature + gumbel(sampling, tokens[i]) : static_cast<double>(x[i]);

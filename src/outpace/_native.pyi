@@ -241,8 +241,8 @@ class Parallel:
         """Append to rows: (row, taps [n, T, H], positions [n])."""
 
     def draft(self, asks: list[_BlockAsk]) -> tuple[_I32, _F32]:
-        """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Tokens
-        [B, W] and each one's own chance [B, W]; 0 beyond a row's slots."""
+        """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Places
+        in the draft vocabulary [B, W] and each one's own chance [B, W]; 0 beyond a row's slots."""
 
     def states(self, asks: list[_BlockAsk]) -> tuple[_F32, _F32]:
         """Normed states [N, H] and logits [N, D] of all slots, ask after ask, without the Markov head's share."""

@@ -88,26 +88,31 @@ class NativeBlocks:
             )
         ]
         here = [i for i, pick in enumerate(pickers) if pick is not None and pick.noise is None]
-        there = [i for i in range(len(asks)) if i not in here]
-        shape = len(asks), int(counts.max())
-        said = Said(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        if there:
-            try:
-                tokens, chances = self._live().draft([asks[i] for i in there])
-            except _native.NotFinite as error:
-                raise NotFiniteError(str(error)) from error
-            width = tokens.shape[1]
-            for i, its, chance in zip(there, tokens, chances, strict=True):
-                n, pick = int(counts[i]), pickers[i]
-                said.places[i, :width], said.chance[i, :width] = np.searchsorted(self.ids, its), chance
-                if pick is not None:
-                    pick.took(chance[:n].tolist())
+        if not here:
+            said = Said(*self._drafted(asks))
+        else:
+            shape = len(asks), int(counts.max())
+            said = Said(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+            there = [i for i in range(len(asks)) if i not in here]
+            if there:
+                places, chances = self._drafted([asks[i] for i in there])
+                said.places[there, : places.shape[1]], said.chance[there, : places.shape[1]] = places, chances
+        for i, pick in enumerate(pickers):
+            if pick is not None and pick.noise is not None:
+                pick.took(said.chance[i, : counts[i]].tolist())
         if here:
             normed, logits = self._live().states([asks[i] for i in here])
             cuts = np.cumsum([counts[i] for i in here])[:-1]
             for i, states, its in zip(here, np.split(normed, cuts), np.split(logits, cuts), strict=True):
                 self._decide(int(anchors[i]), states, its, pickers[i], said.places[i], said.chance[i])
         return said
+
+    def _drafted(self, asks: list[tuple[Any, ...]]) -> tuple[I32, F32]:
+        try:
+            places, chances = self._live().draft(asks)
+        except _native.NotFinite as error:
+            raise NotFiniteError(str(error)) from error
+        return places, chances
 
     def _decide(self, anchor: int, normed: F32, logits: F32, pick: Picker | None, places: I32, chance: F32) -> None:
         """A row's tokens, slot by slot: see ``Blocks.draft``."""

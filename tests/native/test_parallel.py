@@ -1,0 +1,247 @@
+"""Block-parallel drafters natively: their noise and choices are the reference's, and no bit depends on company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_helpers import Tiny
+
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import Decoder, ParallelConfig
+from outpace.drafters.learned.native_blocks import NativeBlocks
+from outpace.drafters.learned.parallel import Said
+from outpace.drafters.learned.picks import RIVALS, chosen
+from outpace.errors import DrafterError, NotFiniteError
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.native.model import NativeModel
+from outpace.params import SamplingParams
+from tests import learned
+
+VOCAB, DRAFT, TAPS, HIDDEN, BLOCK = 1000, 600, 3, 64, 7
+SIZES = {"vocab": VOCAB}
+DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 512, qk_norm=True)
+
+
+def checkpoint(seed: int = 0, **options: Any) -> Checkpoint:
+    given = {"block": BLOCK, "mask_token": 6, "markov_rank": 32, "confidence": True}
+    config = ParallelConfig(DECODER, VOCAB, DRAFT, (0, 1, 2), **{**given, **options})
+    tensors = learned.random_tensors(config, seed)
+    for name, values in tensors.items():
+        if values.dtype == np.float32 and values.ndim == 2:
+            tensors[name] = values / np.float32(0.5 * np.sqrt(values.shape[1]))
+    return Checkpoint("parallel", config, tensors)
+
+
+class Picks:
+    """As the drafter's own: the noise chooses. What it was told stays."""
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self.noise: Chooser | None = Chooser(SamplingParams(temperature=temperature), Noise(seed, 1), 5)
+        self.chances: list[float] = []
+
+    def __call__(self, logits: Any) -> int:
+        raise AssertionError("noise alone decides")
+
+    def took(self, chances: list[float]) -> None:
+        self.chances = chances
+
+
+class Row(NamedTuple):
+    taps: Any  # [n, T, H]
+    positions: Any  # [n]
+    anchor: int
+    slots: int
+    temperature: float
+
+
+def some(rng: np.random.Generator, n: int, slots: int = BLOCK, temperature: float = 0.0, gaps: bool = False) -> Row:
+    positions = np.sort(rng.choice(2 * n, n, replace=False)) if gaps else np.arange(n)
+    taps = rng.normal(0, 1, (n, TAPS, HIDDEN)).astype(np.float32)
+    return Row(taps, positions.astype(np.int32), int(rng.integers(0, VOCAB)), slots, temperature)
+
+
+def said(blocks: NativeBlocks, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
+    """What one call drafts for rows that were read for: places, and chances to the bit."""
+    its = list(rows.values())
+    ends, slots = ([(int(row.positions[-1]) + 1, row.slots)[k] for row in its] for k in (0, 1))
+    picks = [Picks(row.temperature, n) if row.temperature else None for n, row in rows.items()]
+    found: Said = blocks.draft(
+        list(rows), np.array([row.anchor for row in its], np.int32), np.array(ends, np.int32), picks,
+        np.array(slots, np.int32),
+    )  # fmt: skip
+    return {
+        n: (found.places[i, : row.slots].tolist(), found.chance[i, : row.slots].tolist())
+        for i, (n, row) in enumerate(rows.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Tiny) -> Iterator[NativeModel]:
+    model = tiny.load("Q8_0", "llama", SIZES, threads=2)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "F32"])
+def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.random.Generator) -> None:
+    """Alone or among others, more than pass at once, read at once or in pieces, with 1 or more threads."""
+    its = checkpoint()
+    lengths = [1, 64, 131, 5, *rng.integers(1, 20, 16).tolist()]
+    rows = {i: some(rng, n, 1 + (i + 6) % BLOCK, (0.0, 0.9)[i % 2], gaps=i % 3 == 0) for i, n in enumerate(lengths)}
+    before = None
+    for threads in (1, 2, 3):
+        model = tiny.load(kind, "llama", SIZES, threads=threads, isa=isa)
+        model.runtime.claims = threads == 3
+        blocks, again = NativeBlocks(model, its), NativeBlocks(model, its)
+        for i, row in rows.items():
+            blocks.read([i], [row.taps], [row.positions])
+            for at in range(0, len(row.positions), 3 + 17 * i):
+                end = at + 3 + 17 * i
+                again.read([i], [row.taps[at:end]], [row.positions[at:end]])
+        alone = {i: said(blocks, {i: row})[i] for i, row in rows.items()}
+        assert said(again, rows) == alone == said(blocks, dict(reversed(rows.items())))
+        assert before is None or before == alone
+        before = alone
+        for each in (blocks, again):
+            each.check(list(rows))
+            each.close()
+        model.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
+    """Reads, drafts, forks and releases in any order leave each row what its contexts alone would make it."""
+    rng = np.random.default_rng(5)
+    blocks, fresh = (NativeBlocks(target, checkpoint(sample_from_anchor=False)) for _ in range(2))
+    kept: dict[int, Row] = {}
+    for _ in range(data.draw(st.integers(3, 9))):
+        what = data.draw(st.sampled_from(["read", "read", "draft", "fork", "release"]))
+        if what == "read":
+            row, new = data.draw(st.integers(0, 3)), some(rng, data.draw(st.integers(1, 70)), BLOCK - 1)
+            if (old := kept.get(row)) is not None:
+                at = old.positions[-1] + 1 + data.draw(st.integers(0, 2)) + new.positions
+                new = new._replace(
+                    taps=np.concatenate([old.taps, new.taps]), positions=np.concatenate([old.positions, at])
+                )
+            if new.positions[-1] + BLOCK >= 512:
+                continue
+            n = 0 if old is None else len(old.positions)
+            blocks.read([row], [new.taps[n:]], [new.positions[n:].astype(np.int32)])
+            kept[row] = new
+        elif what == "draft" and kept:
+            for row, its in said(blocks, kept).items():
+                fresh.read([0], [kept[row].taps], [kept[row].positions])
+                assert said(fresh, {0: kept[row]})[0] == its
+                fresh.release(0)
+        elif what == "fork" and kept:
+            src, dst = data.draw(st.sampled_from(sorted(kept))), 4 + max(kept)
+            end = data.draw(st.integers(1, int(kept[src].positions[-1]) + 1))
+            n = int(np.searchsorted(kept[src].positions, end))
+            blocks.fork(src, dst, end)
+            if n:
+                kept[dst] = kept[src]._replace(taps=kept[src].taps[:n], positions=kept[src].positions[:n])
+        elif what == "release" and kept:
+            row = data.draw(st.sampled_from(sorted(kept)))
+            del kept[row]
+            blocks.release(row)
+            assert blocks.end(row) == 0
+        blocks.check(list(kept))
+        blocks._model.kv_poison()  # nothing reads what no row has
+    for row in list(kept):
+        blocks.release(row)
+    assert blocks.bytes == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 4.0])
+@pytest.mark.parametrize("confidence", [False, True])
+def test_tokens_are_those_of_the_largest_scores(
+    temperature: float, confidence: bool, target: NativeModel, rng: np.random.Generator
+) -> None:
+    """Slot by slot: what the reference picks of the network's logits, and the chance that it tells."""
+    its = checkpoint(confidence=confidence)
+    blocks = NativeBlocks(target, its)
+    for seed in range(4):
+        row = some(rng, 20, temperature=temperature)
+        blocks.read([seed], [row.taps], [row.positions])
+        places, chances = said(blocks, {seed: row})[seed]
+        ask = blocks._rows[seed][0], row.anchor, 20, BLOCK, None
+        normed, logits = blocks._parallel.states([ask])
+        token = row.anchor
+        for slot, found in enumerate(logits):
+            before, bias = blocks._parallel.bias(np.array([token], np.int32))
+            found = found + bias[0]
+            if temperature:
+                chooser = Picks(temperature, seed).noise
+                assert chooser is not None
+                (place,), (gain,) = chosen(found, blocks.ids, chooser, slot, 1)
+                chance = float(np.exp(gain))
+            elif confidence:
+                place = int(found.argmax())
+                weight, its_bias = (its.tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+                chance = float(1 / (1 + np.exp(-(weight[0] @ np.concatenate([normed[slot], before[0]]) + its_bias[0]))))
+            else:
+                place = int(found.argmax())
+                chance = float(1 / np.exp(found.astype(np.float64) - found.max()).sum())
+            assert places[slot] == place
+            np.testing.assert_allclose(chances[slot], chance, rtol=1e-4)
+            token = int(blocks.ids[place])
+    assert RIVALS == 8  # kShared of native/model/parallel.cpp
+    blocks.close()
+
+
+def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
+    blocks, row = NativeBlocks(target, checkpoint()), some(rng, 60)
+    blocks.read([1], [row.taps], [row.positions])
+    expected, size = said(blocks, {1: row}), blocks.bytes
+    native, (its, _) = blocks._parallel, blocks._rows[1]
+    broken = row.taps.copy()
+    broken[3, 1, 3] = np.nan
+    blocks.read([2], [broken], [row.positions])
+    with pytest.raises(NotFiniteError, match="check its weights"):
+        said(blocks, {1: row, 2: row})
+    blocks.release(2)
+    for asks, wrong in (
+        ([(its, VOCAB, 60, 1, None)], "token 1000 is not"),
+        ([(its, 1, 60, 8, None)], "8 slots of 7"),
+        ([(its, 1, 512, 1, None)], "position 512"),
+        ([(its, 1, 60, 1, (np.inf, 0, 0, 0))], "temperature"),
+        ([(its, 1, 60, 1, None)] * 2, "appears twice"),
+        ([], "nothing"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            native.draft(asks)
+    with pytest.raises(ValueError, match="differ in length"):
+        native.read([(its, row.taps, row.positions[:5])])
+    with pytest.raises(ValueError, match="must be"):
+        native.read([(its, row.taps[:, :2].copy(), row.positions)])
+    with pytest.raises(ValueError, match="more than 512"):
+        native.read([(its, rng.normal(size=(453, TAPS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))])
+    assert said(blocks, {1: row}) == expected
+    assert blocks.bytes == size
+    blocks.check([1])
+    blocks.close()
+    blocks.close()
+    with pytest.raises(ValueError, match="closed"):
+        blocks.growth(1, 3)
+
+
+def test_checkpoints_that_do_not_fit(target: NativeModel) -> None:
+    for options, change, wrong in (
+        ({}, {"fc.weight": None}, "no tensor 'fc.weight'"),
+        ({}, {"fc.weight": np.zeros((64, 100), np.float32)}, "fc is 64 x 100"),
+        ({}, {"hidden_norm.weight": np.ones(3, np.float32)}, "norm of its contexts has 3"),
+        ({}, {"markov_head.markov_w2.weight": np.zeros((5, 32), np.float32)}, "Markov"),
+        ({"block": 129}, {}, "block of 129"),
+        ({"mask_token": VOCAB}, {}, "mask token is 1000"),
+    ):
+        its = checkpoint(**options)
+        tensors = {name: values for name, values in {**its.tensors, **change}.items() if values is not None}
+        with pytest.raises(DrafterError, match=wrong):
+            NativeBlocks(target, Checkpoint("parallel", its.config, tensors))
