@@ -334,11 +334,12 @@ class Progress:
 
     def __init__(self, count: int) -> None:
         self.loop: Loop | None = None
-        self._count, self._done, self._name, self._begun = count, 0, "", time.monotonic()
+        self._count, self._done, self._begun = count, 0, time.monotonic()
+        self._name, self._number = "", 0
         self._before = 0.0  # of what is done: the share that an earlier run did
 
     def begin(self, name: str) -> None:
-        self._name = name
+        self._name, self._number = name, self._number + 1
 
     def going_on(self, loop: Loop) -> None:
         """``loop`` runs now, perhaps from a snapshot on."""
@@ -358,8 +359,7 @@ class Progress:
         if share > self._before:
             seconds = (time.monotonic() - self._begun) * (self._count - share) / (share - self._before)
             left = f" [{timedelta(seconds=round(seconds))} left of all]"
-        number = min(self._done + 1, self._count)
-        print(f"{self._name} ({number} of {self._count}): {line}{left}", file=sys.stderr, flush=True)
+        print(f"{self._name} ({self._number} of {self._count}): {line}{left}", file=sys.stderr, flush=True)
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -5,7 +5,9 @@
 What comes is mixed from the first request to the last. Every answer is looked at: the same question has the same one
 however often and beside whatever it is asked; what means nothing is told so, by name; slow readers get all of theirs.
 Between parts, when nothing runs, the engine's invariants are checked and what is held is counted (rows, blocks,
-threads, files, memory). Memory at the end is that after the first tenth, within 5 %. At last the server is told to
+threads, files, memory). Memory at the end is that after the first tenth, within 5 %. What is bounded is filled before:
+KV that was once in use stays mapped, so that what a process holds follows the most that ever ran at once. What the C
+library's allocator keeps free does not count (soak_server.py); it is told as "untrimmed". At last the server is told to
 stop under load, where everybody has to be answered or refused. Linux only.
 """
 
@@ -36,6 +38,7 @@ PARTS = 10  # of a soak; memory is compared after the first and after the last
 GROWTH = 0.05
 REST = 30.0  # seconds in which everything has to have ended
 DIFFERENT = 24  # generations that differ
+ROWS, LONG = 8, 180  # rows of the server; tokens of an answer, so many of which fill its KV
 State = Mapping[str, Any]
 
 
@@ -56,6 +59,14 @@ class Soak:
         seeds = [self._random.getrandbits(32) for _ in kinds]
         with ThreadPoolExecutor(readers) as threads:
             list(threads.map(self._one, kinds, seeds))
+
+    def warm(self) -> None:
+        """Fill what is bounded: KV for as many long answers at once as there are rows, with their log-probabilities."""
+        asks = {"max_tokens": LONG, "stop": None, "logprobs": True, "top_logprobs": 10, "speculation": None}
+        with ThreadPoolExecutor(ROWS) as threads:
+            for status, said in threads.map(lambda which: ask(self.port, {**tiny(which), **asks}, 900), range(ROWS)):
+                if status != http.HTTPStatus.OK:
+                    self.failures.append(f"warm-up: HTTP {status}: {said[:200]!r}")
 
     def _one(self, kind: str, seed: int) -> None:
         act: Callable[[random.Random], str | None] = getattr(self, kind)
@@ -147,8 +158,8 @@ def nonsense(dice: random.Random) -> bytes:
     )()
 
 
-def ask(port: int, body: Mapping[str, Any] | bytes) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+def ask(port: int, body: Mapping[str, Any] | bytes, timeout: float = 120.0) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         connection.request("POST", "/v1/chat/completions", data, {"content-type": "application/json"})
@@ -247,14 +258,16 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
 
 
 def soak(
-    counts: Mapping[str, int], readers: int, drafter: str, log: Path, say: Callable[[str], None]
+    counts: Mapping[str, int], readers: int, drafter: str, log: Path, say: Callable[[str], None], warm: bool = True
 ) -> dict[str, Any]:
-    """All of it, with a server of its own."""
+    """All of it, with a server of its own. ``warm``: what is bounded is filled before memory is compared."""
     command = f"{sys.executable} -m benchmarks.soak_server {{port}} {drafter}"
     begun = time.monotonic()
     with started(command, log) as its:
         port = int(its.remote.url.rpartition(":")[2])
         run = Soak(port)
+        if warm:
+            run.warm()
         states: list[State] = []
         for part in range(PARTS):
             run.run({kind: (part + 1) * n // PARTS - part * n // PARTS for kind, n in counts.items()}, readers)

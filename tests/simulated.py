@@ -140,6 +140,7 @@ class Outcome:
     requests: list[Tally] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)  # nodes verified, by step
     asked: int = 0  # steps in which somebody was asked
+    stretches: list[float] = field(default_factory=list)  # by step: how long it was, in plain steps of its rows
     decisions: list[Sequence[Decision]] = field(default_factory=list)
 
     @property
@@ -185,6 +186,7 @@ def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 
         policy.learn(its, kept, verdicts(accepted), seconds)
         found.widths.append(sum(widths))
         found.asked += any(asked)
+        found.stretches.append((body + draft) / plain)
         found.decisions.append(decisions)
         gained = sum(accepted) + len(live)
         found.whole.tokens += gained

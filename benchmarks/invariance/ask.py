@@ -22,7 +22,7 @@ from outpace.measure.verify import difference
 
 EVERY = 30.0  # seconds between two lines of progress
 PAUSE = 0.05  # seconds until a client that left comes again
-LEAVES = 200  # tokens of an answer that its reader does not wait for
+LEAVES = 150  # tokens of an answer that its reader does not wait for
 Say = Callable[[str], None]
 T = TypeVar("T")
 

@@ -91,7 +91,7 @@ OURS = Dialect(
         "drafter none": "--drafter none",
         "4 rows": "--max-rows 4",
         "small chunks": "--prefill-delay 0.001",
-        "little memory": "--kv-memory 16MiB",
+        "little memory": "--kv-memory 8MiB",
     },
     {HIT: {}, MISS: {"reuse_prefix": False}},
     {

@@ -44,17 +44,16 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
     """A column a server; a dash for what one cannot be told, or was not asked."""
-    made = Table("answers changed (in bits alone)", *scores, box=None)
-    cells = [_cell(its) for its in scores.values()]
-    made.add_row("all", *cells, style="bold")
+    made = Table("answers changed (in bits alone)", "", *scores, box=None)
+    made.add_row("all", "", *(_cell(its) for its in scores.values()), style="bold")
     axes: dict[str, dict[str, None]] = {}
     for its in scores.values():
         for axis, values in its["by"].items():
             axes.setdefault(axis, {}).update(dict.fromkeys(values))
     for axis, values in axes.items():
-        made.add_section()
-        for value in values:
-            made.add_row(value, *(_cell(its["by"].get(axis, {}).get(value)) for its in scores.values()))
+        for i, value in enumerate(values):
+            cells = [_cell(its["by"].get(axis, {}).get(value)) for its in scores.values()]
+            made.add_row("" if i else axis, value, *cells)
     return made
 
 

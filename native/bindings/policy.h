@@ -32,6 +32,7 @@ inline constexpr const char* kWhy[] = {
     "drafting has lost as much as it may",
     "a plain step, to know what one takes",
     "no level is worth its forward",
+    "the step would take longer than it may beside others",
 };
 
 // A C-contiguous array of `Item` as it was at one time, or none: what has been checked stays so, whoever writes into it.
@@ -82,8 +83,8 @@ nb::object named(nb::handle type, Values&&... values) {
 
 class BoundPolicy {
 public:
-    BoundPolicy(CostTable cost, nb::dict seams, bool explain)
-        : policy_(std::move(cost)), sizes_(seams["Sizes"]), decision_(seams["Decision"]), drafts_(seams["Drafts"]),
+    BoundPolicy(CostTable cost, double stretch, nb::dict seams, bool explain)
+        : policy_(std::move(cost), stretch), sizes_(seams["Sizes"]), decision_(seams["Decision"]), drafts_(seams["Drafts"]),
           empty_(seams["empty"]), int32_(seams["int32"]), uint8_(seams["uint8"]), explain_(explain) {
         for (size_t i = 0; i < std::size(kWhy); ++i) {
             why_.push_back(nb::str(kWhy[i]));

@@ -70,12 +70,14 @@ void Pace::refresh() {
     Curve& c = *now_;
     plain_ = c.plain = base_ * std::exp(c.mean[0]);
     knots_ = c.knots;
+    prompts_ = 0.0;
     linear_ = prefill_ >= kChunk;
     if (linear_) {  // what a token takes in such steps, where it was seen, bounds what one more takes
         const int64_t width = rows_ + prefill_;
         const double table = (cost_.width(width + 1) - cost_.width(width)) * plain_ / base_;
         const double each = std::max(token_ > 0 ? token_ : table, 1e-12) / plain_;
         for (int k = 0; k < knots_; ++k) mean_[k + 1] = each * kAt[k], sd_[k + 1] = 0.0;
+        prompts_ = std::max((token_ > 0 ? token_ * static_cast<double>(width) : cost_.width(width) * plain_ / base_) / plain_ - 1.0, 0.0);
         return;
     }
     double least = 0.0;
@@ -86,9 +88,10 @@ void Pace::refresh() {
         sd_[k + 1] = std::sqrt(std::max(c.cov[static_cast<size_t>(k + 1) * kMost + k + 1], 0.0));
     }
     if (prefill_ == 0) return;
-    for (int k = knots_; k > 0; --k) mean_[k] = line(mean_, kAt[k - 1] + static_cast<int>(prefill_));
-    const double bare = line(mean_, static_cast<int>(prefill_));
-    for (int k = 1; k <= knots_; ++k) mean_[k] = std::max(mean_[k] - bare, kTiny * kAt[k - 1]);
+    const std::array<double, kKnots + 1> bare = mean_;  // a prompt's token costs what a node does
+    prompts_ = line(bare, static_cast<int>(prefill_));
+    for (int k = 1; k <= knots_; ++k)
+        mean_[k] = std::max(line(bare, kAt[k - 1] + static_cast<int>(prefill_)) - prompts_, kTiny * kAt[k - 1]);
 }
 
 double Pace::line(const std::array<double, kKnots + 1>& values, int nodes) const {

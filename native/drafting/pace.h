@@ -50,6 +50,7 @@ public:
     double more(int nodes) const { return line(mean_, nodes); }    // plain steps that so many nodes add
     double doubt(int nodes) const { return line(sd_, nodes); }     // its standard deviation
     double worst(int nodes) const;  // that so many might add, beyond `more`, as far as that is known
+    double prompts() const { return prompts_; }  // plain steps that the prompts beside it add
     double cheapest(int from) const;  // that a node beyond `from` adds, at the number of nodes where it adds least
     bool wants_plain(double advantage) const;  // whether this step had better draft nothing, to know what that takes
     void learn(int nodes, double seconds);     // of the step, drafting aside
@@ -93,6 +94,7 @@ private:
     double token_ = 0.0;  // seconds a token in steps with prompts; 0: none was seen yet
     std::array<double, kKnots + 1> mean_{}, sd_{};  // of `more`, never falling; index 0: no nodes
     int knots_ = 0;
+    double prompts_ = 0.0;
     bool linear_ = false;  // the step has prompts in it: every node costs the same
 };
 

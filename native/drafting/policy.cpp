@@ -49,12 +49,16 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     pace_.turn(static_cast<int>(count_), cached, prefill);
     unit_ = std::max(pace_.plain() + observing_, 1e-12);
     share_ = pace_.plain() / unit_;
+    room_ = count_ > 1 || prefill_ ? stretch_ - 1.0 - share_ * pace_.prompts() : HUGE_VAL;
+    held_ = 0.0, wholes_planned_ = 0;
     const auto all = [this](Why why) {
         for (size_t i = 0; i < count_; ++i)
             if (adaptive(steps_[i]) && steps_[i].view.most) steps_[i].said.why = why;
     };
     if (any && !fixed && pace_.wants_plain(advantage_)) {
         all(Why::Plain);
+    } else if (any && !fits(1, 0.0)) {
+        all(Why::Long);
     } else if (any && blocked_) {
         --blocked_;
         all(Why::Others);
@@ -104,8 +108,12 @@ bool Policy::plan_whole(Step& step) {
     step.said.expected = (1.0 + gain) / (1.0 + loss);
     const bool pays = !red_ && gain > rate() * loss && trusted(row) && !too_risky(nodes, gain, capital_);
     const double missing = loss - gain / static_cast<double>(count_);
-    if (pays || (bears(loss) && may_try(missing, nodes, gain))) return true;
-    step.said.why = trusted(row) ? Why::Dear : Why::Lost;
+    const bool short_enough = fits(wholes_planned_ + step.view.most, held_);
+    if (short_enough && (pays || (bears(loss) && may_try(missing, nodes, gain)))) {
+        wholes_planned_ += step.view.most;
+        return true;
+    }
+    step.said.why = !short_enough ? Why::Long : trusted(row) ? Why::Dear : Why::Lost;
     return false;
 }
 
@@ -147,7 +155,7 @@ void Policy::plan_levels(int drafter) {
         int chosen = 0;
         for (int n = 1; n <= static_cast<int>(nodes.size()); ++n) {
             tokens -= nodes[static_cast<size_t>(n) - 1].negative;
-            if (too_risky(n, tokens, std::min(capital_, network_))) break;
+            if (too_risky(n, tokens, std::min(capital_, network_)) || !fits(wholes_planned_ + n, held_ + l * level)) break;
             const double value = tokens - rate() * (more(n) + l * level);
             if (value > here) here = value, chosen = n;
         }
@@ -169,7 +177,7 @@ void Policy::plan_levels(int drafter) {
     }
     if (top <= 0.0) {
         const double loss = level + more(1);
-        if (!rests_ && bears(loss) && may_try(loss - first / static_cast<double>(count_), 1, first, true))
+        if (!rests_ && fits(wholes_planned_ + 1, held_ + level) && bears(loss) && may_try(loss - first / static_cast<double>(count_), 1, first, true))
             for (size_t i = 0; i < count_; ++i)
                 if (steps_[i].kind.drafter == drafter && steps_[i].kind.levels >= 0 && adaptive(steps_[i]) && steps_[i].nodes && gains[i] < 1.0) {
                     best[i] = 1;
@@ -177,6 +185,7 @@ void Policy::plan_levels(int drafter) {
                     break;
                 }
     }
+    held_ += level * *std::max_element(best.begin(), best.end());
     for (size_t i = 0; i < count_; ++i) {
         Step& step = steps_[i];
         if (step.kind.drafter != drafter || step.kind.levels < 0 || !adaptive(step) || !step.nodes) continue;
@@ -258,7 +267,7 @@ void Policy::trim(const Proposal& drafts, bool all) {
             Step& step = steps_[static_cast<size_t>(best)];
             const double loss = more(1) + asked_;
             const bool network = is_network(step, 0);
-            if (!(network && rests_) && bears(loss) && may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
+            if (!(network && rests_) && fits(1, asked_) && bears(loss) && may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
                 step.kept.push_back(0);
                 step.said.why = Why::Try;
             }
@@ -331,7 +340,7 @@ int Policy::worth(double& saved) {
         if (is_network(steps_[static_cast<size_t>(next.row)], static_cast<size_t>(next.node))) capital = std::min(capital_, network_);
         const double seconds = more(n), sd = doubt(n);
         const double ratio = (rows + tokens) / (1.0 + seconds + asked_);
-        if (too_risky(n, tokens, capital)) break;
+        if (too_risky(n, tokens, capital) || !fits(n, asked_)) break;
         const double its = values[static_cast<size_t>(n)] = tokens - rate * seconds;
         if (its > value) value = its, best = n;
         if (ratio > top) top = ratio, fastest = n;

@@ -31,7 +31,7 @@ public:
         int most;  // nodes
         double context;
     };
-    enum class Why : uint8_t { Fixed, NoRoom, Waits, Nothing, Drafts, Try, Dear, Others, Lost, Plain, Levels };
+    enum class Why : uint8_t { Fixed, NoRoom, Waits, Nothing, Drafts, Try, Dear, Others, Lost, Plain, Levels, Long };
     struct Said {  // of a row, in a step
         int size = 0;
         Why why = Why::NoRoom;
@@ -52,7 +52,8 @@ public:
         double draft, body;
     };
 
-    explicit Policy(CostTable cost);
+    // `stretch`: the longest that a step with drafts may be, in plain steps of its rows, where it holds up several rows.
+    explicit Policy(CostTable cost, double stretch);
 
     bool knows(int64_t row, int64_t request) const;
     void admit(int64_t row, const Kind& kind);
@@ -128,6 +129,12 @@ private:
     bool whole(const Step& step) const { return !step.kind.trims || (step.row && step.row->drawn); }
     double more(int nodes) const { return share_ * (pace_.more(fixed_ + nodes) - pace_.more(fixed_)); }
     double doubt(int nodes) const { return share_ * pace_.doubt(fixed_ + nodes); }
+    // Whether so many nodes, and so many plain steps of drafting, leave the step as short as it has to be, even if they
+    // take a deviation more than is thought; of a single node that is not asked, or nothing would be learned.
+    bool fits(int nodes, double drafting) const {
+        const double doubted = nodes > 1 ? pace_.doubt(fixed_ + nodes) : 0.0;
+        return share_ * (pace_.more(fixed_ + nodes) + doubted) + drafting <= room_;
+    }
     bool is_network(const Step& step, size_t node) const { return step.kind.levels >= 0 && step.sources[node] == step.kind.levels; }
     bool too_risky(int nodes, double tokens, double capital) const;
     double rate() const { return advantage_ * static_cast<double>(count_); }  // tokens that a plain step's time must bring
@@ -157,6 +164,7 @@ private:
     void time_drafting(double seconds);
 
     Pace pace_;
+    double stretch_;
     Chances chances_;
     std::map<int64_t, Row> rows_;
     std::map<std::pair<int, int>, Whole> wholes_;
@@ -174,6 +182,9 @@ private:
     size_t count_ = 0;
     int64_t prefill_ = 0;
     double unit_ = 1.0, share_ = 1.0;  // a plain step's seconds; what of it is the forward and the engine
+    double room_ = 0.0;                  // plain steps that drafts may add to it, beside prompts
+    double held_ = 0.0;                  // of those, what `plan` has given away; and nodes of drafts that are verified whole
+    int wholes_planned_ = 0;
     double asked_ = 0.0, levels_ = 0.0;  // plain steps that asking was expected to take; of them, a network's levels
     bool network_try_ = false;           // what is tried is a network
     int fixed_ = 0, verified_ = 0;     // nodes that were not chosen here; all

@@ -28,8 +28,8 @@ void follow(double& value, double sample) { value += 0.15 * (std::min(sample, 3.
 
 }  // namespace
 
-Policy::Policy(CostTable cost)
-    : pace_(std::move(cost)), capital_(kCapital), try_credit_(kFirstTries), network_(kCapital), network_credit_(kFirstTries),
+Policy::Policy(CostTable cost, double stretch)
+    : pace_(std::move(cost)), stretch_(stretch), capital_(kCapital), try_credit_(kFirstTries), network_(kCapital), network_credit_(kFirstTries),
       patience_(kFirstRest), tokens_(kHorizon), plains_(kHorizon) {}
 
 

@@ -21,7 +21,8 @@ struct Settled {
 
 void once(std::vector<int> rows, const char* what) {
     std::sort(rows.begin(), rows.end());
-    if (std::adjacent_find(rows.begin(), rows.end()) != rows.end()) throw std::invalid_argument(std::string(what) + ": a row appears twice");
+    if (std::adjacent_find(rows.begin(), rows.end()) != rows.end())
+        throw std::invalid_argument(std::string(what) + ": a row appears twice");
 }
 
 }  // namespace
@@ -39,19 +40,26 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
       stride_(model_->head_.out_padded()) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no block-parallel drafter: " + what); };
     if (!model_->layers_[0].embed_norm.empty()) wrong("its first layer reads features beside embeddings");
-    if (static_cast<int>(norm_.size()) != model_->hidden()) wrong("the norm of its contexts has " + std::to_string(norm_.size()) + " values");
-    if (static_cast<int>(tokens_.size()) != model_->outputs()) wrong("it does not name a token for each row of its head");
+    if (static_cast<int>(norm_.size()) != model_->hidden())
+        wrong("the norm of its contexts has " + std::to_string(norm_.size()) + " values");
+    if (static_cast<int>(tokens_.size()) != model_->outputs())
+        wrong("it does not name a token for each row of its head");
     for (size_t i = 0; i < tokens_.size(); ++i)
         if (tokens_[i] < 0 || tokens_[i] >= model_->vocab() || (i > 0 && tokens_[i] <= tokens_[i - 1]))
             wrong("its tokens must ascend within the target's vocabulary");
-    if (shape_.block < 1 || shape_.block > kChunk || slots() < 1) wrong("a block of " + std::to_string(shape_.block) + " tokens");
+    if (shape_.block < 1 || shape_.block > kChunk || slots() < 1)
+        wrong("a block of " + std::to_string(shape_.block) + " tokens");
     if (shape_.mask < 0 || shape_.mask >= model_->vocab()) wrong("its mask token is " + std::to_string(shape_.mask));
-    if (markov_ && (markov_->before.rows != model_->vocab() || markov_->after.rows != model_->outputs() || markov_->after.cols != rank()))
+    if (markov_ && (markov_->before.rows != model_->vocab() || markov_->after.rows != model_->outputs() ||
+                    markov_->after.cols != rank()))
         wrong("the two sides of its Markov head do not fit");
     const size_t hidden = static_cast<size_t>(model_->hidden());
     if (sure_ && sure_->weight.size() != hidden && sure_->weight.size() != hidden + static_cast<size_t>(rank()))
         wrong("its confidence head reads " + std::to_string(sure_->weight.size()) + " values");
-    if (markov_) acts_.need(static_cast<size_t>(markov_->after.groups) * kChunk * static_cast<size_t>(act_bytes(markov_->after.acts())));
+    if (markov_) {
+        const Matrix& after = markov_->after;
+        acts_.need(static_cast<size_t>(after.groups) * kChunk * static_cast<size_t>(act_bytes(after.acts())));
+    }
     lists_.assign(static_cast<size_t>(model_->threads()), std::vector<Shortlist>(kChunk));
 }
 
@@ -62,7 +70,8 @@ void Parallel::read(const std::vector<Context>& contexts) {
     std::vector<KV::Need> needs;
     for (const Context& context : contexts) {
         const int n = static_cast<int>(context.positions.size());
-        if (static_cast<int64_t>(m.kv_.length(context.row)) + n > m.config_.max_length) wrong("more than " + std::to_string(m.config_.max_length));
+        if (static_cast<int64_t>(m.kv_.length(context.row)) + n > m.config_.max_length)
+            wrong("more than " + std::to_string(m.config_.max_length));
         for (const int32_t position : context.positions)
             if (position < 0 || position >= m.config_.max_length) wrong("position " + std::to_string(position));
         seen.push_back(context.row);
@@ -108,7 +117,8 @@ void Parallel::read(const std::vector<Context>& contexts) {
             const Part part = run.tokens(me);
             float* line = m.scratch_.line[static_cast<size_t>(me.id)].get();
             for (int t = part.begin; t < part.end; ++t) {
-                m.kernels_.rmsnorm(features.data() + static_cast<size_t>(first + t) * hidden, norm_.data(), m.config_.eps, m.config_.hidden, line);
+                const float* from = features.data() + static_cast<size_t>(first + t) * hidden;
+                m.kernels_.rmsnorm(from, norm_.data(), m.config_.eps, m.config_.hidden, line);
                 for (const Layer& l : m.layers_) run.encode_line(me, m.config_.hidden, count, t, {&l.k, &l.v});
             }
             if (!run.solo_ && !pool.meet(me)) return;
@@ -130,10 +140,13 @@ void Parallel::check(const std::vector<Ask>& asks) const {
     for (const Ask& ask : asks) {
         seen.push_back(ask.row);
         if (model_->kv_.length(ask.row) < 1) wrong("row " + std::to_string(ask.row) + " has no contexts");
-        if (ask.anchor < 0 || ask.anchor >= model_->vocab()) wrong("token " + std::to_string(ask.anchor) + " is not in the vocabulary");
-        if (ask.position < 0 || ask.position >= model_->config_.max_length) wrong("position " + std::to_string(ask.position));
+        if (ask.anchor < 0 || ask.anchor >= model_->vocab())
+            wrong("token " + std::to_string(ask.anchor) + " is not in the vocabulary");
+        if (ask.position < 0 || ask.position >= model_->config_.max_length)
+            wrong("position " + std::to_string(ask.position));
         if (ask.slots < 1 || ask.slots > slots()) wrong(std::to_string(ask.slots) + " slots of " + std::to_string(slots()));
-        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature)) wrong("a temperature must be finite and not below 0");
+        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature))
+            wrong("a temperature must be finite and not below 0");
     }
     once(std::move(seen), "malformed draft");
 }
@@ -161,8 +174,8 @@ void Parallel::forward(const std::vector<Ask>& asks) {
         for (int i = 0; i < shape_.block; ++i) {
             const bool its = i >= skipped && i < skipped + ask.slots;
             // The whole block sees up to its own end.
-            m.tokens_.push_back({i == 0 ? ask.anchor : shape_.mask, ask.row, length + shape_.block - 1, ask.position + i, length + i, length, nullptr, blocks,
-                                 its ? wanted : -1});
+            m.tokens_.push_back({i == 0 ? ask.anchor : shape_.mask, ask.row, length + shape_.block - 1, ask.position + i,
+                                 length + i, length, nullptr, blocks, its ? wanted : -1});
             result.tap_place.push_back(its ? wanted++ : -1);
         }
         last = std::max(last, ask.position + shape_.block);
@@ -188,7 +201,8 @@ void Parallel::forward(const std::vector<Ask>& asks) {
                 if (!run.layer(me, l)) return;
             if (!run.end_layers(me)) return;
             run.share(me, Model::kClaimQkv, batch.layers, head.blocks, [&](int from, int to) {
-                m.kernels_.matmul(head, m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts()), static_cast<int>(run.wanted_.size()), from, to, y, stride_);
+                const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
+                m.kernels_.matmul(head, in, static_cast<int>(run.wanted_.size()), from, to, y, stride_);
             });
             run.clock(me, kHead);
         }, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
@@ -206,7 +220,8 @@ void Parallel::encode(const std::vector<int32_t>& tokens) {
     for (size_t i = 0; i < tokens.size(); ++i) {
         unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
         std::copy_n(before_.data() + i * wide, wide, line.data());
-        model_->kernels_.encode(after.acts(), line.data(), 0, after.groups, acts_.get(), static_cast<int>(tokens.size()), static_cast<int>(i));
+        model_->kernels_.encode(after.acts(), line.data(), 0, after.groups, acts_.get(), static_cast<int>(tokens.size()),
+                                static_cast<int>(i));
     }
 }
 
@@ -253,8 +268,9 @@ void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at,
                 m.kernels_.add(y + i * kStretch, x, n);
                 x = y + i * kStretch;
             }
+            Shortlist& list = lists_[static_cast<size_t>(me.id)][static_cast<size_t>(i)];
             masses_[static_cast<size_t>(i) * static_cast<size_t>(stretches_) + static_cast<size_t>(stretch)] =
-                lists_[static_cast<size_t>(me.id)][static_cast<size_t>(i)].consider(x, from, n, tokens_.data() + from, sampling[static_cast<size_t>(i)], m.kernels_, !sure_);
+                list.consider(x, from, n, tokens_.data() + from, sampling[static_cast<size_t>(i)], m.kernels_, !sure_);
         }
     };
     m.runtime_->pool().run([&](Seat& me) {
@@ -268,7 +284,8 @@ void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at,
         merged.begin(listed(i));
         for (const std::vector<Shortlist>& lists : lists_) merged.add(lists[static_cast<size_t>(i)]);
         const bool sampled = sampling[static_cast<size_t>(i)].temperature > 0.0;
-        const float chance = sure_ && !sampled ? accepted(place(i), static_cast<size_t>(i)) : static_cast<float>(merged.shares(all, sampled).front());
+        const float chance = sure_ && !sampled ? accepted(place(i), static_cast<size_t>(i))
+                                               : static_cast<float>(merged.shares(all, sampled).front());
         if (!std::isfinite(chance)) throw NotFinite("the drafter's confidence is NaN: check its weights");
         Draft& draft = drafts[at[static_cast<size_t>(i)]];
         draft.places.push_back(merged.entries().front().place);
@@ -301,8 +318,10 @@ std::vector<Parallel::Draft> Parallel::draft(const std::vector<Ask>& asks) {
 void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits) {
     forward(asks);
     std::copy(normed_.begin(), normed_.end(), normed);
-    const size_t outputs = static_cast<size_t>(model_->outputs()), places = normed_.size() / static_cast<size_t>(model_->hidden());
-    for (size_t i = 0; i < places; ++i) std::copy_n(logits_.get() + i * static_cast<size_t>(stride_), outputs, logits + i * outputs);
+    const size_t outputs = static_cast<size_t>(model_->outputs());
+    const size_t places = normed_.size() / static_cast<size_t>(model_->hidden());
+    for (size_t i = 0; i < places; ++i)
+        std::copy_n(logits_.get() + i * static_cast<size_t>(stride_), outputs, logits + i * outputs);
 }
 
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {

@@ -69,13 +69,17 @@ public:
     int taps() const { return static_cast<int>(fusion_.wide()) / model_->hidden(); }
     int slots() const { return shape_.block - !shape_.from_anchor; }
     int rank() const { return markov_ ? markov_->before.cols : 0; }
-    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes() + (markov_ ? markov_->after.bytes() : 0); }
+    size_t bytes() const {
+        const size_t chain = markov_ ? markov_->after.bytes() : 0;
+        return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes() + chain;
+    }
 
 private:
     void check(const std::vector<Ask>& asks) const;
     void forward(const std::vector<Ask>& asks);
     void encode(const std::vector<int32_t>& tokens);
-    void slot(const std::vector<Ask>& asks, const std::vector<size_t>& at, const std::vector<size_t>& places, int s, std::vector<Draft>& drafts);
+    void slot(const std::vector<Ask>& asks, const std::vector<size_t>& at, const std::vector<size_t>& places, int s,
+              std::vector<Draft>& drafts);
     float accepted(size_t place, size_t before) const;
 
     std::shared_ptr<Model> model_;

@@ -98,7 +98,7 @@ def build(fuse: Fuse, script: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     target.forward = watched  # type: ignore[method-assign]
 
-    def policy(_: Cost) -> Fixed:
+    def policy(_: Cost, stretch: float | None = None) -> Fixed:
         made = Fixed()
         fuse.wrap(made, "policy", "plan", "trim", "learn", "release")
         return made

@@ -34,7 +34,8 @@ def run(gguf: Path, tmp_path: Path) -> Path:
     model = native.load_native(gguf, threads=1)
     made = eagles.random(model, range(VOCAB), (0, 1, 2))
     target = {"name": "tiny", "dtype": "float32", "fingerprint": "0" * 16, "vocab_size": VOCAB}
-    export.write(folder, "eagle", made.config, made.tensors, target, {"data": "1" * 16, "seed": 7})
+    recipe = {"data": "1" * 16, "seed": 7, "tokens": 64, "steps_taken": 3, "tokens_seen": 9_876}
+    export.write(folder, "eagle", made.config, made.tensors, target, recipe)
     model.close()
     last = {"step": 4, "tokens": 12_345, "seconds": 360.0, "tokens_per_step": 1.5, "acceptance": [0.3, 0.2]}
     (folder / "curve.json").write_text(json.dumps([last]))
@@ -97,6 +98,7 @@ def test_what_ships_is_what_was_measured(measure: Any, run: Path, tmp_path: Path
     assert json.loads((folder / "config.json").read_text())["outpace"]["default"] is True
     card = (folder / "README.md").read_text()
     assert "4 steps over 12,345 tokens in 0.1 hours" in card
+    assert "Kept is the best of it, after 3 steps and 9,876 tokens." in card
     assert "`--drafter auto` uses it" in card
     for its in json.loads(out.read_text())["figures"]:
         assert f"| {its['configuration']} | {its['temperature']:g} | 1 | {its['tokens_per_step']:.2f} (" in card

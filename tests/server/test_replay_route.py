@@ -13,8 +13,8 @@ from tests.server.serving import Running
 
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name a colour, then a number."}],
-    "min_tokens": 8, "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
-    "speculation": {"off": True},
+    "min_tokens": 8, "max_tokens": 12, "temperature": 0.9, "logprobs": True, "top_logprobs": 2, "n": 2,
+    "return_token_ids": True, "speculation": {"off": True},
 }  # fmt: skip
 TEXTS = {"prompt": ["One, two,", "A, b,"], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
 
@@ -89,6 +89,46 @@ def test_what_was_altered_is_named(demo: Running, chat: Any, change: Callable[[A
     if what in ("token", "logprob"):
         assert found["index"] == 5
     assert (found["gap"] is not None) == (what == "token")
+    demo.at_rest()
+
+
+def test_responses_are_said_again(demo: Running) -> None:
+    """Text with its log-probabilities, calls, and an answer that the length ended; what was altered is named."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tool = {"type": "function", "name": "paint", "parameters": schema}
+    short = {"input": "Name a colour, then a number.", "max_output_tokens": 6, "temperature": 0.9}
+    told = {**short, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "return_token_ids": True}
+    calls = {**short, "tools": [tool], "tool_choice": "required", "max_output_tokens": 40, "return_token_ids": True}
+    requests = {"short": short, "told": told, "calls": calls}
+    kept = {name: ask(demo, "/v1/responses", its) for name, its in requests.items()}
+    for name, its in requests.items():
+        said = ask(demo, "/v1/replay", {"request": its, "answer": kept[name]})
+        assert said["identical"], (name, said)
+        assert said["tokens"] == kept[name]["usage"]["output_tokens"]
+    assert kept["short"]["status"] == "incomplete"
+    assert kept["calls"]["output"][0]["type"] == "function_call"
+
+    def altered(name: str, request: Any, change: Callable[[Any], None]) -> str:
+        answer = copy.deepcopy(kept[name])
+        change(answer)
+        (choice,) = ask(demo, "/v1/replay", {"request": request, "answer": answer})["choices"]
+        return str(choice["difference"]["what"])
+
+    def part(answer: Any) -> Any:
+        return answer["output"][0]["content"][0]
+
+    assert altered("told", told, lambda its: its["token_ids"].__setitem__(3, its["token_ids"][3] + 1)) == "token"
+    assert altered("told", told, lambda its: part(its)["logprobs"][2].update(logprob=-0.5)) == "logprob"
+    assert altered("told", told, lambda its: part(its).update(text="x")) == "output.content.text"
+    assert altered("told", told, lambda its: its.update(status="completed")) == "finish"
+    assert altered("short", short, lambda its: part(its).update(text="x")) == "text"
+    assert altered("calls", calls, lambda its: its["output"][0].update(arguments="{}")) == "output.arguments"
+    for request, answer, message in [
+        (calls, {**kept["calls"], "token_ids": None}, "ask with return_token_ids"),
+        (short, {**kept["short"], "output": [{"type": "message"}]}, "none of this server's"),
+        (short, {**kept["short"], "object": "chat.completion"}, "asks for another"),
+    ]:
+        assert message in ask(demo, "/v1/replay", {"request": request, "answer": answer}, 400)["error"]["message"]
     demo.at_rest()
 
 

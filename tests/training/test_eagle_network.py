@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.training.initial import initialise
 from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.networks.attention import AnchoredAttention
+from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.objectives.eagle import EagleOptions
+from outpace.training.target import TargetParts
 from tests.training import eagle_helpers as tiny
 
 FLAGS = [
@@ -173,3 +176,22 @@ def test_simulation_walks_as_serving_does():
                 steps, tokens, at = steps + 1, tokens + gained, at + gained
     assert (found.steps, found.tokens) == (steps, tokens)
     assert tokens > steps
+
+
+def test_what_fc_is_fitted_to_survives_a_norm_that_undoes_outliers():
+    """Some numbers of the target's last states are ten thousand times others, and its final norm makes them even."""
+    draw = torch.Generator().manual_seed(5)
+    head = torch.randn(tiny.VOCAB, tiny.HIDDEN, generator=draw)
+    final_norm = torch.logspace(-2, 2, tiny.HIDDEN)
+    target = TargetParts(torch.randn(tiny.VOCAB, tiny.HIDDEN, generator=draw), 1.0, head, final_norm, 1e-5)
+    tokens = torch.arange(96) % 12  # fewer than a state has numbers, so that a linear map can tell them apart
+    taps = torch.randn(3, 12, tiny.HIDDEN, generator=draw)[:, tokens].transpose(0, 1)
+    last = head[(tokens + 1) % 12] / final_norm
+    states = torch.cat([taps, last[:, None]], 1)
+    net = EagleNetwork(tiny.config())
+    initialise(net, "next", None, target, [states], seed=0)
+    entries = torch.arange(len(tokens) - 1)
+    with torch.no_grad():
+        (said,) = net.unroll(taps, target.embed(tokens), torch.arange(len(tokens)), (0, len(tokens)), [entries])
+    agree = ((said @ head.T).argmax(-1) == (tokens[entries] + 2) % 12).float().mean()
+    assert agree > 0.5  # 0.08 where the noise is as large in all numbers before the norm

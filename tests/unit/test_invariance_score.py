@@ -14,14 +14,14 @@ import pytest
 
 from benchmarks import servers
 from benchmarks.invariance import __main__ as command
-from benchmarks.invariance.ask import Contender, outcomes, preemptions, run
+from benchmarks.invariance.ask import Contender, outcome, outcomes, preemptions, run
 from benchmarks.invariance.journal import Journal
 from benchmarks.invariance.plan import CROWDS, HIT, MISS, NOISES, OPENAI, OTHERS, OURS, Item, planned, questions
 from benchmarks.invariance.replays import alter
 from benchmarks.invariance.report import score
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow
-from outpace.measure.remote import Remote, RemoteError
+from outpace.measure.remote import Answer, Remote, RemoteError
 from tests.fake_hub import plain, serving
 from tests.unit.test_verify_url import WORDS, Scripted
 
@@ -139,6 +139,18 @@ def test_what_fails_is_counted_and_the_rest_is_asked(monkeypatch: pytest.MonkeyP
         found = Ran(monkeypatch, Scripted(change)).score(Contender("theirs", "serve", OPENAI), journal)
     assert found["failed"] == found["by"]["stream"]["streamed"]["failed"] == REQUESTS // 2
     assert found["first"]["failed"].endswith("refuses (HTTP 500)")
+
+
+def test_another_server_than_before_and_one_that_is_gone_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (item, *_) = planned(OURS, len(KNOWN), REQUESTS)
+    body, expected = {**KNOWN[0].body, "model": "m"}, Answer("", "stop", None, fingerprint="of before")
+    with serving(Scripted().answer) as url:
+        with pytest.raises(RemoteError, match="said by of before"):
+            outcome(Contender("outpace", "serve", OURS), Remote(url), body, item, expected)
+        assert outcome(Contender("theirs", "serve", OPENAI), Remote(url), body, item, expected)
+    with pytest.raises(RemoteError, match="cannot be reached"):
+        outcome(Contender("theirs", "serve", OPENAI), Remote(url), body, item, expected)
 
 
 def test_a_run_that_was_cut_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -124,12 +124,14 @@ def check(rows: list[RowView], drafts: Drafts, kept: Drafts) -> None:
     st.integers(1, 120),
     st.integers(1, 6),
     st.integers(0, 2),
+    st.sampled_from([None, 1.0, 1.5]),
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_its_promises_hold_and_it_repeats(
-    seed: int, cost: Cost, steps: int, rows: int, shape: int
+    seed: int, cost: Cost, steps: int, rows: int, shape: int, stretch: float | None
 ) -> None:
-    assert drive(Adaptive(cost), seed, steps, rows, shape) == drive(Adaptive(cost), seed, steps, rows, shape)
+    first, again = (drive(Adaptive(cost, stretch=stretch), seed, steps, rows, shape) for _ in range(2))
+    assert first == again
 
 
 def test_explaining_changes_no_decision_and_says_what_each_node_is_worth() -> None:

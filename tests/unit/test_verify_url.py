@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,9 @@ def test_differences() -> None:
     found = difference(of("a", "b"), of("a", "z"))
     assert found is not None
     assert (found.index, found.gap, found.near_tie) == (1, 8.0, False)
+    same = [replace(of(*words), text="é b") for words in (("\udcc3", "\udca9", " b"), ("é", " b"), ("x", " b"))]
+    each = [difference(same[0], its) for its in same]
+    assert [its and its.what for its in each] == [None, "token", "logprob"]
     found = difference(of("a"), of("a", "b", finish="length"))
     assert found is not None
     assert (found.what, found.index, found.a, found.b, found.gap) == ("token", 1, None, "b", None)

@@ -50,6 +50,9 @@ def run(
     prefill_delay: Annotated[
         float, option("--prefill-delay", help="Seconds by which prompts may hold up answers in a step.")
     ] = 0.05,
+    step_stretch: Annotated[
+        float, option("--step-stretch", help="Longest step that drafts in a batch may make, in plain steps.")
+    ] = 2.0,
     request_timeout: Annotated[
         float | None, option("--request-timeout", help="Seconds of an answer, after which it ends as it is.")
     ] = None,
@@ -103,7 +106,7 @@ def run(
         listener = held.enter_context(bound(settings))  # before a model is loaded for nothing
         name = served_name or load.model
         options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
-        options |= {"prefill_delay": prefill_delay}
+        options |= {"prefill_delay": prefill_delay, "step_stretch": step_stretch}
 
         def models() -> Models:
             if not also:

@@ -9,6 +9,7 @@ candidate, and what drafting may lose is bounded by accounts. docs/policy.md has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,15 +53,19 @@ class Learnt:
 class Adaptive:
     """Drafts what pays, for rows of any drafter. ``explain``: decisions carry numbers and every node's worth.
 
+    ``stretch``: the longest that a step with drafts may take where it holds up several rows, or one beside prompts, in
+    plain steps of its rows (None: any; at least 1, else ValueError). Rows with a size of their own are not held to it.
+
     Raises ModelError where the extension was not built: ask ``policy_for``.
     """
 
-    def __init__(self, cost: Cost, *, explain: bool = False) -> None:
+    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:
         last = cost.widths[-1]
         table = [cost.width(n) for n in range(last + 1)]
         line = (float(last), cost.seconds[-1], cost.last_slope)
         slopes = (cost.row, cost.position, cost.position_width)
-        self._native = _fast.native.Policy(table, *line, *slopes, _SEAMS, explain)
+        longest = math.inf if stretch is None else stretch
+        self._native = _fast.native.Policy(table, *line, *slopes, longest, _SEAMS, explain)
 
     @property
     def native(self) -> Any:

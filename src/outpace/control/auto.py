@@ -32,16 +32,22 @@ class Few(Fixed):
         return drafts, [Decision(width, None, why) for width in drafts.widths.tolist()]
 
 
-def policy_for(cost: Cost, *, explain: bool = False) -> Policy:
-    """A policy on a machine where forwards were measured to cost ``cost``; rows say who drafts for them."""
+def policy_for(cost: Cost, *, stretch: float | None = None, explain: bool = False) -> Policy:
+    """A policy on a machine where forwards were measured to cost ``cost``; rows say who drafts for them.
+
+    ``stretch``: as ``Adaptive`` has it. Without the extension nothing knows what a step takes, and it is logged that
+    it is not kept.
+    """
     if _fast.native is None:
         log.warning(
             "auto drafts at most %d tokens a step, whether they pay or not: the policy is in the C++ extension, which "
             "was not built (install a C++17 compiler and reinstall outpace, or give a size)",
             FEW,
         )
+        if stretch is not None:
+            log.warning("nor does auto keep step_stretch=%g there: steps with drafts may take any time", stretch)
         return Few()
-    return Adaptive(cost, explain=explain)
+    return Adaptive(cost, stretch=stretch, explain=explain)
 
 
 def report(cost: Cost, policy: Policy | None = None) -> dict[str, Any]:

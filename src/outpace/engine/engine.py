@@ -78,7 +78,7 @@ class Engine:
         make: Callable[[], Policy] = Fixed
         if self.adaptive:
             table = costs.of(model) if cost is None else cost
-            make = partial(policy_for, table)
+            make = partial(policy_for, table, stretch=self.options.step_stretch)
         drafting = Drafting(self.drafters, make, model.info.vocab_size)
         self._memory = min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None)
         scheduler = Scheduler(

@@ -29,8 +29,9 @@ class EngineOptions:
 
     ``size``: tokens drafted a step, or "auto": what pays; ``acceptance``: docs/exactness.md; ``max_rows``: requests
     that run at once; ``prefill_chunk``: prompt tokens a step; ``prefill_delay``: seconds by which they may hold up
-    rows that decode (None: any; 16 tokens go in any case); ``prefix_rows``: finished rows whose KV is kept for prompts
-    that begin alike (0: none).
+    rows that decode (None: any; 16 tokens go in any case); ``step_stretch``: how much longer than a plain step of its
+    rows "auto" may make one with drafts in which several rows run, as a factor of at least 1 (None: any);
+    ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike (0: none).
     """
 
     size: Size = "auto"
@@ -38,6 +39,7 @@ class EngineOptions:
     max_rows: int = 16
     prefill_chunk: int = 512
     prefill_delay: float | None = None
+    step_stretch: float | None = None
     prefix_rows: int = 16
 
     def __post_init__(self) -> None:
@@ -48,6 +50,11 @@ class EngineOptions:
         delay = self.prefill_delay
         if delay is not None and (isinstance(delay, bool) or not isinstance(delay, (int, float)) or not delay > 0):
             raise ParameterError(Argument("prefill_delay", delay), " is out of range: give seconds above 0, or None")
+        stretch = self.step_stretch
+        if stretch is not None and (
+            isinstance(stretch, bool) or not isinstance(stretch, (int, float)) or not stretch >= 1
+        ):
+            raise ParameterError(Argument("step_stretch", stretch), " is out of range: give at least 1, or None")
         checked_acceptance(self.acceptance)
         checked_size(self.size)
 

@@ -112,11 +112,13 @@ def answers(rows: Sequence[PromptRow], params: SamplingParams, way: Way) -> tupl
 
 def difference(a: Answer, b: Answer) -> RemoteDifference | None:
     """None where two answers are the same: in their tokens and the bits of their logprobs if both tell them, in their
-    text and how they ended."""
+    text and how they ended. Of the same text, tokens that are told and do not make it are no more than logprobs."""
     if a.tokens is not None and b.tokens is not None:
         for i, (mine, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
             if mine.text != other.text:
-                return RemoteDifference("token", i, mine.text, other.text, _gap(mine, other))
+                # llama.cpp's server tells under a grammar which token would have come without it
+                what = "token" if a.text != b.text or (_spells(a) and _spells(b)) else "logprob"
+                return RemoteDifference(what, i, mine.text, other.text, _gap(mine, other))
         short, there = min(len(a.tokens), len(b.tokens)), (a.tokens, b.tokens)
         if len(a.tokens) != len(b.tokens):
             x, y = (its[short].text if len(its) > short else None for its in there)
@@ -131,6 +133,12 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
         if mine.logprob != other.logprob:
             return RemoteDifference("logprob", i, mine.logprob, other.logprob, abs(mine.logprob - other.logprob))
     return None
+
+
+def _spells(answer: Answer) -> bool:
+    """Whether the tokens that are told make the text, with thoughts, stop strings or ends perhaps beside it."""
+    told = "".join(token.text for token in answer.tokens or ())
+    return answer.text in told.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _gap(x: Token, y: Token) -> float | None:

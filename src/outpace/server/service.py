@@ -12,21 +12,19 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from outpace.engine.aio import AsyncEngine
-from outpace.exact.noise import fresh_seed
 from outpace.server.errors import APIError
 from outpace.server.generation import Caller, Generation, Observer
 from outpace.server.served import Served
 from outpace.server.settings import ServerSettings
 from outpace.server.single import Models
 from outpace.server.traces import Traces
-from outpace.server.translate import Work
+from outpace.server.translate import Work, seeded
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _WORKERS = 4  # threads for templates, tokens, grammars and large JSON
-_EXACT = 2**53  # whole numbers below it survive JSON anywhere
 _TOLD = 2.0  # seconds that readers have to take the last word
 
 
@@ -70,8 +68,7 @@ class Service:
             if work.samples > 1:
                 model.admission.take(work.samples - 1, 1)
                 taken[0] = work.samples
-            if work.params.seed is None:
-                work = replace(work, params=work.params.with_(seed=fresh_seed() % _EXACT))
+            work = replace(work, params=seeded(work.params))
             engine = model.serving.engine
 
             def prepared() -> list[Any]:

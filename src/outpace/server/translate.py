@@ -1,4 +1,5 @@
-"""From a request to what an engine takes: token ids, ``SamplingParams``, options. Pure; refusals are here."""
+"""From a request to what an engine takes: token ids, ``SamplingParams``, options. Refusals are here. Pure, but for the
+seed that is drawn where none is given, before calls are named after it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from outpace.arrays import I32
 from outpace.errors import GrammarError
+from outpace.exact.noise import fresh_seed
 from outpace.models.text.chat_template import variables_of
 from outpace.params import LogitRule, SamplingParams
 from outpace.server.errors import APIError
@@ -22,6 +24,8 @@ from outpace.server.tools.base import OutputParser
 from outpace.server.tools.definitions import checked, names_of, tool_grammar
 from outpace.server.tools.detect import format_of, parser_for, thoughts_end
 from outpace.server.tools.messages import conversation
+
+_EXACT = 2**53  # whole numbers below it survive JSON anywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,11 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The same with a seed: its own, or a fresh one that answers can tell."""
+    return params if params.seed is not None else params.with_(seed=fresh_seed() % _EXACT)
+
+
 def serving(body: Sampling, settings: ServerSettings, scope: str) -> dict[str, Any]:
     """Options of ``Engine.prepare``. ``scope``: whose KV may be shared."""
     options: dict[str, Any] = {"cache_scope": scope if body.cache_salt is None else f"{scope}/{body.cache_salt}"}
@@ -131,8 +140,10 @@ def chat(body: ChatRequest, model: Served, settings: ServerSettings, scope: str)
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel)
         rules = [] if text is None else [model.grammars.lark(text, after=after)]
-    params = sampling(
-        body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
+    params = seeded(
+        sampling(
+            body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
+        )
     )
     called = hashlib.sha256(tokens.tobytes() + str(params.seed).encode())
 

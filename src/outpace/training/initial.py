@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.errors import ParameterError
@@ -71,8 +70,8 @@ def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -
 def _fit(network: EagleNetwork, taps: Tensor, wanted: Tensor) -> None:
     """Ridge regression of ``wanted`` [n, h], each at unit size, on ``taps`` [n, T, h] as ``fc`` reads them.
 
-    ``wanted`` is behind the target's final norm, whose weights undo what differs between numbers: before it, a few are a
-    hundred times the others in some targets, and what the layer adds at random would drown these.
+    ``wanted`` is behind the target's final norm, whose weights undo what differs between numbers: before it, a few are
+    a hundred times the others in some targets, and what the layer adds at random would drown these.
     """
     if network.fc_norm is not None:
         taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(network.fc_norm)], 1)

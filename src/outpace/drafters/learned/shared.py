@@ -21,10 +21,3 @@ def silu(x: F32) -> F32:
     small = np.exp(-np.abs(x))
     found: F32 = x * np.where(x >= 0, np.float32(1), small) / (1 + small)
     return found
-
-
-def rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    """x / rms(x) * weight over the last dimension (arXiv 1910.07467)."""
-    mean = np.mean(x * x, axis=-1, keepdims=True)
-    found: F32 = x / np.sqrt(mean + np.float32(eps)) * weight
-    return found

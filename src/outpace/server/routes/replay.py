@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,22 +11,32 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outpace.errors import OutpaceError
 from outpace.params import SamplingParams
-from outpace.server import replay, translate
+from outpace.server import errors, replay, translate
 from outpace.server.errors import APIError
+from outpace.server.events import Part, Whole
+from outpace.server.generation import Generation
 from outpace.server.replay import Departure, Said
-from outpace.server.routes import chat, completions
-from outpace.server.routes.answering import answer, asked, begun, service_of, whole
+from outpace.server.responses import NAMES, as_chat
+from outpace.server.routes import chat, completions, responses
+from outpace.server.routes.answering import answer, asked, begun, each_part, service_of, whole
 from outpace.server.routes.described import describes
 from outpace.server.schema.chat import ChatRequest
 from outpace.server.schema.completions import CompletionRequest
-from outpace.server.schema.replay import ReplayRequest
+from outpace.server.schema.replay import Answered, ReplayRequest
+from outpace.server.schema.responses import ResponsesRequest
 from outpace.server.served import Served
 from outpace.server.translate import Work
 
 router = APIRouter()
 
+_Asked = ChatRequest | CompletionRequest | ResponsesRequest
+
 _UNSAID = ("speculation", "index")  # of a choice: how it was made is no part of what it says
+_KINDS: dict[type[_Asked], str] = {
+    ChatRequest: "chat.completion", CompletionRequest: "text_completion", ResponsesRequest: "response",
+}  # fmt: skip
 
 
 @router.post("/v1/replay", openapi_extra=describes(ReplayRequest), response_model=None)
@@ -33,16 +44,20 @@ async def replayed(request: Request) -> Response:
     """Say an answer again and compare."""
     body, service = await asked(request, ReplayRequest), service_of(request)
     settings = service.settings
-    asks, recorded = _asks(body), [_said(i, its) for i, its in enumerate(body.answer.choices)]
+    asks = _asks(body)
+    if isinstance(asks, ResponsesRequest):
+        then, recorded = [_bare(body.answer.output)], [_responded(body.answer)]
+    else:
+        then, recorded = body.answer.choices, [_said(i, its) for i, its in enumerate(body.answer.choices)]
     wish = body.request.speculation
     acceptance = (wish and wish.acceptance) or "coupled"
 
     def work(model: Served, scope: str) -> Work:
-        its = (
-            translate.chat(asks, model, settings, scope)
-            if isinstance(asks, ChatRequest)
-            else translate.completion(asks, model, settings, scope)
-        )
+        if isinstance(asks, CompletionRequest):
+            its = translate.completion(asks, model, settings, scope)
+        else:
+            talk = as_chat(asks) if isinstance(asks, ResponsesRequest) else asks
+            its = translate.chat(talk, model, settings, scope)
         if its.samples != len(recorded):
             raise APIError(
                 400, f"the request has {its.samples} choices, the answer {len(recorded)}", param="answer.choices"
@@ -51,20 +66,21 @@ async def replayed(request: Request) -> Response:
 
     def again(model: Served, scope: str) -> Work:
         its = work(model, scope)
-        params, options = replay.prepared(model.serving.engine, its.params, recorded, acceptance)
+        known = its.params.with_(seed=asks.seed)  # a fresh one would be that of no answer
+        params, options = replay.prepared(model.serving.engine, known, recorded, acceptance)
         return replace(its, params=params, options={**its.options, **options})
 
-    first = await begun(request, asks.model, "replay-", again)
-    wholes, results = await whole(request, first), first.in_order
+    try:
+        first = await begun(request, asks.model, "replay-", again)
+    except (APIError, OutpaceError) as error:
+        raise errors.of(error, NAMES if isinstance(asks, ResponsesRequest) else {}) from error
+    now, results = await _now(request, first, asks), first.in_order
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has it drafted
 
     def compared() -> tuple[list[Departure | None], tuple[SamplingParams, replay.Told] | None]:
         found = []
-        for its, said, result, recorded_ in zip(wholes, recorded, results, body.answer.choices, strict=True):
-            now = (
-                chat.choice(first, its, asks) if isinstance(asks, ChatRequest) else completions.choice(first, its, asks)
-            )
-            found.append(replay.departure(said, Said.of(result)) or _other(recorded_, now))
+        for its, said, result, before in zip(now(), recorded, results, then, strict=True):
+            found.append(replay.departure(said, Said.of(result)) or _other(before, its))
         return found, replay.watching(first.model.serving.engine, base, recorded, found)
 
     found, second = await service.work(compared)
@@ -93,10 +109,33 @@ async def replayed(request: Request) -> Response:
     )
 
 
-def _asks(body: ReplayRequest) -> ChatRequest | CompletionRequest:
+async def _now(request: Request, first: Generation, asks: _Asked) -> Callable[[], list[dict[str, Any]]]:
+    """What makes choices of what is said now; a response is its only one. Raises APIError."""
+    if isinstance(asks, ResponsesRequest):
+        made = responses.Made(first, asks)
+
+        def take(part: Part) -> None:
+            made.add(part)
+
+        await each_part(request, first, take)
+        return lambda: [_bare(made.told()["output"])]
+    wholes = await whole(request, first)
+
+    def choice(its: Whole) -> dict[str, Any]:
+        return chat.choice(first, its, asks) if isinstance(asks, ChatRequest) else completions.choice(first, its, asks)
+
+    return lambda: [choice(its) for its in wholes]
+
+
+def _bare(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A response's items as a choice: without their ids, which are new in every answer."""
+    return {"output": [{name: value for name, value in item.items() if name != "id"} for item in output]}
+
+
+def _asks(body: ReplayRequest) -> _Asked:
     """The request as it is to be asked again. Raises APIError."""
     its = body.request
-    if isinstance(its, ChatRequest) != (body.answer.object == "chat.completion"):
+    if body.answer.object != _KINDS[type(its)]:
         raise APIError(
             400, f"the answer is a {body.answer.object}, the request asks for another", param="answer.object"
         )
@@ -137,6 +176,23 @@ def _said(index: int, choice: dict[str, Any]) -> Said:
         raise APIError(
             400, f"answer.choices.{index} is no choice of this server's ({error})", param=f"answer.choices.{index}"
         ) from None
+
+
+def _responded(its: Answered) -> Said:
+    """What a recorded response says. Raises APIError."""
+    try:
+        parts = [part for item in its.output if item.get("type") == "message" for part in item["content"]]
+        logprobs = [float(entry["logprob"]) for part in parts for entry in part.get("logprobs") or ()]
+        text = "".join([part["text"] for part in parts])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise APIError(400, f"answer.output is none of this server's ({error!r})", param="answer.output") from None
+    if its.token_ids is None and [item.get("type") for item in its.output] != ["message"]:
+        raise APIError(
+            400, "thoughts and calls are replayed by their tokens: ask with return_token_ids", param="answer.token_ids"
+        )
+    finish = {"completed": "stop", "incomplete": "length"}.get(its.status or "")
+    ids = None if its.token_ids is None else tuple(its.token_ids)
+    return Said(ids, text if ids is None else None, tuple(logprobs) or None, finish)
 
 
 def _other(recorded: dict[str, Any], now: dict[str, Any]) -> Departure | None:

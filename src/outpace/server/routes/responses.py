@@ -41,7 +41,7 @@ async def responses(request: Request) -> Response:
         generation = await begun(request, body.model, "resp_", work)
     except (APIError, OutpaceError) as error:
         raise errors.of(error, NAMES) from error
-    said = _Said(generation, body)
+    said = Made(generation, body)
     if body.stream:
         return _stream(request, said)
 
@@ -52,7 +52,7 @@ async def responses(request: Request) -> Response:
     return await answer(request, said.whole)
 
 
-class _Said:
+class Made:
     """A response as it is made."""
 
     def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
@@ -126,7 +126,7 @@ class _Said:
         return told
 
 
-def _stream(request: Request, said: _Said) -> EventStream:
+def _stream(request: Request, said: Made) -> EventStream:
     service, generation, numbers = service_of(request), said.generation, count()
 
     def line(its: dict[str, Any]) -> bytes:
