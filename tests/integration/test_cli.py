@@ -155,7 +155,7 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert code == 0
     assert "identical" in out
     assert out.count("tokens/s") == 2
-    assert "green: drafted by suffix and accepted" in out  # what auto stands for
+    assert "green: drafted by suffix+eagle:demo and accepted" in out  # what auto stands for
     code, out, _ = outpace(
         capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
     )
