@@ -86,7 +86,7 @@ def test_what_prompts_take_is_not_there_for_drafts(rows: int) -> None:
     views = [view(row) for row in range(rows)]
 
     def planned(prefill: int) -> tuple[list[int], str]:
-        load = Load([300.0] * rows, prefill)  # type: ignore[list-item]
+        load = Load([300] * rows, prefill)
         nodes = policy.plan(views, [15] * rows, load).nodes
         kept, decisions = policy.trim(views, chains([min(n, 4) for n in nodes], [0.95] * rows), load)
         seconds = TWO_CORES.forward([1 + n for n in kept.widths.tolist()], [300] * rows)
@@ -127,9 +127,10 @@ def test_an_engine_tells_its_policy() -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    for wrong in (0.99, float("nan"), True, "2"):
+    wrongs: list[Any] = [0.99, float("nan"), True, "2"]
+    for wrong in wrongs:
         with pytest.raises(ParameterError, match="step_stretch"):
-            EngineOptions(step_stretch=wrong)  # type: ignore[arg-type]
+            EngineOptions(step_stretch=wrong)
     with pytest.raises(ValueError, match="shorter than a plain one"):
         Adaptive(CPU, stretch=0.5)
     assert EngineOptions(step_stretch=1).step_stretch == 1
