@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +226,16 @@ def feed(
         batch = Batch.pack([row], [part], [model.kv.length(row)], [True], tree)
         pieces.append(model.forward(batch).logits(np.arange(len(part), dtype=np.int32)))
     return np.concatenate(pieces)
+
+
+def check_rows(held: Any, rows: Iterable[int]) -> None:
+    """A drafter's network has KV for ``rows`` alone; its other memory is poisoned, so that nothing reads it unseen."""
+    held.check(list(rows))
+    held._model.kv_poison()
+
+
+def release_all(held: Any, rows: Iterable[int]) -> None:
+    """``rows`` are let go, after which it holds nothing."""
+    for row in list(rows):
+        held.release(row)
+    assert held.bytes == 0

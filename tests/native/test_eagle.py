@@ -11,7 +11,7 @@ import pytest
 from eagle_reference import Reference, grown, random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_helpers import BLOCKS, Tiny, dequantized, feed, packed, random_bytes
+from native_helpers import BLOCKS, Tiny, check_rows, dequantized, feed, packed, random_bytes, release_all
 
 from outpace import _native
 from outpace.drafters.learned.checkpoint import Checkpoint
@@ -239,11 +239,8 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             del kept[row]
             head.release(row)
             assert head.length(row) == 0
-        head.check(list(kept))
-        head._model.kv_poison()  # nothing reads what no entry has
-    for row in list(kept):
-        head.release(row)
-    assert head.bytes == 0
+        check_rows(head, kept)
+    release_all(head, kept)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 4.0])

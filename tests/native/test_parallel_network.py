@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_helpers import Tiny
+from native_helpers import Tiny, check_rows, release_all
 
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Decoder, ParallelConfig
@@ -152,11 +152,8 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             del kept[row]
             blocks.release(row)
             assert blocks.end(row) == 0
-        blocks.check(list(kept))
-        blocks._model.kv_poison()  # nothing reads what no row has
-    for row in list(kept):
-        blocks.release(row)
-    assert blocks.bytes == 0
+        check_rows(blocks, kept)
+    release_all(blocks, kept)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 4.0])
