@@ -21,7 +21,8 @@ constexpr Clock::duration kCrowdedSpin = microseconds(5);
 // torch or the caller could use.
 constexpr Clock::duration kMostGap = std::chrono::milliseconds(2);
 // A run is slow when waits that ended in sleep took longer than any hiccup, and so much of its time that fewer threads,
-// which wait for nobody, would have been as fast.
+// which wait for nobody, would have been as fast. Of a run that is under way that is the time it takes undisturbed: who
+// answers readers needs a core for a moment just when a forward begins, and gives it back.
 constexpr Clock::duration kHiccup = microseconds(500);
 constexpr double kLost = 0.4;
 // Others use the cores where threads were away for so much of what was lost. Waking from sleep counts as away, which is a
@@ -131,6 +132,8 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
     begun_ = Clock::now();
     lost_ = away_ = {};
     count_ = began_ = team;
+    kind = std::min(kind, kKinds - 1);
+    expected_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(expected(team, kind) * work));
     if (team > 1) {
         const Clock::duration gap = begun_ - ended_;
         gap_ = gap < kMostGap ? std::max(gap, gap_ - gap_ / 16) : Clock::duration{};
@@ -157,7 +160,7 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
         body(alone);
     }
     ended_ = Clock::now();
-    if (calibrated_) learn(team, std::min(kind, kKinds - 1), work);
+    if (calibrated_) learn(team, kind, work);
     return count_;
 }
 
@@ -257,8 +260,15 @@ void Pool::account() {
     if (pretended_ >= 0.0) away_ = std::chrono::duration_cast<Clock::duration>(pretended_ * lost_);
 }
 
+// Seconds a unit of work that a team is thought to take while nobody else uses the cores; 0: unknown.
+double Pool::expected(int team, unsigned kind) const {
+    if (team < threads_) return smaller_[kind];
+    return usual_[kind] > 0.0 ? usual_[kind] : smaller_[kind] * limit_ / threads_;
+}
+
 bool Pool::slow() const {
-    return lost_ > kHiccup && lost_ > std::chrono::duration_cast<Clock::duration>(kLost * (Clock::now() - begun_));
+    const Clock::duration whole = std::max(Clock::now() - begun_, expected_);
+    return lost_ > kHiccup && lost_ > std::chrono::duration_cast<Clock::duration>(kLost * whole);
 }
 
 // A run is slow because others use the cores.
@@ -282,6 +292,7 @@ void Pool::learn(int started, unsigned kind, double work) {
     const bool trial = limit_ < threads_ && started == threads_;
     const double took = std::chrono::duration<double>(ended_ - begun_).count() / work;
     const bool fewer = count_ < started || robbed();
+    if (started == threads_ && !slow()) usual_[kind] = took;
     dropped_ += fewer;
     waited_ += !fewer && slow();
     if (fewer) {

@@ -4,10 +4,11 @@
 // measures when it begins (16 microseconds on one machine, 57 on another; a hand-over between spinning threads takes 0.2).
 //
 // On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Two things
-// together are the evidence: waits so long that they end in sleep took much of the run, and meanwhile threads of the team
-// were neither running nor asleep of their own accord, by their processor clocks (which leave out what a hypervisor takes,
-// where it tells). Such a run goes on with half of its team, and so do the next ones, until a trial with all threads is
-// faster than what the smaller team took. Long waits alone, for a thread that had more to do, cost nobody its place.
+// together are the evidence: waits so long that they end in sleep took much of what the whole run takes undisturbed, and
+// meanwhile threads of the team were neither running nor asleep of their own accord, by their processor clocks (which leave
+// out what a hypervisor takes, where it tells). Such a run goes on with half of its team, and so do the next ones, until a
+// trial with all threads is faster than what the smaller team took. Long waits alone, for a thread that had more to do, cost
+// nobody its place.
 #pragma once
 
 #include <array>
@@ -89,6 +90,7 @@ private:
     void wait(int thread, const Done& done, bool lost = true);
     Clock::duration away(const Place& place) const;
     void account();
+    double expected(int team, unsigned kind) const;
     bool slow() const;
     bool robbed() const;
     void shrink(const Seat& last);
@@ -105,6 +107,7 @@ private:
     unsigned runs_ = 0;
     int count_ = 1;
     Clock::time_point begun_, ended_;
+    Clock::duration expected_{};      // of the whole run, undisturbed; 0: unknown
     Clock::duration lost_{};          // in waits that ended in sleep
     Clock::time_point asleep_since_;  // when the first sleeper began to wait; zero: nobody sleeps; guarded by mutex_
     Clock::time_point released_;      // when sleepers were last told to go on; guarded by mutex_
@@ -116,7 +119,8 @@ private:
     int limit_;         // threads of a run that is no trial
     int rest_ = 0;      // runs until the next trial
     int patience_ = 1;  // how many runs a failed trial is remembered
-    std::array<double, kKinds> smaller_{};  // seconds a unit of work, of the smaller team's last run of each kind; 0: unknown
+    // Seconds a unit of work, of the last run of each kind: of the smaller team, and of all threads undisturbed; 0: unknown.
+    std::array<double, kKinds> smaller_{}, usual_{};
     Clock::duration gap_{};                          // between runs that follow one another
     Clock::duration spin_;                           // of a thread that waits at a barrier
     std::atomic<Clock::rep> idle_spin_;              // of a worker between runs

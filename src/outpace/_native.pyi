@@ -120,7 +120,7 @@ class Runtime:
     claims: bool
     """Whether threads claim a half of every product, since cores differ: measured when they began, or as it was set."""
 
-    def late_run(self, seconds: float, sleeps: bool, away: float) -> int:
+    def late_run(self, seconds: float, sleeps: bool, away: float, after: float = 0.0) -> int:
         """For tests: a run whose last thread is late, asleep or at work. ``away``: see Pool::pretend. The team then."""
 
     @property

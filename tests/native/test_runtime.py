@@ -253,6 +253,17 @@ def test_threads_are_dropped_on_evidence_alone() -> None:
     assert runtime.late_run(0.03, True, away=-1.0) == 1  # asleep for the system, not for the pool: that is real
 
 
+def test_a_run_is_robbed_by_what_it_takes_as_a_whole() -> None:
+    """A thread that is away for a moment as a run begins costs it less than the run would with half of its threads."""
+    runtime = _native.Runtime(2)
+    for _ in range(3):  # so long does it take
+        assert runtime.late_run(0.0, False, away=0.0, after=0.04) == 2
+    dropped = runtime.drops[0]
+    assert runtime.late_run(0.006, False, away=0.9, after=0.04) == 2
+    assert runtime.drops[0] == dropped
+    assert runtime.late_run(0.04, False, away=0.9, after=0.04) == 1
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_rows_that_are_sampled_by_several_threads_say_what_each_says_alone(threads: int, tiny: Tiny) -> None:
     params = [
