@@ -143,7 +143,7 @@ private:
         std::optional<nb::gil_scoped_release> release;
         if (lookup.stepwise()) {
             stepwise_ = true;
-            release.emplace();
+            if (std::any_of(asked_.begin(), asked_.end(), [](const Asked& its) { return its.levels != 0; })) release.emplace();
         }
         lookup.propose(asked_, trees_);
     }

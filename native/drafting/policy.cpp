@@ -11,6 +11,8 @@ namespace {
 constexpr int kLeastReach = 6;         // nodes that a row may always ask for
 constexpr int kFirstLevels = 4;        // levels that are drafted until a level's time is known
 constexpr int kPatience = 12;          // fruitless proposals before a row stops asking; then it waits 8, 16, ... steps
+constexpr int kLeastPatience = 3;      // where other rows' proposals do not pay for their asking either
+constexpr double kFewer = 0.75;        // of the rows beside which it waits: then it may pay now
 constexpr int kLongestWait = 64;
 constexpr int kBlocked = 2;            // steps that all rows wait when one could not bear their drafts
 constexpr double kWholeGain = 1.0, kWholeDrafts = 4.0;  // tokens that an unknown whole draft is hoped to bring; drafts that counts for
@@ -37,7 +39,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.row = &rows_.at(views[i].row);
         step.kind = step.row->kind;
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
-        step.there = step.asks = false;
+        step.there = step.asks = step.waits = false;
         step.kept.clear();
         step.gains.clear();
         step.said = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0};
@@ -68,11 +70,13 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
             Step& step = steps_[i];
             Row& row = *step.row;
             if (!adaptive(step) || !step.view.most) continue;
-            if (row.wait) {
-                --row.wait;
+            if (static_cast<double>(count_) < kFewer * static_cast<double>(row.crowd)) row.wait = 0;
+            step.waits = row.wait > 0;
+            row.wait -= step.waits;
+            if (step.kind.levels >= 0) {
+                step.nodes = step.view.most;  // plan_levels says how many, and whether its network is asked though it waits
+            } else if (step.waits) {
                 step.said.why = Why::Waits;
-            } else if (step.kind.levels >= 0) {
-                step.nodes = step.view.most;  // plan_levels says how many
             } else if (whole(step)) {
                 if (plan_whole(step)) step.nodes = step.levels = step.view.most;
             } else {
@@ -192,7 +196,8 @@ void Policy::plan_levels(int drafter) {
         step.levels = best[i];
         step.said.why = Why::Levels;
         if (!step.kind.nodes) step.nodes = best[i];
-        else if (!best[i]) step.nodes = std::min(step.nodes, step.row->reach);
+        else if (!best[i]) step.nodes = step.waits ? 0 : std::min(step.nodes, step.row->reach);
+        if (step.waits && !step.nodes) step.said.why = Why::Waits;
     }
 }
 
@@ -377,24 +382,28 @@ int Policy::bearable(int count) const {
     return count;
 }
 
-// When a row asks next: every step while that pays, ever more rarely while it does not.
+// When a row asks next: every step while that pays, ever more rarely while it does not. Where a network was asked, what was
+// saved says nothing of those beside it.
 void Policy::ask_again(Step& step, double saved) {
-    if (!step.row || !adaptive(step) || !step.nodes || step.kind.levels >= 0 || whole(step)) return;
+    if (!step.row || !adaptive(step) || !step.nodes || (step.kind.levels >= 0 && step.levels) || whole(step)) return;
     Row& row = *step.row;
+    Asking& asking = asking_[static_cast<size_t>(step.kind.drafter)];
     if (step.said.why == Why::Others) {  // it is not this row's fault, so all wait together, to draft together
         blocked_ = kBlocked;
         return;
     }
     row.value += (saved - row.value) / 16;
+    asking.value += (saved - asking.value) / 64;
     const bool sure = step.there && !step.gains.empty() && step.gains[0] >= kSure * rate() * (more(1) + asked_);
     if (saved > 0 || (sure && (red_ || !trusted(row)))) {  // or something else keeps a good draft back
         row.fruitless = 0;
         row.waited = 4;
         return;
     }
-    if (++row.fruitless < kPatience) return;
-    if (row.value < asking_[static_cast<size_t>(step.kind.drafter)].each / unit_)
-        row.wait = row.waited = std::min(2 * row.waited, kLongestWait);
+    const double each = asking.each / unit_;
+    if (++row.fruitless < (asking.value < each ? kLeastPatience : kPatience) || row.value >= each) return;
+    row.wait = row.waited = std::min(2 * row.waited, kLongestWait);
+    row.crowd = count_;
 }
 
 }  // namespace outpace

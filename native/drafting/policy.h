@@ -88,6 +88,7 @@ private:
         std::array<double, 2> biases{0.0, 0.0}, odds{1.0, 1.0};  // in log-odds, of first nodes and deeper ones; exp(-bias)
         int64_t proposals = 0;
         int fruitless = 0, wait = 0, waited = 4, reach = 64;
+        size_t crowd = 0;            // rows of the step in which it began to wait
         double value = 0.0;          // plain steps that a proposal saves, lately
         double lead = 0.0;           // steps that it is ahead of plain decoding: its tokens, less what all drafts took
         double wall = 0.0;           // steps that it was in
@@ -101,6 +102,7 @@ private:
     };
     struct Asking {  // what a drafter takes, in seconds
         double each = 0.0;  // a row
+        double value = 1.0; // plain steps that a row's asking saves, lately
         std::array<double, 8> level{};  // a level, by doublings of the rows
         int rows = 0, levels = 0;  // in this step
         bool known() const;
@@ -115,6 +117,7 @@ private:
         std::vector<double> gains, chances;
         std::vector<Chance*> learns;
         bool asks = false;  // its network was asked as a try, so that its nodes need no account
+        bool waits = false;  // it asks nobody but a network
         Said said;
     };
     struct Free {  // a node to choose

@@ -49,8 +49,7 @@ void Policy::admit(int64_t row, const Kind& kind) {
 void Policy::release(int64_t row) {
     for (size_t i = 0; i < count_; ++i)
         if (steps_[i].view.row == row) steps_[i].row = nullptr;
-    if (!rows_.erase(row)) return;
-    for (auto& [number, other] : rows_) other.wait = std::min(other.wait, 1);  // the batch is another one: it may pay now
+    rows_.erase(row);
 }
 
 double Policy::slack(const Row& row) const { return row.lead + kOthersMay + kOthersDrip * row.wall; }

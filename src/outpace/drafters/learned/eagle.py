@@ -27,6 +27,7 @@ from outpace.exact.drafts import Drafts
 from outpace.models.base import HostOutput
 
 CATCH_UP = 256  # real entries of one row that wait unread, and that one call feeds
+SHARED = 64  # unread entries of a beginning that rows share, from which on one of them reads it for all
 BRANCH = 4
 LEVELS = 6  # of a tree of fixed size; where the policy chooses, it says how many
 
@@ -192,8 +193,8 @@ class EagleDrafter(ChainDrafter):
         self.release(dst)
         if src not in self._entries:
             return
-        if self._entries.waiting(src) > 1:  # so that both have it from one forward; the last says how a draft begins
-            self._feed_some([src])
+        if self._entries.waiting(src) > 1 and n - 1 - self._entries.read(src) > SHARED:
+            self._feed_some([src])  # so that both have it from one forward; the last says how a draft begins
         self._settle(src)
         self._entries.fork(src, dst, n - 1)  # entry n - 2 has the last of n tokens
         if read := self._entries.read(dst):
