@@ -52,7 +52,7 @@ class Running:
         self.call(wait(), seconds + 5)
         for name in self.service.models.names():
             known = self.service.known(name)
-            assert known is None or known.admission.inside == 0
+            assert known is None or known.admission.inside == known.admission.largest == 0
 
 
 @contextmanager

@@ -43,8 +43,8 @@ ORIGIN = "https://example.org"
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    """Let in are two keys, and pages of one origin."""
-    with serving(engine(), api_keys=KEYS, cors=(ORIGIN,)) as running:
+    """Let in are two keys, and pages of one origin; 402 places, of which one key alone comes to half."""
+    with serving(engine(), api_keys=KEYS, cors=(ORIGIN,), queue=400) as running:
         yield running
 
 
@@ -258,6 +258,36 @@ def test_a_flood_of_one_key_holds_up_another_by_one_answer(guarded: Running) -> 
     until(guarded, 200)
     assert post(guarded, SHORT, **second)[0] == 200
     assert guarded.call(guarded.engine.ask(lambda its: its.snapshot().waiting)) > 100
+    for connection in flood:
+        connection.close()
+    until(guarded, 0)
+    guarded.at_rest()
+
+
+def test_a_flood_of_one_key_leaves_places_to_another(guarded: Running) -> None:
+    """Of 300 requests of one key those beyond its share are refused at once; the other's is let in and answered, and
+    whoever was let in stays so: streams end as they would have."""
+    first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    brief = {**LONG, "max_tokens": 24, "stream": True}
+    flood = [raw(guarded, brief, **first) for _ in range(300)]
+    heads = [connection.recv(4096) for connection in flood]  # of a stream it comes at once
+    refused = [head for head in heads if head.startswith(b"HTTP/1.1 429 ")]
+    assert all(head.startswith(b"HTTP/1.1 200 ") for head in heads if head not in refused)
+    assert 50 < len(refused) <= 99  # 201 have places; some of those have been answered by now
+    assert all(b"\r\nretry-after: " in head for head in refused)
+    status, headers, answer = post(guarded, {**LONG, "n": 100}, **first)  # more than what has ended meanwhile
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_share", "rate_limit_error")
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert post(guarded, SHORT, **second)[0] == 200
+    assert guarded.call(guarded.engine.ask(lambda its: its.snapshot().waiting)) > 100
+    let_in = [connection for connection, head in zip(flood, heads, strict=True) if head not in refused]
+    whole = heads[flood.index(let_in[0])]
+    while piece := let_in[0].recv(65536):
+        whole += piece
+        if whole.endswith(b"0\r\n\r\n"):
+            break
+    assert b"[DONE]" in whole
+    assert b'"error"' not in whole
     for connection in flood:
         connection.close()
     until(guarded, 0)

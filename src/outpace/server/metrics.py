@@ -150,14 +150,16 @@ class _AtScrape(Collector):
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._states: dict[str, str] = {}
-        self._queues: dict[str, tuple[int, int]] = {}  # samples in the house, and the most of them
+        self._queues: dict[str, tuple[int, int, int]] = {}  # samples in the house, of one key at most, and places
 
     async def look(self, service: Service) -> None:
         """Ask every engine that there is."""
         states = service.models.state()
         self._states = {name: str(its["state"]) for name, its in states.items()}
         known = {name: its for name in states if (its := service.known(name)) is not None}
-        self._queues = {name: (its.admission.inside, its.admission.capacity) for name, its in known.items()}
+        self._queues = {
+            name: (its.inside, its.largest, its.capacity) for name, its in ((n, k.admission) for n, k in known.items())
+        }
         looks = [self._ask(name, its.serving) for name, its in known.items() if its.serving.alive]
         await asyncio.gather(*looks)
 
@@ -174,19 +176,15 @@ class _AtScrape(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every family, with one sample a model or more."""
-        loaded = GaugeMetricFamily(
-            "outpace_model_state", "1 for the state that a model is in.", labels=["model", "state"]
-        )
-        for name, state in self._states.items():
-            loaded.add_metric([name, state], 1)
-        yield loaded
-        queue = GaugeMetricFamily("outpace_queue_samples", "Samples that run or wait.", labels=["model"])
-        room = GaugeMetricFamily("outpace_queue_limit", "Samples from which on it is 429.", labels=["model"])
-        for name, (inside, capacity) in self._queues.items():
-            queue.add_metric([name], inside)
-            room.add_metric([name], capacity)
-        yield from (queue, room)
         families = _Families()
+        for name, state in self._states.items():
+            its = {"model": name, "state": state}
+            families.gauge("outpace_model_state", "1 for the state that a model is in.", its, 1)
+        for name, (inside, largest, capacity) in self._queues.items():
+            its = {"model": name}
+            families.gauge("outpace_queue_samples", "Samples that run or wait.", its, inside)
+            families.gauge("outpace_queue_largest_key", "Of these, the most of one API key.", its, largest)
+            families.gauge("outpace_queue_limit", "Samples from which on it is 429.", its, capacity)
         for name, seen in self._seen.items():
             _now(families, name, seen)
             _so_far(families, name, seen.stats)

@@ -1,8 +1,7 @@
-"""A model as the server knows it: its engine, its words, and how many samples may be in the house for it."""
+"""A model as the server knows it: its engine, its words, and who may be in the house for it."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,14 +16,15 @@ from outpace.errors import ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.text.token_bytes import TokenBytes, token_texts
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.server.errors import BUSY, APIError
+from outpace.server.admission import Admission
+from outpace.server.errors import APIError
 from outpace.server.sources import Colours
 
 
 class Served:
-    """``queue``: samples that may wait beyond those that run."""
+    """``queue``: samples that may wait beyond those that run; ``shared``: there are several API keys."""
 
-    def __init__(self, name: str, serving: AsyncEngine, *, queue: int, fingerprint: str) -> None:
+    def __init__(self, name: str, serving: AsyncEngine, *, queue: int, shared: bool, fingerprint: str) -> None:
         engine = serving.engine
         if engine.tokenizer is None:
             raise ModelError(f"{name} has no tokenizer, which a server needs: add its tokenizer.json")
@@ -32,7 +32,7 @@ class Served:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.info: ModelInfo = engine.model.info
         self.created = int(time.time())
-        self.admission = Admission(engine.options.max_rows, queue)
+        self.admission = Admission(engine.options.max_rows, queue, shared=shared)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -63,40 +63,3 @@ class Served:
             return lambda token: None
         code = TokenBytes(self.tokenizer)
         return lambda token: list(code.of(token))
-
-
-class Admission:
-    """Counts samples in the house: those that run, and so many that wait."""
-
-    def __init__(self, rows: int, queue: int) -> None:
-        self.rows, self.capacity = rows, rows + queue
-        self.inside = 0
-        self._seconds = 1.0  # that a sample runs, on average
-
-    def take(self, samples: int, inside: int = 0) -> None:
-        """Let ``samples`` in, of a request of which ``inside`` are already. Raises APIError: 429, or 400 for one that
-        would never fit."""
-        if samples + inside > self.capacity:
-            raise APIError(
-                400, f"{samples + inside} samples are more than this server queues ({self.capacity}): ask for fewer",
-                param="n",
-            )  # fmt: skip
-        if self.inside + samples > self.capacity:
-            raise APIError(
-                429, f"the queue is full ({self.inside} samples): try again later", code="queue_full", kind=BUSY,
-                headers={"retry-after": str(self.patience())},
-            )  # fmt: skip
-        self.inside += samples
-
-    def give(self, samples: int) -> None:
-        """They have left."""
-        self.inside -= samples
-
-    def took(self, seconds: float) -> None:
-        """A sample ran for so long."""
-        self._seconds += 0.1 * (seconds - self._seconds)
-
-    def patience(self) -> int:
-        """Seconds until there may be room."""
-        waiting = max(self.inside - self.rows, 1)
-        return min(max(math.ceil(self._seconds * waiting / self.rows), 1), 60)

@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from outpace.engine.aio import AsyncEngine
+from outpace.server.admission import Places
 from outpace.server.errors import APIError
 from outpace.server.generation import Caller, Generation, Observer
 from outpace.server.served import Served
@@ -61,13 +62,10 @@ class Service:
         async with AsyncExitStack() as held:
             self.enter(held)
             model = await self.model(name, held)
-            model.admission.take(1)
-            taken = [1]
-            held.callback(lambda: model.admission.give(taken[0]))
+            places = held.enter_context(closing(Places(model.admission, caller.scope)))
+            places.hold(1)
             work = await self.work(translate, model)
-            if work.samples > 1:
-                model.admission.take(work.samples - 1, 1)
-                taken[0] = work.samples
+            places.hold(work.samples)
             work = replace(work, params=seeded(work.params))
             engine = model.serving.engine
 
@@ -109,7 +107,8 @@ class Service:
                 await self.traces.watch(serving)
             known = self._served.get(name)
         if known is None or known.serving is not serving:
-            known = Served(name, serving, queue=self.settings.queue, fingerprint=fingerprint)
+            shared = len(self.settings.api_keys) > 1
+            known = Served(name, serving, queue=self.settings.queue, shared=shared, fingerprint=fingerprint)
             self._served[name] = known
         return known
 
