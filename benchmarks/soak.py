@@ -7,8 +7,8 @@ however often and beside whatever it is asked; what means nothing is told so, by
 Between parts, when nothing runs, the engine's invariants are checked and what is held is counted (rows, blocks,
 threads, files, memory). Memory at the end is that after the first tenth, within 5 %. What is bounded is filled before:
 KV that was once in use stays mapped, so that what a process holds follows the most that ever ran at once. What the C
-library's allocator keeps free does not count (soak_server.py); it is told as "untrimmed". At last the server is told to
-stop under load, where everybody has to be answered or refused. Linux only.
+library's allocator keeps free counts, too: nobody trims for the comparison. At last the server is told to stop under
+load, where everybody has to be answered or refused. Linux only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ python -m benchmarks.soak_server PORT [DRAFTER]
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from outpace import AsyncEngine, Engine
+from outpace.allocator import few_arenas
 from outpace.server.fingerprint import system_fingerprint
 from outpace.server.runner import Server, bound
 from outpace.server.service import Service
@@ -37,15 +37,6 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def trimmed() -> int:
-    """The same once the C library's allocator has given back what it keeps free: that goes up and down by 20 MB with
-    what its threads' arenas look like, and hides what is held. Where it cannot be asked (not glibc), nothing is."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    return resident()
-
-
 async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
     known = [service.known(name) for name in service.models.names()]
     return {
@@ -54,12 +45,12 @@ async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
         "samples": sum(its.admission.inside for its in known if its is not None),
         "threads": threading.active_count(),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "untrimmed": resident(),
-        "memory": await asyncio.to_thread(trimmed),
+        "memory": resident(),
     }
 
 
 async def serve(port: int, drafter: str) -> None:
+    few_arenas()
     settings = ServerSettings(port=port, drain=20.0)
     with bound(settings) as listener:
         serving = AsyncEngine(Engine.load("demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV))

@@ -63,7 +63,9 @@ def test_one_floods_after_the_other() -> None:
     assert (told.value.status, told.value.code) == (429, "queue_full")
     admission.give("0", 1)
     for key in range(9):
-        with pytest.raises(APIError, match=rf"its share of the queue \({held[key] - (not key)} samples; 1 of 272") as told:
+        with pytest.raises(
+            APIError, match=rf"its share of the queue \({held[key] - (not key)} samples; 1 of 272"
+        ) as told:
             admission.take(str(key), 1)
         assert (told.value.status, told.value.code) == (429, "queue_share")
         assert 1 <= int(told.value.headers["retry-after"]) <= 60

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from outpace import Engine
+from outpace import Engine, allocator
 from outpace.engine import core
 from tests.server.serving import Running, serving
 
@@ -323,3 +323,31 @@ def test_cross_origin_requests_are_off_unless_asked_for(small: Running, guarded:
     key = {"authorization": f"Bearer {KEYS[0]}"}
     assert post(guarded, SHORT, origin=ORIGIN, **key)[1]["access-control-allow-origin"] == ORIGIN
     assert "access-control-allow-origin" not in post(guarded, SHORT, origin="https://example.com", **key)[1]
+
+
+def test_when_nobody_asks_free_memory_goes_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the model was loaded, and after whoever was there; never beside a request."""
+    trimmed: list[int] = []
+    beside: list[int] = []
+    with serving(engine(), idle=0.02) as running:
+
+        def trim() -> bool:
+            beside.append(running.service.inside)
+            trimmed.append(running.service.came)
+            return True
+
+        monkeypatch.setattr(allocator, "trim", trim)
+        for _ in range(2):
+            held = raw(running, {**LONG, "stream": True})
+            until(running, 1)
+            assert post(running, SHORT)[0] == 200
+            held.close()
+            running.at_rest()
+            end = time.monotonic() + 20
+            while running.service.came not in trimmed:
+                assert time.monotonic() < end
+                time.sleep(0.005)
+        time.sleep(0.2)
+    assert trimmed[-2:] == [2, 4]
+    assert len(trimmed) == len(set(trimmed))
+    assert set(beside) == {0}

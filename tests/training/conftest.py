@@ -59,7 +59,7 @@ def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their tensors are too small for two, and memory that is kept would be kept for all tests behind them."""
-    monkeypatch.setattr(setup, "keep_memory", lambda: None)
+    monkeypatch.setattr(setup, "keep_freed", lambda: False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

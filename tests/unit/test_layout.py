@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outpace"
 FLOORS = (  # from the ground up; ARCHITECTURE: an import never runs upwards
-    ("errors", "arrays", "units"),
+    ("allocator", "arrays", "errors", "units"),
     ("files", "habits", "params"),
     ("exact",),
     ("models",),

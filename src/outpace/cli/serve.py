@@ -75,6 +75,7 @@ def run(
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"a server needs {', '.join(missing)}: pip install 'outpace[serve]'")
+    from outpace.allocator import few_arenas
     from outpace.server.settings import ServerSettings
 
     if model_memory is not None and not also:
@@ -94,6 +95,7 @@ def run(
 
     listeners: list[Listener] = [RequestLog(), *([Spans(tracer())] if otel else [])]
     configure(log_format)
+    few_arenas()
     from outpace.engine.aio import AsyncEngine
     from outpace.server.fingerprint import system_fingerprint
     from outpace.server.pool import Pool, pooled

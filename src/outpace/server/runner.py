@@ -10,6 +10,7 @@ import uvicorn
 
 from outpace.errors import Argument, ParameterError
 from outpace.server.app import create_app
+from outpace.server.idle import trimmed
 from outpace.server.service import Service
 from outpace.server.settings import ServerSettings
 
@@ -59,7 +60,11 @@ class Server(uvicorn.Server):
     async def run_until_stopped(self) -> None:
         """Serve until ``stop`` or a signal."""
         self._loop = asyncio.get_running_loop()
-        await self.serve(sockets=[self._listener])
+        trimming = self._loop.create_task(trimmed(self._service))
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            trimming.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """New requests get 503 while those that run end; then the sockets close."""

@@ -46,7 +46,7 @@ class Service:
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="outpace-request")
         self._served: dict[str, Served] = {}
         self._generations: set[Generation] = set()
-        self.inside = 0  # requests that are prepared, wait or run
+        self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
         self._over: asyncio.Event | None = None
         self.draining = False
         self.traces = Traces(settings.traces) if settings.traces else None
@@ -90,6 +90,7 @@ class Service:
     def enter(self, held: AsyncExitStack) -> None:
         """A request is in the house until ``held`` closes."""
         self.inside += 1
+        self.came += 1
         held.callback(self._left)
 
     async def model(self, name: str | None, held: AsyncExitStack) -> Served:

@@ -14,7 +14,7 @@ _LEAST = {  # of whole numbers
     "max_prompts": 1,
     "traces": 0,
 }
-_SECONDS = ("drain", "write_timeout", "keep_alive", "request_timeout", "body_timeout")
+_SECONDS = ("drain", "write_timeout", "keep_alive", "request_timeout", "body_timeout", "idle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class ServerSettings:
     request for completions; ``traces``: every step is kept of so many last answers. In seconds: ``request_timeout``:
     for one answer, after which it ends as it is (None: no bound); ``body_timeout``: for a request to arrive;
     ``write_timeout``: for a reader to take what was written; ``keep_alive``: between signs of life in a stream;
-    ``drain``: for what runs when the server is told to stop.
+    ``drain``: for what runs when the server is told to stop; ``idle``: without a request, after which free memory goes
+    back to the system.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +43,7 @@ class ServerSettings:
     write_timeout: float = 30.0
     keep_alive: float = 10.0
     drain: float = 30.0
+    idle: float = 5.0
     cors: tuple[str, ...] = ()  # origins; none: no cross-origin requests
 
     def __post_init__(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,15 +58,3 @@ class Team:
             if torch.distributed.is_initialized():  # some versions of accelerate end it themselves
                 torch.distributed.destroy_process_group()
             self._accelerator = None
-
-
-def keep_memory() -> None:
-    """Have the C library keep what is freed: a step takes and gives back gigabytes, and fresh pages cost time.
-
-    glibc's own setting; elsewhere nothing is changed.
-    """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        top_pad, trim, mmap = -2, -1, -3  # M_TOP_PAD, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        libc.mallopt(mmap, 1 << 30)
-        libc.mallopt(trim, (1 << 31) - 1)
-        libc.mallopt(top_pad, 64 << 20)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outpace.allocator import keep_freed
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
@@ -23,7 +24,7 @@ from outpace.training.devices import device_named
 from outpace.training.loop import Loop, LoopOptions, Write
 from outpace.training.objective import Objective
 from outpace.training.packing import Packing
-from outpace.training.processes import Team, keep_memory
+from outpace.training.processes import Team
 from outpace.training.states import TapSource
 from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
@@ -126,7 +127,7 @@ def prepared(
             "answers of this one, or give theirs as ", Argument("model"),
         )  # fmt: skip
     torch.set_num_threads(threads or usable_cores())
-    keep_memory()
+    keep_freed()
     job.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         team = Team(device)
