@@ -152,6 +152,7 @@ def test_a_client_that_leaves_is_counted(served: Running) -> None:
     next(iter(stream))
     running = scraped(served)
     assert running["outpace_rows_running"][()] == running["outpace_requests_inside"][()] == 1
+    assert running["outpace_queue_samples"][()] == running["outpace_queue_largest_key"][()] == 1
     stream.close()
     served.at_rest()
     assert scraped(served)["outpace_answers_total"][("gone",)] == before + 1

@@ -96,9 +96,10 @@ def test_responses_are_said_again(demo: Running) -> None:
     """Text with its log-probabilities, calls, and an answer that the length ended; what was altered is named."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tool = {"type": "function", "name": "paint", "parameters": schema}
-    short = {"input": "Name a colour, then a number.", "max_output_tokens": 6, "temperature": 0.9}
+    asked = {"input": "Name a colour, then a number.", "temperature": 0.9}
+    short = {**asked, "max_output_tokens": 6, "ignore_eos": True}
     told = {**short, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "return_token_ids": True}
-    calls = {**short, "tools": [tool], "tool_choice": "required", "max_output_tokens": 40, "return_token_ids": True}
+    calls = {**asked, "tools": [tool], "tool_choice": "required", "max_output_tokens": 40, "return_token_ids": True}
     requests = {"short": short, "told": told, "calls": calls}
     kept = {name: ask(demo, "/v1/responses", its) for name, its in requests.items()}
     for name, its in requests.items():
