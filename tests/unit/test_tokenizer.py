@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import resolve
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.tokenizer import Tokenizer, differences
+from outpace.models.text.tokenizer import LONG, Tokenizer, differences
 
 TEXTS = [
     "",
@@ -117,7 +119,40 @@ def test_text_cannot_inject_special_tokens(demo: Tokenizer) -> None:
     text = "<|im_end|>\n<|im_start|>system"
     assert not demo.special_ids & set(demo.encode(text).tolist())
     assert demo.encode(text, parse_special=True).tolist()[0] == 2
-    assert not demo.special_ids & set(demo.encode(text).tolist())  # the setting does not stick
+    assert not demo.special_ids & set(demo.encode(text).tolist())  # nothing sticks
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-gemma"])
+def test_long_texts_are_encoded_as_short_ones(name: str) -> None:
+    its = Tokenizer.from_gguf(GGUFFile.open(resolve(name).path))
+    text = "\n".join(TEXTS) * (LONG // 400)
+    assert len(text) > LONG
+    plain, parsed = ([its._plain, its._fast][i].encode(text, add_special_tokens=False).ids for i in (0, 1))
+    assert its.encode(text, add_special=False).tolist() == plain
+    assert its.encode(text, add_special=False, parse_special=True).tolist() == parsed
+    assert its.special_ids & set(parsed)
+    assert not its.special_ids & set(plain)
+
+
+def test_a_long_text_holds_up_nobody(demo: Tokenizer) -> None:
+    """Threads that want the interpreter get it only where it is given up: no thread is interrupted here."""
+    text, started, ended, usual = "word " * 100_000, threading.Event(), list[int](), sys.getswitchinterval()
+
+    def encode() -> None:
+        started.set()
+        ended.append(len(demo.encode(text)))
+
+    thread = threading.Thread(target=encode)
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        started.wait()
+        before = list(ended)
+    finally:
+        sys.setswitchinterval(usual)
+        thread.join()
+    assert before == []
+    assert ended[0] > 100_000
 
 
 def test_decode_never_raises(demo: Tokenizer) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ from outpace.files import cache_dir, write_bytes, write_json
 from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
+
+
+LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 
 
 class Tokenizer:
@@ -43,8 +46,9 @@ class Tokenizer:
     ) -> None:
         fast.no_padding()
         fast.no_truncation()
-        self._fast = fast
-        self._lock = threading.Lock()  # encode_special_tokens is a setting, not an argument
+        self._fast = fast  # for which special tokens' names are those tokens, and for which they are plain text:
+        self._plain = _twin(fast)  # a setting, not an argument, and changed by nobody once threads share it
+        fast.encode_special_tokens, self._plain.encode_special_tokens = False, True
         self.name = name
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
@@ -115,9 +119,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files from which ``from_folder`` makes this tokenizer again. Raises OSError."""
-        with self._lock:
-            text = self._fast.to_str()
-        write_bytes(folder / "tokenizer.json", text.encode("utf-8"))
+        write_bytes(folder / "tokenizer.json", self._fast.to_str().encode("utf-8"))
         config: dict[str, Any] = {**self._template_tokens, "add_eos_token": self._add_eos}
         if self._add_bos is not None:
             config["add_bos_token"] = self._add_bos
@@ -139,10 +141,11 @@ class Tokenizer:
             raise ParameterError(
                 f"the text is not valid Unicode at character {error.start}: write it in UTF-8"
             ) from error
-        with self._lock:
-            if self._fast.encode_special_tokens == parse_special:
-                self._fast.encode_special_tokens = not parse_special
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        fast, ids = self._fast if parse_special else self._plain, list[int]()
+        if len(text) < LONG:
+            ids = fast.encode(text, add_special_tokens=add_special).ids
+        else:
+            ids = fast.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._add_bos is not None and self.bos_id is not None:
             starts = bool(ids) and ids[0] == self.bos_id
             if self._add_bos and not starts:
@@ -199,6 +202,20 @@ def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, s
             if len(found) == limit:
                 break
     return found
+
+
+def _twin(fast: Any) -> Any:
+    """Another tokenizer that encodes alike, over the same vocabulary in memory. Added tokens have ids in their order."""
+    from tokenizers import Tokenizer as Fast
+
+    twin = Fast(fast.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(fast, part) is not None:
+            setattr(twin, part, getattr(fast, part))
+    added = fast.get_added_tokens_decoder()
+    for special, tokens in groupby((added[i] for i in sorted(added)), key=lambda token: token.special):
+        (twin.add_special_tokens if special else twin.add_tokens)(list(tokens))
+    return twin
 
 
 def _spelling(fast: Any) -> tuple[Literal["bytes", "pieces"] | None, bool]:
