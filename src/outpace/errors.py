@@ -108,3 +108,7 @@ class MissingExtraError(OutpaceError, ImportError):
 
 class RuleError(OutpaceError):
     """A logit rule, or a foreign logits processor, raised or returned nonsense: its request ends, and no other."""
+
+
+class ComplexityError(RuleError):
+    """A grammar became too complex while it ran: its request ends, and no other."""

@@ -18,7 +18,7 @@ from outpace import GrammarError, Grammars, SamplingParams
 from outpace.arrays import F32
 from outpace.engine import grammar as its_module
 from outpace.engine.grammar_rule import Grammar
-from outpace.errors import MissingExtraError, RuleError
+from outpace.errors import ComplexityError, MissingExtraError
 from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -204,6 +204,7 @@ def test_the_switch_lies_wherever_the_text_ends(made: Grammars) -> None:
         (lambda g: g.json_schema({"$ref": "#"}), "no text fits"),
         (lambda g: g.json_schema({"enum": {1, 2}}), "cannot be written as JSON"),
         (lambda g: g.json_schema({"type": "object", "x-guidance": 3}), "give an object"),
+        (lambda g: g.json_schema({"properties": {str(i): {} for i in range(241)}}), "241 optional"),
         (lambda g: g.regex("(?=a)b"), "look-around"),
         (lambda g: g.regex("("), "unclosed group"),
         (lambda g: g.regex("a" * 300_000), "at most 262144"),
@@ -246,10 +247,7 @@ def test_a_hostile_grammar_ends_in_an_error(made: Grammars, name: str) -> None:
         HOSTILE[name](made)
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_request_and_no_other(
-    made: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(its_module.LIMITS, "max_items_in_row", 100)
+def test_a_grammar_that_becomes_too_complex_ends_its_request_and_no_other(made: Grammars) -> None:
     grammar = made.lark('start: e\ne: e e e | e e | "a"')
     a = byte_level().encode("a").tolist()[0]
 
@@ -259,9 +257,19 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_and_no_other(
             chooser = chooser.advance(a)
         return chooser
 
-    with pytest.raises(RuleError, match="items"):
+    with pytest.raises(ComplexityError, match="items"):
         long(300)
     assert long(3).allows(a)
+
+
+def test_as_many_properties_as_are_taken_can_be_written(made: Grammars) -> None:
+    names = [f"p{i}" for i in range(its_module.MOST_PROPERTIES)]
+    for needed in (names, names[:: its_module.MOST_OPTIONAL + 1], names[240::241]):
+        grammar = made.json_schema({"properties": {name: {"type": "integer"} for name in names}, "required": needed})
+        state = grammar.start(PROMPT)
+        for token in byte_level().encode('{"p0": 12, "').tolist():
+            grammar.mask(state)
+            state = grammar.advance(state, token)
 
 
 def test_grammars_are_kept_and_shared_between_threads(made: Grammars) -> None:

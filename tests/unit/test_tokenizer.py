@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from outpace.models.load import resolve
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.tokenizer import LONG, Tokenizer, differences
+from tests.interpreter import lets_others_run
 
 TEXTS = [
     "",
@@ -135,24 +134,8 @@ def test_long_texts_are_encoded_as_short_ones(name: str) -> None:
 
 
 def test_a_long_text_holds_up_nobody(demo: Tokenizer) -> None:
-    """Threads that want the interpreter get it only where it is given up: no thread is interrupted here."""
-    text, started, ended, usual = "word " * 100_000, threading.Event(), list[int](), sys.getswitchinterval()
-
-    def encode() -> None:
-        started.set()
-        ended.append(len(demo.encode(text)))
-
-    thread = threading.Thread(target=encode)
-    sys.setswitchinterval(1000)
-    try:
-        thread.start()
-        started.wait()
-        before = list(ended)
-    finally:
-        sys.setswitchinterval(usual)
-        thread.join()
-    assert before == []
-    assert ended[0] > 100_000
+    text = "word " * 100_000
+    assert lets_others_run(lambda: demo.encode(text))
 
 
 def test_decode_never_raises(demo: Tokenizer) -> None:

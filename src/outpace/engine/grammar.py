@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from outpace.engine.grammar_rule import Grammar, reason
@@ -28,11 +29,13 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 64  # compiled grammars
 MOST_TEXT = 1 << 18  # characters of a schema, an expression or a grammar
 MOST_PROPERTIES = 1000  # of an object: compiling takes time with their square
+MOST_OPTIONAL = 240  # of them, in a row: each may come next, four items of a parse each
+MOST_ITEMS = 300  # of the parses that go on at once in somebody's grammar: a token's time grows with their square
 
 # A hostile grammar ends in an error, not in a hang: after a second or two of compiling, or within a token's mask.
 LIMITS = {
     "max_grammar_size": 20_000,  # symbols
-    "max_items_in_row": 1_000,  # of an ambiguous grammar's parses
+    "max_items_in_row": 1_000,  # of the parses that go on at once
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 20_000,
@@ -70,7 +73,7 @@ class Grammars:
         self._native = _llguidance()
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._read: Vocabulary | None = None
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int | None], Grammar] = OrderedDict()
 
     @staticmethod
     def of(engine: Engine) -> Grammars:
@@ -115,22 +118,26 @@ class Grammars:
         its = self._native.regex_to_lark(_checked(what, pattern))
         return self._compiled(what, {"lark_grammar": f"start: /{its}/\n{_OPTIONS}"}, after)
 
-    def lark(self, text: str, *, after: str | None = None) -> Grammar:
-        """Text of a context-free grammar in Lark's syntax, with llguidance's extensions."""
+    def lark(self, text: str, *, after: str | None = None, items: int = MOST_ITEMS) -> Grammar:
+        """Text of a context-free grammar in Lark's syntax, with llguidance's extensions. ``items``: most of the parses
+        that may go on at once, after which a request ends with an error; an ambiguous grammar has many."""
         its = _checked("grammar", text) + "\n" + _OPTIONS  # at its end, so that errors name the text's own lines
-        return self._compiled("grammar", {"lark_grammar": its}, after)
+        return self._compiled("grammar", {"lark_grammar": its}, after, items=items)
 
-    def _compiled(self, what: str, answer: dict[str, Any], after: str | None, *, gap: bool = False) -> Grammar:
+    def _compiled(
+        self, what: str, answer: dict[str, Any], after: str | None, *, gap: bool = False, items: int | None = None
+    ) -> Grammar:
         vocabulary = self._vocabulary()
         start = "start: @answer\n" if after is None else _switch(vocabulary, after, gap)
         grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}]
         source = json.dumps({"grammars": grammars})
+        own = {} if items is None else {"max_items_in_row": items}
         with self._lock:
-            found = self._kept.get(source)
+            found = self._kept.get((source, items))
             if found is not None:
-                self._kept.move_to_end(source)
+                self._kept.move_to_end((source, items))
                 return found
-        limits = self._native.LLParserLimits(**LIMITS)
+        limits = self._native.LLParserLimits(**LIMITS | own)
         matcher = self._native.LLMatcher(vocabulary.native, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"the {what} cannot be used ({reason(matcher)}): mend or simplify it")
@@ -141,7 +148,7 @@ class Grammars:
             log.warning("%s: %s", what, warning)
         made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell)
         with self._lock:
-            made = self._kept.setdefault(source, made)
+            made = self._kept.setdefault((source, items), made)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
@@ -172,8 +179,19 @@ def _check_properties(schema: Any) -> None:
         raise GrammarError(
             f"an object of the JSON schema has {len(its)} properties: at most {MOST_PROPERTIES} are taken"
         )
+    if isinstance(its, dict) and (most := _optional(its, schema.get("required"))) > MOST_OPTIONAL:
+        raise GrammarError(
+            f"an object of the JSON schema has {most} optional properties in a row: at most {MOST_OPTIONAL} are taken; "
+            "make some of them required"
+        )
     for value in inner:
         _check_properties(value)
+
+
+def _optional(properties: dict[str, Any], required: Any) -> int:
+    """The most properties that follow one another and are all optional."""
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    return max((len(list(run)) for kept, run in groupby(properties, needed.__contains__) if not kept), default=0)
 
 
 def _checked(what: str, text: str) -> str:

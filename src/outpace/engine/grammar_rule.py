@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from outpace.arrays import F32, I32, U32
+from outpace.errors import ComplexityError
 from outpace.exact.masks import packed, unpacked, words
 
 MOST_MASKS = 8  # of a row's last states
@@ -88,7 +89,7 @@ class Track:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(reason(self._matcher))
+            raise ComplexityError(f"the grammar became too complex ({reason(self._matcher)}): simplify it")
 
 
 class Grammar:
@@ -111,7 +112,7 @@ class Grammar:
         return Track(matcher, self._words).root
 
     def advance(self, state: State, token: int) -> State:
-        """Raises ValueError where the grammar forbids ``token``, or became too complex to go on with."""
+        """Raises ValueError where the grammar forbids ``token``, ComplexityError where it became too complex."""
         if not self.allows(state, token):
             raise ValueError(f"token {token} cannot follow there")
         return State(state.track, state, token, token in self._eos)

@@ -110,7 +110,7 @@ class NativeSteps:
             try:
                 extension = sequence.extended(tokens)
             except (RuleError, TextError) as error:
-                extension = sequence.ended("error", str(error))
+                extension = sequence.ended("error", error)
             gains.append(Gain(extension, path, sources[: len(extension.tokens)], [], *rest))
         return NativeComputed(self._stepper, gains, threads, its is not None)
 

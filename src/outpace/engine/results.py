@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outpace.engine.statistics import Stats
+from outpace.errors import OutpaceError
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import Acceptance
 
@@ -48,6 +49,7 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of the prompt's tokens; the first has none
     stopped_by: str | int | None = None  # the stop string or token id
     error: str | None = None
+    cause: OutpaceError | None = field(default=None, repr=False, compare=False)  # the error, where one was raised
     notes: tuple[str, ...] = ()  # what was turned off or lossy, and why
 
     @property

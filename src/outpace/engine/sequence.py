@@ -17,6 +17,7 @@ from outpace.engine.request import Request
 from outpace.engine.results import Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats
 from outpace.engine.text import TextError, TextReader, TextState
+from outpace.errors import OutpaceError
 from outpace.exact.sampling import Chooser, TokenLogprob
 
 BUNCH = 64  # steps that are counted together
@@ -31,7 +32,7 @@ class Extension(NamedTuple):
     shown: str  # text that may be shown now
     finish_reason: FinishReason | None = None
     stopped_by: str | int | None = None
-    error: str | None = None
+    error: str | Exception | None = None
 
 
 class Sequence:
@@ -70,6 +71,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None
         self.error: str | None = None
+        self.cause: OutpaceError | None = None
         self.sources: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = []
@@ -161,7 +163,7 @@ class Sequence:
         except Exception as error:
             raise TextError(f"the tokenizer could not spell a token: {error!r}") from error
 
-    def ended(self, reason: FinishReason, error: str | None = None) -> Extension:
+    def ended(self, reason: FinishReason, error: str | Exception | None = None) -> Extension:
         """An extension by nothing that ends it."""
         try:
             text, shown = self._reader.finish(self._text)
@@ -190,7 +192,9 @@ class Sequence:
         self.sources.extend(sources[:n])
         if extension.finish_reason is not None:
             self.finish_reason, self.stopped_by = extension.finish_reason, extension.stopped_by
-            self.error = extension.error
+            error = extension.error
+            self.error = None if error is None else str(error)
+            self.cause = error if isinstance(error, OutpaceError) else None
             self._text = self._text._replace(held="")
 
     def count(self, step: Counted) -> None:
@@ -270,6 +274,7 @@ class Sequence:
             prompt_logprobs=tuple(self.prompt_logprobs),
             stopped_by=self.stopped_by,
             error=self.error,
+            cause=self.cause,
             notes=tuple(self.notes),
         )
 

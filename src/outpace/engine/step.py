@@ -117,7 +117,7 @@ def gain(
     i: int,
     tokens: list[int],
     path: list[int],
-    failure: str | None,
+    failure: Exception | None,
     output: Output,
     starts: I32,
 ) -> Gain:
@@ -138,7 +138,7 @@ def gain(
             found = output.logprobs(int(starts[i]) + slots, np.array(kept, np.int32), [params.top_logprobs] * len(kept))
             logprobs = sequence.spelled(found)
     except (RuleError, TextError) as error:
-        extension = sequence.ended("error", str(error))
+        extension = sequence.ended("error", error)
     drafts, decision = proposal.kept, proposal.decisions[i]
     named, levels = [], 0
     if drafts.tokens.size:

@@ -38,7 +38,7 @@ class Verifier:
         self._drafts, self._starts, self._output = drafts, starts, output
         self._choosers: dict[tuple[int, int], Chooser] = {}  # after a node, as they are asked for
         self._known: dict[tuple[int, int], int] = {}  # choices after a node, of rows whose free verdict does not stand
-        self.failures: dict[int, str] = {}
+        self.failures: dict[int, Exception] = {}
 
     def verdicts(self) -> Verdicts:
         coupled = [acceptance == "coupled" for acceptance in self._acceptances]
@@ -83,7 +83,7 @@ class Verifier:
         try:
             return rule(p, draft, chance)
         except OWN_FAULTS as error:
-            self.failures[i] = str(error)
+            self.failures[i] = error
             path = draft.path(asked)  # its tokens were accepted before the dead end was met
             return Verdict(np.append(draft.tokens[path], np.int32(FORBIDDEN)), path)
 
@@ -121,7 +121,7 @@ class Verifier:
             return int(self._said(self._starts[i : i + 1] + (node + 1), (self._chooser(i, node),))[0])
         except OWN_FAULTS as error:
             if fatal:
-                self.failures[i] = str(error)
+                self.failures[i] = error
             return FORBIDDEN
 
     def _said(self, at: I32, choosers: Sequence[Chooser]) -> I32:

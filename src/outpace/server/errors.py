@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.errors import Argument, MemoryLimitError, MissingExtraError, OutpaceError
+from outpace.errors import (
+    Argument,
+    ComplexityError,
+    MemoryLimitError,
+    MissingExtraError,
+    NoTokenAllowedError,
+    OutpaceError,
+)
 
 CLIENT, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 
@@ -67,6 +74,8 @@ def of(error: BaseException, names: Names | None = None) -> APIError:
         return APIError(501, error.told(spell_), code="not_installed")
     if isinstance(error, MemoryLimitError):
         return APIError(400, error.told(spell_), param=_param(error, named), code="context_length_exceeded")
+    if isinstance(error, (ComplexityError, NoTokenAllowedError)):  # what was asked for ended it
+        return APIError(400, error.told(spell_), code="no_answer")
     if isinstance(error, OutpaceError) and isinstance(error, ValueError):
         return APIError(400, error.told(spell_), param=_param(error, named))
     if isinstance(error, OutpaceError):

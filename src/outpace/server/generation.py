@@ -101,7 +101,7 @@ class Generation:
             parts.append(part)
             if (result := part.result) is not None:
                 if result.finish_reason in ("error", "cancelled"):
-                    raise APIError(500, result.error or "the request was cancelled", code="generation_failed")
+                    raise _failure(result)
                 self.model.admission.took(result.stats.total_seconds)
                 self.results[part.index] = result
         if parts and self._observer is not None:
@@ -123,3 +123,9 @@ class Generation:
         finally:
             if self._observer is not None:
                 self._observer.ended(self, self._error)
+
+
+def _failure(result: Result) -> APIError:
+    if result.cause is not None and (told := errors.of(result.cause)).status < 500:
+        return told
+    return APIError(500, result.error or "the request was cancelled", code="generation_failed")

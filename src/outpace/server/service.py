@@ -47,8 +47,9 @@ class Service:
         self._served: dict[str, Served] = {}
         self._generations: set[Generation] = set()
         self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
+        self._loading: set[asyncio.Timeout] = set()  # of requests that wait for their model
         self._over: asyncio.Event | None = None
-        self.draining = False
+        self.draining = self._refusing = False  # nothing new is taken; nothing that has not begun goes on
         self.traces = Traces(settings.traces) if settings.traces else None
         self.started = int(time.time())
 
@@ -75,7 +76,10 @@ class Service:
                     for its in work.prompts
                 ]
 
-            running = await model.serving.open(await self.work(prepared))
+            requests = await self.work(prepared)
+            if self._refusing:
+                raise _ending()
+            running = await model.serving.open(requests)
             held.callback(running.close)
             generation = Generation(model, work, running, caller, self.observer)
             self._generations.add(generation)
@@ -100,7 +104,7 @@ class Service:
         if name not in names:
             there = ", ".join(names)
             raise APIError(404, f"the model {name!r} is not served: use {there}", param="model", code="model_not_found")
-        serving: AsyncEngine = await held.enter_async_context(self.models.lease(name))
+        serving = await self._leased(name, held)
         known = self._served.get(name)
         if known is None or known.serving is not serving:
             fingerprint = await self.work(self._fingerprint, serving)
@@ -112,6 +116,21 @@ class Service:
             known = Served(name, serving, queue=self.settings.queue, shared=shared, fingerprint=fingerprint)
             self._served[name] = known
         return known
+
+    async def _leased(self, name: str, held: AsyncExitStack) -> AsyncEngine:
+        """Raises APIError (503) when the server ends before the model is there."""
+        patience = asyncio.timeout(0 if self._refusing else None)
+        self._loading.add(patience)
+        try:
+            async with patience:
+                serving: AsyncEngine = await held.enter_async_context(self.models.lease(name))
+        except TimeoutError:
+            if patience.expired():
+                raise _ending() from None
+            raise
+        finally:
+            self._loading.discard(patience)
+        return serving
 
     def known(self, name: str) -> Served | None:
         """A model that has served; None: not yet."""
@@ -146,8 +165,11 @@ class Service:
                 await self._over.wait()
         except TimeoutError:
             log.warning("%d requests did not end in time and are refused", self.inside)
+            self._refusing = True
+            for patience in self._loading:
+                patience.reschedule(asyncio.get_running_loop().time())
             for generation in list(self._generations):
-                generation.abort(APIError(503, "the server is shutting down", code="shutting_down"))
+                generation.abort(_ending())
             try:
                 async with asyncio.timeout(_TOLD):
                     await self._over.wait()
@@ -158,3 +180,7 @@ class Service:
         """Unload the models."""
         await self.models.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _ending() -> APIError:
+    return APIError(503, "the server is shutting down", code="shutting_down")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.arrays import I32
+from outpace.engine.grammar import LIMITS
 from outpace.errors import GrammarError
 from outpace.exact.noise import fresh_seed
 from outpace.models.text.chat_template import variables_of
@@ -26,6 +27,7 @@ from outpace.server.tools.detect import format_of, parser_for, thoughts_end
 from outpace.server.tools.messages import conversation
 
 _EXACT = 2**53  # whole numbers below it survive JSON anywhere
+_MOST_STOPS = 64  # strings: every token of an answer is looked through for each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ _OTHERWISE = {
     "allowed_token_ids": "allowed_tokens",
     "include_stop_str_in_output": "include_stop",
 }
+_OF_CHATS, _OF_TEXTS = ("tools", "chat_template_kwargs", "add_generation_prompt"), ("add_special_tokens",)
 _TAKEN = ("messages", "tools", "add_generation_prompt", "documents")  # variables of templates that have fields
 
 
@@ -68,6 +71,8 @@ def sampling(body: Sampling, settings: ServerSettings, **more: Any) -> SamplingP
         raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options needs stream: set it to true", param="stream_options")
+    if isinstance(body.stop, list) and len(body.stop) > _MOST_STOPS:
+        raise APIError(400, f"stop has {len(body.stop)} strings: give at most {_MOST_STOPS}", param="stop")
     given = {name: getattr(body, name) for name in _SAME}
     given |= {ours: getattr(body, theirs) for theirs, ours in _OTHERWISE.items()}
     given["temperature"] = 1.0 if body.temperature is None else body.temperature
@@ -101,10 +106,11 @@ def serving(body: Sampling, settings: ServerSettings, scope: str) -> dict[str, A
         options["reuse_prefix"] = body.reuse_prefix
     wish = body.speculation
     if wish is not None:
-        if wish.off and (wish.drafter is not None or wish.size is not None):
+        if wish.off and any(its is not None for its in (wish.drafter, wish.size, wish.acceptance)):
             raise APIError(
-                400, "speculation.off leaves nothing to draft: leave drafter and size out", param="speculation.off"
-            )
+                400, "speculation.off leaves nothing to draft: leave drafter, size and acceptance out",
+                param="speculation.off",
+            )  # fmt: skip
         options["drafter"] = False if wish.off else wish.drafter
         options["size"], options["acceptance"] = wish.size, wish.acceptance
     return options
@@ -139,7 +145,7 @@ def chat(body: ChatRequest, model: Served, settings: ServerSettings, scope: str)
     if offered:
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel)
-        rules = [] if text is None else [model.grammars.lark(text, after=after)]
+        rules = [] if text is None else [_calls(text, model, after)]
     params = seeded(
         sampling(
             body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
@@ -162,10 +168,22 @@ def chat(body: ChatRequest, model: Served, settings: ServerSettings, scope: str)
     )  # fmt: skip
 
 
+def _calls(text: str, model: Served, after: str | None) -> LogitRule:
+    """The rule of ``tool_grammar``'s text, in which nothing but the functions' schemas is the client's own."""
+    try:
+        return model.grammars.lark(text, after=after, items=LIMITS["max_items_in_row"])
+    except GrammarError as error:
+        raise APIError(400, f"tools cannot be used: {error}", param="tools") from error
+
+
 def tokens(body: TokenizeRequest, model: Served) -> I32:
     """Token ids int32 [n] of a text or a conversation. Raises ParameterError or APIError."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", param="prompt")
+    kind, others = ("prompt", _OF_CHATS) if body.messages is None else ("messages", _OF_TEXTS)
+    for name in others:
+        if name in body.model_fields_set and getattr(body, name) is not None:
+            raise APIError(400, f"{name} means nothing beside {kind}: leave it out", param=name)
     if body.prompt is not None:
         return model.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
     template = model.tokenizer.chat_template

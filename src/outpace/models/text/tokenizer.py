@@ -17,7 +17,6 @@ from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
 
-
 LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 
 
@@ -205,7 +204,7 @@ def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, s
 
 
 def _twin(fast: Any) -> Any:
-    """Another tokenizer that encodes alike, over the same vocabulary in memory. Added tokens have ids in their order."""
+    """Another tokenizer that encodes alike, over the same vocabulary in memory: added tokens have ids in order."""
     from tokenizers import Tokenizer as Fast
 
     twin = Fast(fast.model)

@@ -33,7 +33,8 @@ def conversation(
     """A request's messages and its checked tools (``definitions.checked``) as this template takes them.
 
     Content parts become one text, with a line break between them; ``developer`` becomes ``system``; a call's arguments
-    become a mapping, where they are a JSON object. With ``choice`` "none" the prompt tells of no tools.
+    become a mapping, where they are a JSON object. With ``choice`` "none" the prompt tells of no tools. A function
+    without parameters or description has empty ones, which templates read.
     Raises ParameterError that names what is refused.
     """
     found = format_of(template)
@@ -48,10 +49,20 @@ def conversation(
     if found.kind == "llama3" and found.takes_tools:
         plain = _one_call_each(plain)
     if found.takes_tools:
-        return Conversation(plain, offered or None)
+        return Conversation(plain, [_complete(tool) for tool in offered] or None)
     if offered or any("tool_calls" in m or m["role"] == "tool" for m in plain):
         plain = _told(plain, found, offered)
     return Conversation(plain)
+
+
+def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """With all that a function may say: Hermes's template raises for what is not there."""
+    function = {**tool["function"]}
+    function.setdefault("description", "")
+    function["parameters"] = {**function.get("parameters", {})}
+    function["parameters"].setdefault("type", "object")
+    function["parameters"].setdefault("properties", {})
+    return {**tool, "function": function}
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -69,6 +80,11 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if calls and role != "assistant":
             raise ParameterError(Argument(f"{at}.tool_calls"), f" are the assistant's: leave them out of a {role}'s")
         plain["content"] = _content(message.get("content"), at, optional=bool(calls))
+        for name, whose in (("tool_call_id", "tool"), ("reasoning_content", "assistant")):
+            if role != whose and message.get(name) is not None:
+                raise ParameterError(
+                    Argument(f"{at}.{name}"), f" belongs in messages of the {whose}: leave it out of a {role}'s"
+                )
         if role == "tool":
             its_id = message.get("tool_call_id")
             if not isinstance(its_id, str) or its_id not in open_calls:

@@ -1,0 +1,107 @@
+"""What runs where: requests are read and answers written beside the engine, and nobody waits for a forward."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from outpace import Engine, Grammars, SamplingParams
+from outpace.engine.grammar_tokens import MARK
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.server.routes import answering
+from outpace.server.schema import common
+from tests.interpreter import lets_others_run
+from tests.server.serving import Running, serving
+
+MESSAGES = [{"role": "user", "content": "Count to ten."}]
+CHAT = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def its() -> Iterator[Running]:
+    """A server whose steps a test may hold."""
+    with serving(Engine.load("demo", drafter="ngram", max_length=512)) as running:
+        yield running
+
+
+def post(its: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    answer = httpx.post(its.url + path, json=body, timeout=30)
+    return answer.status_code, answer.json()
+
+
+def test_while_a_step_lasts_everything_else_is_answered(its: Running) -> None:
+    expected = post(its, "/v1/chat/completions", CHAT)[1]["choices"]
+    holding, go_on = threading.Event(), threading.Event()
+
+    def hold(record: Any) -> None:
+        holding.set()
+        assert go_on.wait(60)
+
+    def listen(engine: Engine, listener: Callable[[Any], None] | None) -> None:
+        engine.on_step = listener
+
+    its.call(its.engine.ask(lambda engine: listen(engine, hold)))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(post, its, "/v1/chat/completions", CHAT)
+        try:
+            assert holding.wait(30)
+            for path in ("/health", "/ready", "/v1/models", "/docs", "/openapi.json", "/"):
+                assert httpx.get(its.url + path, timeout=30).status_code == 200
+            assert post(its, "/tokenize", {"messages": MESSAGES})[1]["count"] > 3
+            assert post(its, "/v1/chat/completions", {**CHAT, "n": 0})[0] == 400
+            assert post(its, "/v1/chat/completions", {**CHAT, "grammar": {"type": "regex", "value": "("}})[0] == 400
+            assert not waiting.done()
+        finally:
+            go_on.set()
+        assert waiting.result()[1]["choices"] == expected
+    its.call(its.engine.ask(lambda engine: listen(engine, None)))
+    its.at_rest()
+
+
+def test_requests_are_read_and_answers_written_in_threads_of_their_own(
+    its: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates, tokens, grammars and JSON. What the engine itself tokenises is the next few forced characters."""
+    where: dict[str, set[str]] = {}
+
+    def watched(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not (name == "encode" and arguments[1].startswith(MARK)):
+                where.setdefault(name, set()).add(threading.current_thread().name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for kind, name in ((Tokenizer, "encode"), (Tokenizer, "render_chat"), (Grammars, "_compiled"), (Engine, "prepare")):
+        watched(kind, name)
+    for module, name in ((common, "loads"), (answering, "dumps")):
+        monkeypatch.setattr(module, "json", SimpleNamespace(loads=json.loads, dumps=json.dumps))
+        watched(module.json, name)  # type: ignore[attr-defined]
+    tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
+    for more in ({"response_format": FORMAT}, {"tools": [tool], "tool_choice": "required"}, {"stream": True}):
+        answer = httpx.post(f"{its.url}/v1/chat/completions", json={**CHAT, "ignore_eos": False, **more}, timeout=30)
+        assert answer.status_code == 200
+    assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "loads", "dumps"}
+    for name, threads in where.items():
+        assert all(thread.startswith("outpace-request") for thread in threads), (name, threads)
+
+
+def test_forwards_and_compiling_let_others_run(its: Running) -> None:
+    engine = its.engine.engine
+    grammars = Grammars.of(engine)
+    grammars.regex("a")  # reads the vocabulary
+    properties = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 40}}}$"} for i in range(200)}
+    assert lets_others_run(lambda: grammars.json_schema({"properties": properties}))
+    with Engine.load("demo", drafter="none", max_length=512) as alone:
+        assert lets_others_run(lambda: alone.generate(list(range(9, 200)), SamplingParams(max_tokens=1)))
