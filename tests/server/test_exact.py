@@ -3,12 +3,15 @@ drafted and plain, streamed and not."""
 
 from __future__ import annotations
 
+import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
-from outpace import Engine, SamplingParams
+from outpace import Engine, Grammars, SamplingParams
 from outpace.engine.results import Result
 from tests.server.serving import Running
 
@@ -25,9 +28,18 @@ ASKED: list[dict[str, Any]] = [  # as a request spells it
     {"temperature": 0.6, "stop_token_ids": [30, 28], "ignore_eos": True, "skip_special_tokens": False},
     {"temperature": 1, "seed": -1, "frequency_penalty": -0.4, "max_completion_tokens": 9},
 ]
+EACH: dict[str, list[Any]] = {  # what may go with anything else
+    "temperature": [0, 0.7, 1.3], "top_p": [0.9], "top_k": [30], "min_p": [0.03], "presence_penalty": [0.6],
+    "frequency_penalty": [-0.3], "repetition_penalty": [1.2], "logit_bias": [{"28": 2, "198": -3}],
+    "stop": [[",", "e "]], "stop_token_ids": [[30, 4]], "min_tokens": [3], "bad_words": [["the", "River"]],
+    "allowed_token_ids": [list(range(0, 40_000, 2))], "ignore_eos": [True], "include_stop_str_in_output": [True],
+    "skip_special_tokens": [False], "n": [2], "top_logprobs": [2], "grammar": ["[ -~]{9,}"],
+    "speculation": [{"off": True}, {"size": 2}, {"drafter": "ngram+suffix", "size": 5}],
+}  # fmt: skip
 _OURS = {
     "include_stop_str_in_output": "include_stop",
     "stop_token_ids": "stop_ids",
+    "allowed_token_ids": "allowed_tokens",
     "max_completion_tokens": "max_tokens",
 }
 OPENAI = (
@@ -114,6 +126,68 @@ def test_sixteen_at_once_streamed_and_not(demo: Running, expected: list[list[Res
             for future, results in zip(asked, expected, strict=True):
                 check(future.result(120), results)
     demo.at_rest()
+
+
+def test_any_parameters_together(demo: Running, plain: Engine) -> None:
+    """Every two of them meet in some of these requests, which are all there at once."""
+    chance, grammars = random.Random(12), Grammars.of(plain)
+    asked = [
+        {name: chance.choice(each) for name, each in EACH.items() if chance.random() < 0.6} | {"seed": i}
+        for i in range(18)
+    ]
+    assert all(any(a in its and b in its for its in asked) for a in EACH for b in EACH)
+
+    def expected(its: dict[str, Any], i: int) -> list[Result]:
+        own = {_OURS.get(name, name): value for name, value in its.items() if name not in ("grammar", "speculation")}
+        own["logit_bias"] = {int(token): bias for token, bias in own.get("logit_bias", {}).items()}
+        own["rules"] = [grammars.regex(its["grammar"])] if "grammar" in its else []
+        own["temperature"] = its.get("temperature", 1)
+        return plain.generate_many([messages(i)], SamplingParams(**own, max_tokens=8))
+
+    def wire(its: dict[str, Any], i: int) -> Any:
+        sent = {**its, "messages": messages(i), "max_tokens": 8, "return_token_ids": True}
+        if "grammar" in its:
+            sent["grammar"] = {"type": "regex", "value": its["grammar"]}
+        if "top_logprobs" in its:
+            sent["logprobs"] = True
+        answer = httpx.post(f"{demo.url}/v1/chat/completions", json=sent, timeout=120)
+        assert answer.status_code == 200, (answer.text, its)
+        return answer.json()["choices"]
+
+    with ThreadPoolExecutor(18) as threads:
+        answers = [threads.submit(wire, its, i) for i, its in enumerate(asked)]
+        for i, its in enumerate(asked):
+            check(answers[i].result(), expected(its, i))
+    demo.at_rest()
+
+
+def test_answers_say_what_speculation_did(demo: Running) -> None:
+    """Whole, in the last event of a stream, and in its usage; with the reason where it was off."""
+    talk = [{"role": "user", "content": "Repeat after me: one two three, one two three, one two three, one two three."}]
+
+    def told(wish: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        sent = {"messages": talk, "max_tokens": 32, "temperature": 0, "speculation": wish, "ignore_eos": True}
+        path = f"{demo.url}/v1/chat/completions"
+        whole = httpx.post(path, json=sent, timeout=60).json()["usage"]
+        said = httpx.post(path, json={**sent, "stream": True, "stream_options": {"include_usage": True}}, timeout=60)
+        *_, last, usage, done = said.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        streamed = json.loads(last.removeprefix("data: "))["speculation"]
+        assert streamed == json.loads(usage.removeprefix("data: "))["usage"]["speculation"]
+        assert streamed.keys() == whole["speculation"].keys()
+        for its in (streamed, whole["speculation"]):
+            assert its["tokens_per_step"] * its["steps"] == pytest.approx(whole["completion_tokens"])
+        return streamed, whole["completion_tokens"]
+
+    its, tokens = told({"size": 3, "drafter": "ngram+suffix"})
+    assert (its["drafter"], its["acceptance"]) == ("ngram+suffix", "coupled")
+    assert 0 < its["accepted"] <= its["drafted"] <= 3 * its["steps"]
+    assert its["steps"] == tokens - its["accepted"]
+    its, tokens = told({"off": True})
+    assert (its["drafter"], its["steps"], its["drafted"], its["accepted"]) == ("none", tokens, 0, 0)
+    assert "plain decoding was asked for" in its["off_because"]
+    its, _ = told({"acceptance": "typical", "size": 3})
+    assert "lossy" in its["off_because"]
 
 
 def test_the_same_when_the_prompt_comes_as_token_ids(demo: Running, plain: Engine) -> None:

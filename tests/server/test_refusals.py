@@ -17,6 +17,7 @@ from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.serving import Running
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
 PATHS = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -101,12 +102,57 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "long " * 3000}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"model": "gpt-5"}, "model"),
+        ({"stop": [str(i) for i in range(65)]}, "stop"),
+        ({"speculation": {"off": True, "acceptance": "rejection"}}, "speculation.off"),
+        ({"tools": [{"type": "function", "function": STRICT}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "a"}]}, "messages[0].reasoning_content"),
+        ({"deadline": 0}, "deadline"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
     ],
 )
 def test_what_is_wrong_is_named(demo: Running, more: dict[str, Any], param: str) -> None:
     status, answer = post(demo, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **more})
     error = check(status, answer, 404 if "model" in more else 400)
     assert error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [10**9]}, "prompt"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"grammar": {"type": "lark", "value": 'start: "'}}, "grammar"),
+        ("/tokenize", {"messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ("/tokenize", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": None, "messages": MESSAGES, "add_special_tokens": False}, "add_special_tokens"),
+        ("/detokenize", {"tokens": [10**12]}, "tokens"),
+    ],
+)
+def test_other_routes_name_it_too(demo: Running, path: str, more: dict[str, Any], param: str) -> None:
+    assert check(*post(demo, path, {**GOOD[path], **more}), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"grammar": {"type": "regex", "value": "(yes|no)"}, "min_tokens": 8},
+        {"grammar": {"type": "regex", "value": "[a-z]+"}, "allowed_token_ids": [28]},
+        {"grammar": {"type": "lark", "value": 'start: e\ne: e e e | e e | "a"'}},
+    ],
+)
+def test_what_turns_out_to_be_impossible_is_the_requests_fault(demo: Running, more: dict[str, Any]) -> None:
+    """Rules that leave no token, or become too complex, while the answer is written: no 5xx, and nobody else's."""
+    body = {**GOOD["/v1/chat/completions"], "max_tokens": 40, **more}
+    error = check(*post(demo, "/v1/chat/completions", body), 400)
+    assert error["code"] == "no_answer", error
+    demo.at_rest()
 
 
 def test_bodies_are_bounded_and_json(demo: Running) -> None:
