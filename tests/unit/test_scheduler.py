@@ -16,7 +16,7 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
 from outpace.engine.pace import LEAST, Pace
 from outpace.engine.prefix import PIECE, PrefixCache
-from outpace.engine.request import Request
+from outpace.engine.request import Request, StepRecord
 from outpace.engine.scheduler import Plan, Scheduler
 from outpace.engine.sequence import Sequence
 from outpace.engine.text import TextReader
@@ -241,6 +241,24 @@ def test_prefill_keeps_its_pace_beside_rows_that_decode(each: float) -> None:
     pace.learn(LEAST, True, 0.005 + LEAST * 0.01)  # slower at once
     assert pace.budget(decoding=True) == LEAST
     assert Pace(512, None).budget(decoding=True) == 512
+
+
+@pytest.mark.parametrize(("delay", "beside"), [(None, [99]), (1e-12, [16] * 6 + [3])])
+def test_an_engine_holds_prompts_to_their_pace_beside_rows_that_decode(delay: float | None, beside: list[int]) -> None:
+    counts: list[int] = []
+
+    def count(step: StepRecord) -> None:
+        counts.extend(chunk.count for chunk in step.chunks)
+
+    prompt, params = [i % 6 for i in range(100)], SamplingParams(max_tokens=30, ignore_eos=True)
+    with Engine(ToyModel(6, max_length=400), prefix_rows=0, prefill_delay=delay, on_step=count) as engine:
+        engine.generate(prompt, params)
+        assert counts == [99]  # alone, all at once
+        counts.clear()
+        engine.add([1], params)
+        engine.step()
+        engine.generate(prompt, params)
+        assert counts == beside
 
 
 def test_kept_prefixes_are_found_within_their_scope() -> None:

@@ -1,0 +1,193 @@
+"""Who runs first, how long anybody waits, and what is told to those who wait when the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from outpace import AsyncEngine, Engine, SamplingParams
+from outpace.server import security
+from outpace.server.errors import APIError
+from outpace.server.generation import Caller
+from outpace.server.security import Keys
+from outpace.server.service import Service
+from outpace.server.settings import ServerSettings
+from outpace.server.translate import Work
+from tests.native.native_helpers import Tiny
+from tests.server.serving import Running, serving
+
+LONG = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+SHORT = {**LONG, "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Tiny]:
+    with Tiny() as its:
+        yield its
+
+
+def engine(tiny: Tiny, **options: Any) -> Engine:
+    """Plain decoding, of which no step takes less than 2 ms."""
+    its = Engine.load(str(tiny.path("Q8_0", layers=1, tokenizer=1, vocab=180)), drafter="none", **options)
+    its.on_step = lambda record: time.sleep(0.002)
+    return its
+
+
+@pytest.fixture(scope="module")
+def single(tiny: Tiny) -> Iterator[Running]:
+    """One row; bodies have 0.3 s to arrive."""
+    with serving(engine(tiny, max_rows=1), name="tiny", body_timeout=0.3) as running:
+        yield running
+
+
+def ask(running: Running, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def until(running: Running, inside: int) -> None:
+    async def reached() -> None:
+        async with asyncio.timeout(20):
+            while (known := running.service.known("tiny")) is None or known.admission.inside != inside:
+                await asyncio.sleep(0.002)
+
+    running.call(reached())
+
+
+def test_higher_priorities_and_deadlines_come_first_among_those_who_wait(single: Running) -> None:
+    with (
+        ThreadPoolExecutor(3) as threads,
+        httpx.stream("POST", f"{single.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as first,
+    ):
+        pieces = first.iter_bytes()  # which close the stream once they are gone
+        next(pieces)
+        late: Future[dict[str, Any]] = threads.submit(ask, single, {**SHORT, "deadline": 0.05})
+        ended = late.result(30)  # it waited for its row in vain
+        assert (ended["choices"][0]["finish_reason"], ended["choices"][0]["stop_reason"]) == ("length", "deadline")
+        assert ended["usage"]["completion_tokens"] == 0
+        usual = threads.submit(ask, single, {**LONG, "max_tokens": 400})
+        until(single, 2)
+        urgent = threads.submit(ask, single, {**SHORT, "priority": 1})
+        until(single, 3)
+        first.close()
+        done, _ = wait([usual, urgent], 30, FIRST_COMPLETED)
+        assert urgent in done
+        assert not usual.done()
+        assert usual.result(30)["usage"]["completion_tokens"] == 400
+    single.at_rest()
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(single: Running) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", single.server.address[1]), timeout=30) as connection:
+        connection.sendall(head.encode())
+        said = connection.recv(65536)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    single.at_rest()
+
+
+def test_the_servers_own_deadline_ends_answers_too(tiny: Tiny) -> None:
+    with serving(engine(tiny), name="tiny", request_timeout=0.1) as running:
+        for more in ({}, {"deadline": 1000}):
+            answer = ask(running, {**LONG, **more})
+            assert answer["choices"][0]["stop_reason"] == "deadline"
+            assert 0 < answer["usage"]["completion_tokens"] < LONG["max_tokens"]
+
+
+def test_prefixes_are_shared_by_default_and_within_a_salt(single: Running) -> None:
+    def cached(**more: Any) -> int:
+        usage = ask(single, {**SHORT, "prompt": "The same beginning for everybody. " * 3, **more})["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert [cached() > 0, cached() > 0, cached(reuse_prefix=False) > 0] == [False, True, False]
+    assert [cached(cache_salt=salt) > 0 for salt in "abab"] == [False, False, True, True]
+
+
+def test_keys_are_compared_alike_wherever_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    original = security.hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return original(a, b)
+
+    monkeypatch.setattr(security.hmac, "compare_digest", compare)
+    keys = Keys([f"secret-key-{i}" for i in range(5)])
+    for given, scope in (("secret-key-0", "key-0"), ("secret-key-4", "key-4"), ("x", None), ("s" * 999, None)):
+        compared.clear()
+        if scope is None:
+            with pytest.raises(APIError):
+                keys.scope("/v1/models", f"Bearer {given}")
+        else:
+            assert keys.scope("/v1/models", f"Bearer {given}") == scope
+        assert compared == [(32, 32)] * 5
+
+
+class Loading:
+    """A model that does not come; or ``engine``, at once."""
+
+    def __init__(self, engine: AsyncEngine | None = None) -> None:
+        self.engine = engine
+
+    def names(self) -> list[str]:
+        return ["slow"]
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[AsyncEngine]:
+        if self.engine is None:
+            await asyncio.Event().wait()
+        assert self.engine is not None
+        yield self.engine
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {"slow": {"state": "loading"}}
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_who_has_not_begun_when_the_server_ends_is_told(tiny: Tiny, prepared: bool) -> None:
+    """Its model is still being loaded, or its prompt prepared."""
+
+    async def scenario() -> None:
+        models = Loading(AsyncEngine(engine(tiny)) if prepared else None)
+        service = Service(models, ServerSettings(drain=0.05), fingerprint=lambda its: "test")
+        preparing, go_on = threading.Event(), threading.Event()
+
+        def work(model: Any) -> Work:
+            preparing.set()
+            assert go_on.wait(30)
+            return Work(prompts=[np.array([5, 6], np.int32)], params=SamplingParams(max_tokens=5))
+
+        waiting = asyncio.create_task(service.begin("slow", work, Caller("x", "y")))
+        while not service.inside or (prepared and not preparing.is_set()):
+            await asyncio.sleep(0.002)
+        draining = asyncio.create_task(service.drain())
+        while not service._refusing:
+            await asyncio.sleep(0.002)
+        go_on.set()
+        with pytest.raises(APIError) as told:
+            await waiting
+        assert (told.value.status, told.value.code) == (503, "shutting_down")
+        await draining
+        assert service.inside == 0
+        with pytest.raises(APIError):
+            await service.begin("slow", work, Caller("x", "y"))
+        await service.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
