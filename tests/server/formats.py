@@ -55,6 +55,21 @@ HERMES = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+# As Hermes's own for tools, which raises for what a function does not say, and writes a call's name last.
+HERMES_TOOLS = """{{ bos_token }}<tools>{% for tool in tools or [] %}{% set tool = tool.function %}
+{{ tool.name + "(" }}{% for name, field in tool.parameters.properties | items %}{{ name + ", " }}{% endfor %}
+{{- ") - " + tool.description }} {{ tool.parameters | tojson }}{% endfor %}
+</tools><|im_end|>
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == "tool" %}<tool_response>
+{{ {"name": message.name, "content": message.content} | tojson }}
+</tool_response>{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"arguments": {{ call.function.arguments | tojson }}, "name": "{{ call.function.name }}"}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 GEMMA3 = """{{ bos_token }}{% if messages[0].role == "system" %}
 {%- set prefix = messages[0].content + "\n\n" %}{% set turns = messages[1:] %}
 {%- else %}{% set prefix = "" %}{% set turns = messages %}{% endif %}

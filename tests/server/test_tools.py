@@ -287,11 +287,12 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_with_calls_is_told_whole(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "hermes", "hermes with tools"])
+def test_a_conversation_with_calls_is_told_whole(kind: str) -> None:
     """Every template takes it, in order, and the calls in it are those that the format's parser reads."""
-    given_ = conversation(HISTORY, TEMPLATES[kind], checked([WEATHER, NOW]))
-    prompt = ChatTemplate(TEMPLATES[kind], BOS).render(given_.messages, tools=given_.tools)
+    template = {**TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS}[kind]
+    given_ = conversation(HISTORY, template, checked([WEATHER, NOW]))
+    prompt = ChatTemplate(template, BOS).render(given_.messages, tools=given_.tools)
     told_ = ["kind.", "Weather?", "get_weather", "now", "noon", "Thanks."]
     if kind == "llama3":  # each call with its own result
         told_ = ["kind.", "Weather?", "get_weather", "rain", "now", "noon", "Thanks."]
@@ -302,7 +303,7 @@ def test_a_conversation_with_calls_is_told_whole(kind: Kind) -> None:
     assert places == sorted(places)
     assert CITY in prompt
     assert "Weather in a city" in prompt
-    assert (given_.tools is None) == (kind in ("gemma3", "smollm2"))
+    assert (given_.tools is None) == (kind in ("gemma3", "smollm2", "hermes"))
     assert (prompt.count("<tool_response>") == 2) == (kind != "llama3")
 
 

@@ -1,0 +1,141 @@
+"""Tools and thoughts over the wire, with the templates of five families and every kind of ``tool_choice``."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.server.tools.base import Joined
+from outpace.server.tools.detect import parser_for
+from tests.server import formats
+from tests.server.serving import Running
+
+FAMILIES = {**formats.TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
+ASKED: dict[str, dict[str, Any]] = {
+    "none": {"tools": TOOLS, "tool_choice": "none"},
+    "auto": {"tools": TOOLS},
+    "auto, strict": {"tools": STRICT, "parallel_tool_calls": False},
+    "required": {"tools": TOOLS, "tool_choice": "required"},
+    "required, one": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    "named": {"tools": TOOLS, "tool_choice": NAMED},
+}
+
+
+def use(demo: Running, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """The demo model with another chat template."""
+    tokenizer: Any = demo.engine.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(template, {"bos_token": "<|im_start|>"}))
+
+
+def ask(demo: Running, more: dict[str, Any]) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "Weather in Rome?"}], "max_tokens": 48, "seed": 4, **more}
+    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    if not more.get("stream"):
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": {}, "finish_reason": None}
+    for line in answer.text.split("\n\n")[:-2]:
+        part = json.loads(line.removeprefix("data: "))["choices"][0]
+        found["finish_reason"] = part["finish_reason"]
+        for name in ("content", "reasoning_content"):
+            found[name] += part["delta"].get(name, "")
+        for call in part["delta"].get("tool_calls", ()):
+            its = found["tool_calls"].setdefault(call["index"], {"id": call.get("id"), "name": "", "arguments": ""})
+            its["name"] += call["function"].get("name", "")
+            its["arguments"] += call["function"].get("arguments", "")
+    return found
+
+
+def flat(choice: dict[str, Any]) -> dict[str, Any]:
+    """An answer that was not streamed, as ``ask`` puts one together that was."""
+    message = choice["message"]
+    calls = [{"id": its["id"], **its["function"]} for its in message.get("tool_calls", ())]
+    return {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "tool_calls": dict(enumerate(calls)),
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_choice_of_every_family(demo: Running, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    use(demo, monkeypatch, FAMILIES[family])
+    more = {"chat_template_kwargs": {"enable_thinking": False}} if family == "qwen3" else {}
+    with ThreadPoolExecutor(12) as threads:
+        drafted = {k: threads.submit(ask, demo, {**its, **more, "stream": True}) for k, its in ASKED.items()}
+        plainly = {
+            k: threads.submit(ask, demo, {**its, **more, "speculation": {"off": True}}) for k, its in ASKED.items()
+        }
+        said = {kind: flat(its.result()) for kind, its in plainly.items()}
+        assert {kind: its.result() for kind, its in drafted.items()} == said
+    calls = {kind: list(its["tool_calls"].values()) for kind, its in said.items()}
+    assert calls["none"] == []
+    for kind in ("required", "required, one", "named"):
+        ended = said[kind]["finish_reason"] == "tool_calls"  # else a later call was cut off, perhaps as text
+        whole = calls[kind] if ended else calls[kind][:1]
+        assert whole
+        assert said[kind]["content"] == "" or not ended
+        for call in whole:
+            arguments = json.loads(call["arguments"])
+            assert arguments.get("city") in ("Rome", "Oslo") if call["name"] == "weather" else arguments == {}
+    for kind in ("required, one", "named"):
+        assert (len(calls[kind]), said[kind]["finish_reason"]) == (1, "tool_calls")
+    assert calls["named"][0]["name"] == "weather"
+    demo.at_rest()
+
+
+def test_a_format_begins_after_the_thoughts(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tokens alone an answer is written, which soon are the end of thoughts, wherever in a draft that is."""
+    use(demo, monkeypatch, formats.QWEN3)
+    tokenizer: Any = demo.engine.engine.tokenizer
+    ends = tokenizer.encode("</think>", add_special=False).tolist()
+    wanted = {
+        "grammar": {"type": "regex", "value": "(think|</)>>"}, "allowed_token_ids": [*ends, *tokenizer.eos_ids],
+        "temperature": 5, "max_tokens": 90,
+    }  # fmt: skip
+    switched = 0
+
+    def said(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        streamed = ask(demo, {**wanted, "seed": seed, "stream": True, "speculation": {"size": 4}})
+        return streamed, ask(demo, {**wanted, "seed": seed, "speculation": {"off": True}, "return_token_ids": True})
+
+    with ThreadPoolExecutor(4) as threads:
+        for its, whole in threads.map(said, range(4)):
+            assert its == flat(whole)
+            if its["finish_reason"] == "stop":
+                assert re.fullmatch(r"(?s).*?</think>(think|</)>>", tokenizer.decode(whole["token_ids"]))
+                switched += 1
+    assert switched >= 2
+
+
+def test_a_model_of_no_known_family_takes_no_tools(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(demo, monkeypatch, formats.CODER)
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 2}
+    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+def test_hermes_calls_are_read_in_its_own_order() -> None:
+    text = '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "weather"}\n</tool_call>'
+    for template in (formats.HERMES, formats.HERMES_TOOLS):
+        parser = parser_for(template, tools=True, reasoning=True, tool_id=str, names={"weather"})
+        joined = Joined()
+        for character in text:
+            joined.add(parser.feed(character))
+        joined.add(parser.finish())
+        assert [(call.name, call.arguments) for call in joined.calls] == [("weather", '{"city": "Rome"}')]
