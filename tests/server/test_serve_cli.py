@@ -11,10 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests.fake_hub import FakeHub, send, serving
+from tests.native.native_helpers import Tiny
 
 BODY = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "seed": 1, "ignore_eos": True}
 
@@ -81,3 +88,45 @@ def test_another_model_is_loaded_when_it_is_asked_for() -> None:
         for name in ("demo-gemma", "demo"):
             status, answer = ask(port, {"prompt": "One two", "model": name, "max_tokens": 2}, "/v1/completions")
             assert (status, answer.get("model")) == (200, name), answer
+
+
+def test_models_of_a_hub_come_by_name_once_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two, in the memory of one: a download that is cut goes on; offline what is there is served, and nothing else."""
+    hub, names = FakeHub(), ("some/a-GGUF:Q8_0", "some/b-GGUF:Q8_0")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    options = ["--also", names[1], "--model-memory", "1.5MiB", "--kv-memory", "1MiB", "--max-rows", "2"]
+
+    def said(port: int, name: str) -> tuple[int, Any]:
+        body = {"prompt": "abc", "model": name, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        status, answer = ask(port, body, "/v1/completions")
+        return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
+
+    def loaded(port: int) -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            found = re.findall(r'outpace_model_state\{model="([^"]+)",state="loaded"\} 1', answer.read().decode())
+        return sorted(found)
+
+    with Tiny() as tiny, serving(hub.answer) as url:
+        for layers, name in enumerate("ab", 1):
+            content = tiny.path("Q8_0", layers=layers, tokenizer=1, vocab=180).read_bytes()
+            hub.files[f"some/{name}-GGUF"] = {f"{name}.Q8_0.gguf": content}
+        hub.faults.append(lambda request: send(request, hub.files["some/a-GGUF"]["a.Q8_0.gguf"], most=5000))
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        with process("-m", names[0], *options) as (_, port):
+            first = [said(port, name) for name in (*names, *names)]
+            assert [status for status, _ in first] == [200] * 4
+            assert first[:2] == first[2:]
+            assert first[0] != first[1]
+            assert loaded(port) == [names[1]]
+        fetched = [(path, headers.get("Range")) for _, path, headers in hub.asked if "/resolve/" in path]
+        assert [(Path(path).name, part) for path, part in fetched] == [
+            ("a.Q8_0.gguf", None), ("a.Q8_0.gguf", "bytes=5000-"), ("b.Q8_0.gguf", None)
+        ]  # fmt: skip
+    asked = len(hub.asked)
+    with process("-m", names[0], *options, "--also", "some/c-GGUF:Q8_0", "--offline") as (_, port):
+        assert [said(port, name) for name in names] == first[:2]
+        status, why = said(port, "some/c-GGUF:Q8_0")
+        assert status >= 400
+        assert "is not in the local cache" in why
+    assert len(hub.asked) == asked
