@@ -116,6 +116,18 @@ def test_prefixes_are_shared_by_default_and_within_a_salt(single: Running) -> No
     assert [cached(cache_salt=salt) > 0 for salt in "abab"] == [False, False, True, True]
 
 
+def test_who_gives_way_when_memory_runs_out_says_the_same(tiny: Tiny) -> None:
+    bodies = [{**LONG, "prompt": "abcd"[i], "max_tokens": 200} for i in range(4)]
+    with serving(engine(tiny), name="tiny") as running:
+        expected = [ask(running, body)["choices"] for body in bodies]
+    with serving(engine(tiny, kv_memory="64KiB"), name="tiny") as running, ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda body: ask(running, body)["choices"], bodies)) == expected
+        assert running.call(running.engine.ask(lambda its: its.snapshot().preemptions)) > 0
+        answer = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        running.at_rest()
+
+
 def test_keys_are_compared_alike_wherever_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[int, int]] = []
     original = security.hmac.compare_digest
