@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from outpace.engine.results import Delta, Result
     from outpace.engine.statistics import Stats
     from outpace.errors import (
+        ComplexityError,
         DrafterError,
         GrammarError,
         MemoryLimitError,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncEngine": "engine.aio",
+    "ComplexityError": "errors",
     "Delta": "engine.results",
     "DrafterError": "errors",
     "Engine": "engine.engine",
@@ -46,6 +48,7 @@ _HOME = {
 }
 __all__ = [
     "AsyncEngine",
+    "ComplexityError",
     "Delta",
     "DrafterError",
     "Engine",

@@ -161,6 +161,19 @@ def test_rows_that_all_gain_draft_together() -> None:
         assert found.speedup > least, (machine, rows)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_rows_draft_shrinks_as_the_batch_fills(machine: str) -> None:
+    sizes = []
+    for rows in (1, 2, 4, 8, 16):
+        made = Machine(MACHINES[machine], ask=0.003)
+        texts = [steady(i, 0.9, 1500) for i in range(rows)]
+        widths = run(adaptive(made.cost), made, texts, rows=rows, steps=160).widths[60:]
+        sizes.append(sum(widths) / len(widths) / rows)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[2] > 1
+    assert sizes[-1] < 0.5
+
+
 def test_no_row_is_slower_for_what_others_draft() -> None:
     for rows in (2, 4, 8):
         machine = Machine(CPU, ask=0.003)
