@@ -166,8 +166,8 @@ def test_a_rows_draft_shrinks_as_the_batch_fills(machine: str) -> None:
     sizes = []
     for rows in (1, 2, 4, 8, 16):
         made = Machine(MACHINES[machine], ask=0.003)
-        texts = [steady(i, 0.9, 1500) for i in range(rows)]
-        widths = run(adaptive(made.cost), made, texts, rows=rows, steps=160).widths[60:]
+        texts = [steady(i, 0.95, 1500) for i in range(rows)]
+        widths = run(adaptive(made.cost), made, texts, rows=rows, steps=300).widths[100:]
         sizes.append(sum(widths) / len(widths) / rows)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[2] > 1
