@@ -9,9 +9,9 @@ const at = (id) => document.getElementById(id);
 
 // -- reading -----------------------------------------------------------------------------------------------------------
 
-/** The trace as answers, one a sample, each with its tokens and its steps. */
+/** The trace as answers, one a sample, each with its tokens and its steps. `data.sources`: drafters that have colours already. */
 function readTrace(data) {
-  const trace = { ...data, requests: new Map(), texts: new Map(), answers: [], sources: [] };
+  const trace = { ...data, requests: new Map(), texts: new Map(), answers: [], sources: [...(data.sources || [])] };
   const answers = new Map();
   const answer = (request, sample) => {
     const key = `${request}/${sample}`;
@@ -169,7 +169,9 @@ function renderAnswer() {
 }
 
 function renderLegend() {
-  const items = state.trace.sources.map((source) =>
+  const met = state.trace.sources.filter((source) =>
+    state.trace.answers.some((answer) => answer.steps.some((step) => step.sources.includes(source))));
+  const items = met.map((source) =>
     element("li", {}, element("span", { class: `s${colour(state.trace, source)}` }, source)));
   at("legend").replaceChildren(element("li", {}, "target"), ...items);
 }

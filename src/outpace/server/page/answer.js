@@ -41,6 +41,12 @@ export function take(answer, event, now, begun) {
   for (const name of ["drafter", "steps", "drafted", "accepted", "off_because"]) figures[name] = told[name];
 }
 
+/** The page goes while they are written: what had come is all there will be. */
+export function cutOff(message) {
+  for (const one of message.plain ? [message.plain, message.answer] : [message.answer]) one.stopped = !one.finish;
+  message.content = message.answer.content;
+}
+
 /** How many tokens each has written, the busiest first. */
 export function shares(answer) {
   const counts = new Map();

@@ -1,9 +1,9 @@
 // The page: chats, the composer, settings. Everything is plain modules; nothing is fetched from elsewhere.
 
 import { ask, chat as asked, key } from "./api.js";
-import { emptyAnswer, take, told } from "./answer.js";
-import { at, copy, notice, say } from "./dom.js";
-import { element, colour, fillAnswer, message } from "./render.js";
+import { cutOff, emptyAnswer, take, told } from "./answer.js";
+import { at, copy, lost, notice, say } from "./dom.js";
+import { element, colour, fillAnswer, known, message } from "./render.js";
 import { chats, keepChats, keepSettings, newChat, settings } from "./store.js";
 
 const state = { all: chats(), chat: null, settings: settings(), running: null, editing: -1, traces: false, models: [] };
@@ -43,6 +43,7 @@ async function answer() {
   const stopping = new AbortController();
   state.running = { chat, message: its, stopping };
   renderAll();
+  if (lost()) at("stop").focus();
   say("The answer begins.");
   const seed = both ? Math.floor(Math.random() * 2 ** 32) : undefined;
   for (const one of both ? [its.plain, its.answer] : [its.answer]) {
@@ -55,6 +56,7 @@ async function answer() {
   state.running = null;
   keep();
   renderAll();
+  if (lost()) at("messages").focus({ preventScroll: true }); // not the message: that would bring a phone's keyboard up
   say(its.answer.error ? `It failed: ${its.answer.error}` : `The answer is done: ${told(its.answer).join(", ")}.`);
   refreshModels();
 }
@@ -224,6 +226,7 @@ function remove(chat) {
   keep();
   if (chat === state.chat) show(state.all[0] || newChat());
   else renderList();
+  if (lost()) at("new").focus();
 }
 
 function keep() {
@@ -284,6 +287,7 @@ async function refreshModels() {
 }
 
 function openSteps(id) {
+  sessionStorage.setItem("outpace.drafters", JSON.stringify(known));
   at("steps").src = `page/steps#${encodeURIComponent(id)}`;
   at("viewer").showModal();
 }
@@ -334,6 +338,7 @@ function wire() {
   at("chats").onclick = () => {
     const open = document.body.classList.toggle("side-open");
     at("chats").setAttribute("aria-expanded", String(open));
+    at(open ? "new" : "chats").focus();
   };
   at("colours").onclick = () => {
     set("colours", !state.settings.colours);
@@ -355,7 +360,17 @@ function wire() {
     at("panel").close();
     show(newChat());
   };
+  document.querySelector("main").addEventListener("click", () => {
+    if (document.body.classList.contains("side-open")) at("chats").click();
+  });
   at("leave").onclick = () => at("viewer").close();
+  addEventListener("message", (event) => {
+    if (event.source === at("steps").contentWindow && event.data === "leave") at("viewer").close();
+  });
+  addEventListener("pagehide", () => { // what had come is kept
+    if (state.running) cutOff(state.running.message);
+    keep();
+  });
   at("viewer").addEventListener("close", () => at("steps").removeAttribute("src"));
   at("model").onchange = () => {
     set("model", at("model").value);
@@ -365,6 +380,7 @@ function wire() {
     state.chat.system = at("system-text").value;
     if (!state.all.includes(state.chat)) state.all.unshift(state.chat);
     keep();
+    renderList();
   });
 }
 

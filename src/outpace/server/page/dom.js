@@ -2,6 +2,11 @@
 
 export const at = (id) => document.getElementById(id);
 
+/** Whether what had the focus is gone: keys would begin at the page's top again. */
+export function lost() {
+  return document.activeElement === document.body || !document.activeElement.checkVisibility();
+}
+
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

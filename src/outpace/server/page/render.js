@@ -13,7 +13,7 @@ export function element(tag, attributes = {}, ...children) {
 }
 
 /** Colours of the drafters, in the order in which they are met. */
-const known = [];
+export const known = [];
 
 export function colour(source) {
   if (source === "target") return "";

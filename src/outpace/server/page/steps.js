@@ -1,4 +1,7 @@
 // Brings the trace of the answer that the address names into the step viewer. Stands in the viewer's page, after its own script.
+addEventListener("keydown", (event) => { // a frame keeps its keys to itself
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) parent.postMessage("leave", location.origin);
+});
 (async () => {
   const key = sessionStorage.getItem("outpace.key");
   const headers = key ? { authorization: `Bearer ${key}` } : {};
@@ -8,7 +11,9 @@
   try {
     const response = await fetch(`../v1/traces/${location.hash.slice(1)}`, { headers });
     if (!response.ok) throw new Error((await response.json()).error.message);
-    document.getElementById("trace").textContent = await response.text();
+    const told = await response.json();
+    told.sources = JSON.parse(sessionStorage.getItem("outpace.drafters") || "[]"); // as the chat colours them
+    document.getElementById("trace").textContent = JSON.stringify(told);
     start();
   } catch (error) {
     cut.textContent = error.message;

@@ -43,7 +43,9 @@ export function keepChats(all) {
 }
 
 function bare(message) {
-  return { role: message.role, content: message.content };
+  const { role, content, answer } = message;
+  if (!answer) return { role, content };
+  return { role, content, answer: { ...answer, written: [], ids: [] } };
 }
 
 function write(name, value) {
