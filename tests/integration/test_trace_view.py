@@ -27,7 +27,7 @@ from tests.tracing import REQUESTS, VOCAB, Branches, Spelled, engine, record
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
 SCRIPT = (Path(__file__).parent / "trace_page_test.js").read_text(encoding="utf-8")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: scripts/browser looks for one")
 
 HOSTILE = (
     "</script><script>window.pwned=1</script>",

@@ -14,7 +14,8 @@ import pytest
 from outpace import Engine
 from tests.server.serving import Running, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 KEY = "a-key-of-the-tests"
 
 
@@ -28,7 +29,7 @@ def served() -> Iterator[Running]:
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     if CHROMIUM is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
+        pytest.skip("no Chromium is installed: scripts/browser looks for one")
     with api.sync_playwright() as its:
         started = its.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
@@ -183,3 +184,91 @@ def test_a_refusal_is_shown_and_nothing_lacks_a_name(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.click("#chats")
     assert page.locator("#new").is_visible()
+
+
+def focused(page: Any) -> Any:
+    return page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label')")
+
+
+def reached(page: Any, name: str, backwards: bool = False) -> None:
+    """Go on with Tab until what is called so has the focus."""
+    for _ in range(40):
+        if focused(page) == name:
+            return
+        page.keyboard.press("Shift+Tab" if backwards else "Tab")
+    raise AssertionError(f"the keyboard does not come to {name!r}, but to {focused(page)!r}")
+
+
+def test_by_keyboard_alone(page: Any) -> None:
+    """Ask, ask again, edit, see the steps, change a setting and the chat; the focus is never lost."""
+    assert focused(page) == "text"
+    page.keyboard.type("Count to three.")
+    page.keyboard.press("Enter")
+    page.get_by_label("Answer again").wait_for(timeout=60_000)
+    assert focused(page) == "text"
+    reached(page, "Answer again", backwards=True)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send", state="visible", timeout=60_000)
+    assert focused(page) == "messages"
+    reached(page, "Show the steps of this answer")
+    page.keyboard.press("Enter")
+    steps = page.frame_locator("#steps")
+    steps.locator("#h-step").wait_for()
+    drafters = page.evaluate("JSON.parse(sessionStorage.getItem('outpace.drafters'))")
+    for name in page.locator("#legend span").all_inner_texts():  # one drafter, one colour, in both
+        assert steps.locator("#legend span", has_text=name).get_attribute("class") == f"s{drafters.index(name)}"
+    steps.locator("#forth").focus()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#viewer", state="hidden")
+    reached(page, "text")
+    page.keyboard.press("ArrowUp")
+    assert focused(page) == "Edit the message"
+    page.keyboard.press("Escape")
+    assert focused(page) == "text"
+    reached(page, "settings", backwards=True)
+    page.keyboard.press("Enter")
+    assert focused(page) == "temperature"
+    page.keyboard.press("Escape")
+    assert focused(page) == "settings"
+    page.keyboard.press("Alt+n")
+    assert focused(page) == "text"
+    assert page.locator("article").count() == 0
+
+
+def test_what_is_kept_survives(page: Any) -> None:
+    """An answer that a reload cuts off, a system prompt, and a chat that lost its colours for want of room."""
+    page.click("#system summary")
+    page.fill("#system-text", "You are brief.")
+    page.click("#settings")
+    page.fill("#max_tokens", "800")
+    page.click("#close")
+    page.fill("#text", "Write a very long story about the sea.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article.assistant .figures:has-text('tokens/s')", timeout=60_000)
+    page.reload()
+    page.wait_for_selector("article.assistant .figures:has-text('stopped')")
+    assert len(page.locator("article.assistant .said").inner_text()) > 3
+    assert page.locator("#system-text").input_value() == "You are brief."
+    page.click("#settings")
+    page.fill("#max_tokens", "8")
+    page.click("#close")
+    page.evaluate(
+        """async () => {
+          const { keepChats } = await import("/page/store.js");
+          const chats = JSON.parse(localStorage.getItem("outpace.chats"));
+          let length = 1 << 24;  // fill what room there is, but for a few characters
+          for (let kept = ""; length >= 1; length >>= 1) {
+            try { localStorage.setItem("other", kept + "x".repeat(length)); kept += "x".repeat(length); } catch { }
+          }
+          const grown = { ...chats[0], id: "new", title: "Newer", messages: [] , system: "y".repeat(50) };
+          keepChats([grown, ...chats]);
+          localStorage.removeItem("other");
+        }"""
+    )
+    kept = page.evaluate("JSON.parse(localStorage.getItem('outpace.chats'))")
+    assert [its["title"] for its in kept] == ["Newer", "Write a very long story about the sea."]
+    page.reload()
+    page.locator("#list button", has_text="Write a very long").first.click()
+    assert len(page.locator("article.assistant .said").inner_text()) > 3
+    assert page.locator("article.assistant .said span").count() == 0
+    assert "tokens" in said(page, "And then?").locator(".figures").inner_text()

@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ BODY = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "
 
 
 @contextmanager
-def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server and its port."""
-    environment = {**os.environ, "OUTPACE_API_KEYS": ""}
+def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server and its port. ``variables``: of its environment."""
+    environment = {**os.environ, "OUTPACE_API_KEYS": "", **variables}
     command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--max-length", "1024", "--drafter", "ngram"]
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as its:
         try:
@@ -130,3 +132,47 @@ def test_models_of_a_hub_come_by_name_once_and_stay(tmp_path: Path, monkeypatch:
         assert status >= 400
         assert "is not in the local cache" in why
     assert len(hub.asked) == asked
+
+
+def test_spans_and_logs_of_a_process() -> None:
+    """With --otel a collector gets the request's span, with --log-format json its line; both name the same request."""
+    messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        where = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_address[1]}",
+            "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+            "OTEL_SERVICE_NAME": "ours",
+        }
+        with process("--otel", "--log-format", "json", **where) as (its, port):
+            status, answer = ask(port)
+            assert status == 200
+            its.send_signal(signal.SIGTERM)
+            assert its.stderr is not None
+            logged = [json.loads(line) for line in its.stderr if line.startswith("{")]
+            assert its.wait(30) == 0
+        collector.shutdown()
+    (line,) = [each for each in logged if each["message"] == "answered"]
+    sent = messages.ExportTraceServiceRequest.FromString(got[0][1])
+    (resource,) = sent.resource_spans
+    assert {its.value.string_value for its in resource.resource.attributes if its.key == "service.name"} == {"ours"}
+    (span,) = resource.scope_spans[0].spans
+    told = {its.key: its.value for its in span.attributes}
+    assert ([path for path, _ in got], span.name) == (["/v1/traces"], "generate demo")
+    assert told["gen_ai.response.id"].string_value == answer["id"] == line["id"]
+    assert told["outpace.request_id"].string_value == line["request_id"]
+    tokens = answer["usage"]["completion_tokens"]
+    assert told["gen_ai.usage.output_tokens"].int_value == tokens == line["completion_tokens"]
+    assert "Count" not in json.dumps(logged) + str(sent)
