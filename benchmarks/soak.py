@@ -8,7 +8,8 @@ Between parts, when nothing runs, the engine's invariants are checked and what i
 threads, files, memory). Memory at the end is that after the first tenth, within 5 %. What is bounded is filled before:
 KV that was once in use stays mapped, so that what a process holds follows the most that ever ran at once. What the C
 library's allocator keeps free counts, too: nobody trims for the comparison. At last the server is told to stop under
-load, where everybody has to be answered or refused. Linux only.
+load, where everybody has to be answered or refused; and `outpace serve` is killed (-9) in mid-stream and started again,
+where the first answer has to be that of before, within 5 s. Linux only.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import started
+from benchmarks.servers import OURS, started
 
 PARTS = 10  # of a soak; memory is compared after the first and after the last
 GROWTH = 0.05
+AGAIN = 5.0  # seconds after which a server that was killed has to serve again
 REST = 30.0  # seconds in which everything has to have ended
 DIFFERENT = 24  # generations that differ
 ROWS, LONG = 8, 180  # rows of the server; tokens of an answer, so many of which fill its KV
@@ -257,6 +259,26 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
     return dict(ends)
 
 
+def killed(log: Path) -> tuple[float, str | None]:
+    """``outpace serve``, killed while it streams and started again: seconds until it answers, and what is wrong."""
+
+    def said(port: int) -> Any:
+        return json.loads(ask(port, tiny(1))[1])["choices"]
+
+    with started(OURS, log) as its:
+        port = int(its.remote.url.rpartition(":")[2])
+        before = said(port)
+        with opened(port, {**tiny(0), "max_tokens": 400, "stream": True}) as connection:
+            connection.recv(300)
+            its.process.kill()
+            its.process.wait()
+    begun = time.monotonic()
+    with started(OURS, log) as its:
+        after = said(int(its.remote.url.rpartition(":")[2]))
+        seconds = time.monotonic() - begun
+    return seconds, None if before == after else f"killed and started again, it says {after}, not {before}"
+
+
 def soak(
     counts: Mapping[str, int], readers: int, drafter: str, log: Path, say: Callable[[str], None], warm: bool = True
 ) -> dict[str, Any]:
@@ -277,6 +299,8 @@ def soak(
         code = its.process.wait(REST)
     lost = [f"stopped under load, one was {end}" for end in ends if end.startswith("lost")]
     lost += [f"it ended with {code}"] if code else []
+    again, other = killed(log)
+    lost += [other] if other else []
     return {
         "seconds": time.monotonic() - begun,
         "counts": dict(run.counts),
@@ -284,6 +308,7 @@ def soak(
         "states": states,
         "leaks": leaks(states),
         "stopped": ends,
+        "again": again,
     }
 
 
@@ -307,6 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"memory at the end: {last['memory'] / first['memory'] - 1:+.1%}; told to stop under load: {found['stopped']}"
     )
+    print(f"killed, it answered again after {found['again']:.1f} s")
+    if found["again"] > AGAIN:
+        found["failures"].append(f"that is more than {AGAIN:g} s")
     for wrong in (found["failures"] + found["leaks"])[:20]:
         print(f"FAILED: {wrong}")
     if given.json is not None:
