@@ -10,11 +10,7 @@ namespace {
 
 constexpr int kLeastReach = 6;         // nodes that a row may always ask for
 constexpr int kFirstLevels = 4;        // levels that are drafted until a level's time is known
-constexpr int kPatience = 12;          // fruitless proposals before a row stops asking; then it waits 8, 16, ... steps
-constexpr int kLeastPatience = 3;      // where other rows' proposals do not pay for their asking either
 constexpr double kFewer = 0.75;        // of the rows beside which it waits: then it may pay now
-constexpr int kLongestWait = 64;
-constexpr int kBlocked = 2;            // steps that all rows wait when one could not bear their drafts
 constexpr double kWholeGain = 1.0, kWholeDrafts = 4.0;  // tokens that an unknown whole draft is hoped to bring; drafts that counts for
 
 }  // namespace
@@ -380,30 +376,6 @@ int Policy::bearable(int count) const {
         count -= std::max(1, count / 4);
     }
     return count;
-}
-
-// When a row asks next: every step while that pays, ever more rarely while it does not. Where a network was asked, what was
-// saved says nothing of those beside it.
-void Policy::ask_again(Step& step, double saved) {
-    if (!step.row || !adaptive(step) || !step.nodes || (step.kind.levels >= 0 && step.levels) || whole(step)) return;
-    Row& row = *step.row;
-    Asking& asking = asking_[static_cast<size_t>(step.kind.drafter)];
-    if (step.said.why == Why::Others) {  // it is not this row's fault, so all wait together, to draft together
-        blocked_ = kBlocked;
-        return;
-    }
-    row.value += (saved - row.value) / 16;
-    asking.value += (saved - asking.value) / 64;
-    const bool sure = step.there && !step.gains.empty() && step.gains[0] >= kSure * rate() * (more(1) + asked_);
-    if (saved > 0 || (sure && (red_ || !trusted(row)))) {  // or something else keeps a good draft back
-        row.fruitless = 0;
-        row.waited = 4;
-        return;
-    }
-    const double each = asking.each / unit_;
-    if (++row.fruitless < (asking.value < each ? kLeastPatience : kPatience) || row.value >= each) return;
-    row.wait = row.waited = std::min(2 * row.waited, kLongestWait);
-    row.crowd = count_;
 }
 
 }  // namespace outpace

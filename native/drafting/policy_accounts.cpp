@@ -20,6 +20,10 @@ constexpr double kRowMay = 1.0, kRowDrip = 0.004;      // what a row's own draft
 constexpr double kOthersMay = 0.3, kOthersDrip = 0.006;  // what a row may lose to what others draft
 constexpr double kRisk = 0.3, kStake = 1.0;  // plain steps of doubt that a step may hold, and of the capital
 constexpr int kFirstRest = 16, kLongestRest = 512;  // steps between tries of a network that brings nothing: at first, in the end
+constexpr int kPatience = 12;          // fruitless proposals before a row stops asking; then it waits 8, 16, ... steps
+constexpr int kLeastPatience = 3;      // where other rows' proposals do not pay for their asking either
+constexpr int kLongestWait = 64;
+constexpr int kBlocked = 2;            // steps that all rows wait when one could not bear their drafts
 constexpr double kHorizon = 48.0;      // steps over which the long-run rate is averaged
 constexpr double kRate = 0.15, kLimit = 3.0;  // of a row's bias, in log-odds a trial
 
@@ -56,6 +60,30 @@ double Policy::slack(const Row& row) const { return row.lead + kOthersMay + kOth
 
 bool Policy::trusted(const Row& row, double balance) const {
     return balance * std::sqrt(static_cast<double>(count_)) > -kRowMay * advantage_ - kRowDrip * row.wall;
+}
+
+// When a row asks next: every step while that pays, ever more rarely while it does not. Where a network was asked, what was
+// saved says nothing of those beside it.
+void Policy::ask_again(Step& step, double saved) {
+    if (!step.row || !adaptive(step) || !step.nodes || (step.kind.levels >= 0 && step.levels) || whole(step)) return;
+    Row& row = *step.row;
+    Asking& asking = asking_[static_cast<size_t>(step.kind.drafter)];
+    if (step.said.why == Why::Others) {  // it is not this row's fault, so all wait together, to draft together
+        blocked_ = kBlocked;
+        return;
+    }
+    row.value += (saved - row.value) / 16;
+    asking.value += (saved - asking.value) / 64;
+    const bool sure = step.there && !step.gains.empty() && step.gains[0] >= kSure * rate() * (more(1) + asked_);
+    if (saved > 0 || (sure && (red_ || !trusted(row)))) {  // or something else keeps a good draft back
+        row.fruitless = 0;
+        row.waited = 4;
+        return;
+    }
+    const double each = asking.each / unit_;
+    if (++row.fruitless < (asking.value < each ? kLeastPatience : kPatience) || row.value >= each) return;
+    row.wait = row.waited = std::min(2 * row.waited, kLongestWait);
+    row.crowd = count_;
 }
 
 // What drafting has brought that it may lose again: the more it brings, the more its luck varies.

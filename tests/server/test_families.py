@@ -18,12 +18,12 @@ from tests.server.serving import Running
 
 FAMILIES = {**formats.TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
 ASKED: dict[str, dict[str, Any]] = {
     "none": {"tools": TOOLS, "tool_choice": "none"},
     "auto": {"tools": TOOLS},

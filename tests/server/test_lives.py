@@ -165,6 +165,7 @@ def test_a_deadline_ends_an_answer_as_it_is(small: Running) -> None:
 
 def test_a_stream_shows_signs_of_life(small: Running) -> None:
     """The second of two rows' worth waits: comments keep its connection open, and clients read past them."""
+    until(small, 0)
     held = [raw(small, {**LONG, "stream": True}) for _ in range(2)]
     until(small, 2)
     waiting = raw(small, {**SHORT, "stream": True})

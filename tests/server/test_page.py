@@ -157,13 +157,18 @@ def test_side_by_side_again_edit_and_steps(page: Any) -> None:
     assert page.locator("article.user .said").all_inner_texts() == ["Say hello."]
 
 
-def test_stop_frees_the_row(page: Any) -> None:
+def tell_long(page: Any) -> None:
+    """An answer that takes a while has begun."""
     page.click("#settings")
     page.fill("#max_tokens", "800")
     page.click("#close")
     page.fill("#text", "Write a very long story about the sea.")
     page.keyboard.press("Enter")
     page.wait_for_selector("article.assistant .figures:has-text('tokens/s')", timeout=60_000)
+
+
+def test_stop_frees_the_row(page: Any) -> None:
+    tell_long(page)
     page.keyboard.press("Escape")
     page.wait_for_selector("#send", state="visible")
     assert "stopped" in page.locator("article.assistant .figures").inner_text()
@@ -239,12 +244,9 @@ def test_what_is_kept_survives(page: Any) -> None:
     """An answer that a reload cuts off, a system prompt, and a chat that lost its colours for want of room."""
     page.click("#system summary")
     page.fill("#system-text", "You are brief.")
-    page.click("#settings")
-    page.fill("#max_tokens", "800")
-    page.click("#close")
-    page.fill("#text", "Write a very long story about the sea.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("article.assistant .figures:has-text('tokens/s')", timeout=60_000)
+    tell_long(page)
+    while len(page.locator("article.assistant .said").inner_text()) < 500:
+        page.wait_for_timeout(100)
     page.reload()
     page.wait_for_selector("article.assistant .figures:has-text('stopped')")
     assert len(page.locator("article.assistant .said").inner_text()) > 3

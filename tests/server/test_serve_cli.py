@@ -136,8 +136,8 @@ def test_models_of_a_hub_come_by_name_once_and_stay(tmp_path: Path, monkeypatch:
 
 def test_spans_and_logs_of_a_process() -> None:
     """With --otel a collector gets the request's span, with --log-format json its line; both name the same request."""
-    messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
     got: list[tuple[str, bytes]] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -165,7 +165,7 @@ def test_spans_and_logs_of_a_process() -> None:
             assert its.wait(30) == 0
         collector.shutdown()
     (line,) = [each for each in logged if each["message"] == "answered"]
-    sent = messages.ExportTraceServiceRequest.FromString(got[0][1])
+    sent = ExportTraceServiceRequest.FromString(got[0][1])
     (resource,) = sent.resource_spans
     assert {its.value.string_value for its in resource.resource.attributes if its.key == "service.name"} == {"ours"}
     (span,) = [span for scope in resource.scope_spans for span in scope.spans if scope.scope.name == "outpace"]

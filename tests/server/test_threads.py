@@ -86,8 +86,9 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
     for kind, name in ((Tokenizer, "encode"), (Tokenizer, "render_chat"), (Grammars, "_compiled"), (Engine, "prepare")):
         watched(kind, name)
     for module, name in ((common, "loads"), (answering, "dumps")):
-        monkeypatch.setattr(module, "json", SimpleNamespace(loads=json.loads, dumps=json.dumps))
-        watched(module.json, name)  # type: ignore[attr-defined]
+        its_json = SimpleNamespace(loads=json.loads, dumps=json.dumps)
+        monkeypatch.setattr(module, "json", its_json)
+        watched(its_json, name)
     tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
     for more in ({"response_format": FORMAT}, {"tools": [tool], "tool_choice": "required"}, {"stream": True}):
         answer = httpx.post(f"{its.url}/v1/chat/completions", json={**CHAT, "ignore_eos": False, **more}, timeout=30)
