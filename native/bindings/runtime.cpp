@@ -92,10 +92,18 @@ void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<R
     new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit);
 }
 
+// What is asked of the cache takes microseconds, and a GIL given up for it would be another thread's for milliseconds: it is
+// kept, unless a forward holds the lock.
 template <class F>
 auto locked(Model& model, F f) {
+    std::unique_lock<std::mutex> lock(model.lock(), std::try_to_lock);
+    if (lock) return f(model.kv());
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(model.lock());
+    lock.lock();
+    struct First {  // the lock goes before the GIL comes back
+        std::unique_lock<std::mutex>& its;
+        ~First() { its.unlock(); }
+    } const first{lock};
     return f(model.kv());
 }
 
