@@ -1,4 +1,4 @@
-"""Checks wheels and source distributions in a folder: their size, and that the extension is in and nothing else.
+"""Checks wheels and source distributions in a folder: their size, that every module is in, and the extension alone.
 
 ``python scripts/check_dist.py FOLDER``; needs the standard library alone, so that every runner has what it takes.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 LIMIT = 5 * 1000 * 1000  # bytes of a wheel
 BUILT = (".so", ".pyd", ".dylib", ".o", ".a")
+SOURCE = Path(__file__).parents[1] / "src"
 
 
 def problems(path: Path) -> list[str]:
@@ -34,6 +35,10 @@ def problems(path: Path) -> list[str]:
         found += [
             f"lacks {name}" for name in ("native/CMakeLists.txt", "LICENSE", "pyproject.toml") if name not in names
         ]
+    inside = "" if path.suffix == ".whl" else "src/"
+    modules = {inside + its.relative_to(SOURCE).as_posix() for its in (SOURCE / "outpace").rglob("*.py")}
+    if lacking := sorted(modules - set(names)):
+        found.append(f"lacks {len(lacking)} modules, such as {lacking[0]}: is it excluded in pyproject.toml?")
     if path.stat().st_size > LIMIT:
         found.append(f"takes {path.stat().st_size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}")
     return found
