@@ -245,7 +245,7 @@ def test_what_is_kept_survives(page: Any) -> None:
     page.click("#system summary")
     page.fill("#system-text", "You are brief.")
     tell_long(page)
-    while len(page.locator("article.assistant .said").inner_text()) < 500:
+    while len(page.locator("article.assistant .said").inner_text()) < 500:  # colours enough to make room
         page.wait_for_timeout(100)
     page.reload()
     page.wait_for_selector("article.assistant .figures:has-text('stopped')")
@@ -267,10 +267,30 @@ def test_what_is_kept_survives(page: Any) -> None:
           localStorage.removeItem("other");
         }"""
     )
-    kept = page.evaluate("JSON.parse(localStorage.getItem('outpace.chats'))")
-    assert [its["title"] for its in kept] == ["Newer", "Write a very long story about the sea."]
+    assert [its["title"] for its in kept_chats(page)] == ["Newer", "Write a very long story about the sea."]
     page.reload()
     page.locator("#list button", has_text="Write a very long").first.click()
     assert len(page.locator("article.assistant .said").inner_text()) > 3
     assert page.locator("article.assistant .said span").count() == 0
     assert "tokens" in said(page, "And then?").locator(".figures").inner_text()
+
+
+def test_two_tabs_keep_each_others_chats(page: Any) -> None:
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector("#model option", state="attached")
+    said(page, "The first tab.")
+    other.wait_for_selector("#list button:has-text('The first tab.')", timeout=10_000)
+    said(other, "The second tab.")
+    page.wait_for_selector("#list button:has-text('The second tab.')", timeout=10_000)
+    other.close(run_before_unload=True)
+    said(page, "Once more.")
+    page.reload()
+    assert [its["title"] for its in kept_chats(page)] == ["The second tab.", "The first tab."]
+    page.click("#list button:has-text('The first tab.')")
+    assert page.locator("article.user").count() == 2
+
+
+def kept_chats(page: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = page.evaluate("JSON.parse(localStorage.getItem('outpace.chats'))")
+    return found

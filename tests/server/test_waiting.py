@@ -57,10 +57,12 @@ def ask(running: Running, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def until(running: Running, inside: int) -> None:
+def until_waiting(running: Running, waiting: int) -> None:
+    """Until so many samples wait for a row in the engine itself."""
+
     async def reached() -> None:
         async with asyncio.timeout(20):
-            while (known := running.service.known("tiny")) is None or known.admission.inside != inside:
+            while await running.engine.ask(lambda its: its.snapshot().waiting) != waiting:
                 await asyncio.sleep(0.002)
 
     running.call(reached())
@@ -78,9 +80,9 @@ def test_higher_priorities_and_deadlines_come_first_among_those_who_wait(single:
         assert (ended["choices"][0]["finish_reason"], ended["choices"][0]["stop_reason"]) == ("length", "deadline")
         assert ended["usage"]["completion_tokens"] == 0
         usual = threads.submit(ask, single, {**LONG, "max_tokens": 400})
-        until(single, 2)
+        until_waiting(single, 1)
         urgent = threads.submit(ask, single, {**SHORT, "priority": 1})
-        until(single, 3)
+        until_waiting(single, 2)
         first.close()
         done, _ = wait([usual, urgent], 30, FIRST_COMPLETED)
         assert urgent in done

@@ -4,7 +4,7 @@ import { ask, chat as asked, key } from "./api.js";
 import { cutOff, emptyAnswer, take, told } from "./answer.js";
 import { at, copy, lost, notice, say } from "./dom.js";
 import { element, colour, fillAnswer, known, message } from "./render.js";
-import { chats, keepChats, keepSettings, newChat, settings } from "./store.js";
+import { chats, keepChats, keepSettings, newChat, onOtherTabs, settings } from "./store.js";
 
 const state = { all: chats(), chat: null, settings: settings(), running: null, editing: -1, traces: false, models: [] };
 const FIELDS = ["temperature", "top_p", "seed", "max_tokens", "drafter"];
@@ -233,6 +233,19 @@ function keep() {
   if (!keepChats(state.all)) notice("The browser keeps no more: older chats lost their colours or were dropped.");
 }
 
+/** What another tab kept. The chat that is being answered or edited here stays as it is here. */
+function takeOver(others) {
+  const busy = state.running ? state.running.chat : state.editing >= 0 ? state.chat : null;
+  state.all = others.map((its) => (its.id === busy?.id ? busy : its));
+  if (busy && !state.all.includes(busy)) state.all.unshift(busy);
+  const open = state.all.find((its) => its.id === state.chat.id);
+  if (open && open !== state.chat) {
+    state.chat = open;
+    if (document.activeElement !== at("system-text")) at("system-text").value = open.system;
+    renderAll();
+  } else renderList();
+}
+
 // -- settings ----------------------------------------------------------------------------------------------------------
 
 function openSettings(field) {
@@ -367,10 +380,12 @@ function wire() {
   addEventListener("message", (event) => {
     if (event.source === at("steps").contentWindow && event.data === "leave") at("viewer").close();
   });
-  addEventListener("pagehide", () => { // what had come is kept
-    if (state.running) cutOff(state.running.message);
+  addEventListener("pagehide", () => { // what had come is kept; nothing else is written, another tab may have kept more
+    if (!state.running) return;
+    cutOff(state.running.message);
     keep();
   });
+  onOtherTabs(takeOver);
   at("viewer").addEventListener("close", () => at("steps").removeAttribute("src"));
   at("model").onchange = () => {
     set("model", at("model").value);

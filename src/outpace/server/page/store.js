@@ -42,6 +42,13 @@ export function keepChats(all) {
   return false;
 }
 
+/** `take` is given the chats whenever another tab of this browser has kept some. */
+export function onOtherTabs(take) {
+  addEventListener("storage", (event) => {
+    if (event.key === CHATS || event.key === null) take(chats());
+  });
+}
+
 function bare(message) {
   const { role, content, answer } = message;
   if (!answer) return { role, content };
