@@ -115,8 +115,9 @@ auto of_pool(Runtime& runtime, F f) {
 }
 
 // A run to whose barrier the last thread comes late, asleep or at work so long, and after which every thread is at work for
-// `after` seconds; a lone thread is at work for 20 ms before. See Pool::pretend. The team afterwards.
-int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double after) {
+// `after` seconds; a lone thread is at work for 20 ms before. See Pool::pretend. Which team such a run has next.
+int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double after, unsigned kind) {
+    if (kind > Pool::kDrafting) throw std::invalid_argument("no kind of run");
     return of_pool(runtime, [&](Pool& pool) {
         pool.pretend(away);
         pool.run([&](Seat& me) {
@@ -128,9 +129,9 @@ int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double 
             if (!pool.meet(me)) return;
             const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(after);
             while (std::chrono::steady_clock::now() < end) {}
-        });
+        }, kind);
         pool.pretend(-1.0);
-        return pool.team();
+        return pool.team(kind);
     });
 }
 
@@ -145,7 +146,7 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_ro("drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
         .def_prop_rw("claims", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.uneven(); }); },
                      [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); return 0; }); })
-        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0)
+        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u)
         .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
         .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
     m.attr("KV_BLOCK") = kBlock;

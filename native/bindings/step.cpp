@@ -1,5 +1,5 @@
-// A step of rows that need no Python: drafts, the policy, one forward, verdicts, the rows' cache, and what their drafters
-// hear of it. What engine/step.py and engine/verifier.py do is the reference, value for value; engine/native.py calls this.
+// A step of rows that need no Python: drafts, the policy, one forward (with prompts' chunks beside them), verdicts, the
+// rows' cache, and what their drafters hear of it. What engine/step.py and engine/verifier.py do is the reference, value for value; engine/native.py calls this.
 //
 // Between two forwards every line of code and data is cold, so what counts is how much different code runs.
 #include <chrono>
@@ -26,9 +26,10 @@ public:
     Stepper(int layers, nb::str target, std::vector<int> taps) : layers_(layers), target_(std::move(target)), taps_(std::move(taps)) {}
     Stepper(const Stepper&) = delete;
 
-    // rows: (StepRow, tokens, how many are committed, most nodes). policy: None, where every row gets as many as it may.
+    // rows: (StepRow, tokens, how many are committed, most nodes); chunks: (StepRow, tokens, where it begins, how many), at
+    // least one token before the last one. policy: None, where every row gets as many nodes as it may.
     // A tuple for each row, threads, seconds of drafting, forward and verdicts, and whether all rows were decided.
-    nb::tuple step(Model& model, const nb::object& policy, const nb::list& rows) {
+    nb::tuple step(Model& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
         const auto begun = Clock::now();
         model_ = &model;
         result_.reset();
@@ -40,8 +41,9 @@ public:
             }
         } const given{rows_};
         drafts_.take(rows);
+        const int64_t prefill = take(chunks);
         try {
-            drafts_.draft(policy, model.vocab());
+            drafts_.draft(policy, model.vocab(), prefill);
         } catch (const nb::python_error&) {
             throw;
         } catch (const std::exception& error) {
@@ -65,7 +67,8 @@ public:
         if (BoundPolicy* policy = drafts_.policy()) policy->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), {draft, body});
     }
 
-    // The last step's drafts before and after the policy, its verdicts and decisions, as the arrays of Drafts and Verdicts.
+    // The last step's drafts before and after the policy, its verdicts and decisions, as the arrays of Drafts and Verdicts,
+    // and where rows and chunks were packed.
     nb::tuple record() const {
         nb::list decisions;
         const BoundPolicy* policy = drafts_.policy();
@@ -74,24 +77,21 @@ public:
         const nb::tuple verdicts = nb::make_tuple(filled(IntArray({b, w + 1}), gained_), filled(IntArray({b}), accepted_),
                                                   filled(IntArray({b, w}), path_));
         return nb::make_tuple(drafts_.before(), drafts_.after(), verdicts, policy ? nb::object(decisions) : nb::none(),
-                              filled(IntArray({b + 1}), starts_));
+                              filled(IntArray({static_cast<Py_ssize_t>(starts_.size())}), starts_));
     }
 
-    // The drafters of rows hear what became final: (row of the step, how many of its verdict's tokens). Throws what they throw.
+    // The drafters of rows hear what became final: (row of the step, how many of its verdict's tokens), where rows of chunks
+    // follow those that decode, and have all their tokens. Throws what they throw.
     void observe(const std::vector<std::pair<int, int>>& rows) {
         if (!states_) throw std::invalid_argument("the last step kept no hidden states, or rows of it were undecided");
         std::map<Lookup*, std::vector<Final>> heard;
-        const size_t w = static_cast<size_t>(kept().width);
         for (const auto& [row, count] : rows) {
-            const auto i = static_cast<size_t>(row);
-            if (row < 0 || i >= rows_.size() || count < 1 || count > accepted_[i] + 1 || !reads(rows_[i])) throw std::invalid_argument("no row of the last step");
-            Final final{rows_[i].its->row, static_cast<int>(rows_[i].length) - 1, {}, {}};
-            for (int n = 0; n < count; ++n) {
-                const int32_t slot = n ? path_[i * w + static_cast<size_t>(n) - 1] + 1 : 0;
-                final.tokens.push_back(gained_[i * (w + 1) + static_cast<size_t>(n)]);
-                final.places.push_back(places_[static_cast<size_t>(starts_[i] + slot)]);
-            }
-            heard[rows_[i].its->lookup].push_back(std::move(final));
+            const auto i = static_cast<size_t>(row), b = rows_.size();
+            if (row < 0 || i >= b + chunks_.size()) throw std::invalid_argument("no row of the last step");
+            const StepRow& its = i < b ? *rows_[i].its : *chunks_[i - b].its;
+            const int most = i < b ? accepted_[i] + 1 : static_cast<int>(chunks_[i - b].count());
+            if (!reads(its) || count < 1 || count > most || (i >= b && count < most)) throw std::invalid_argument("no tokens that a row of the last step gained");
+            heard[its.lookup].push_back(i < b ? gained(i, count) : written(i - b));
         }
         nb::gil_scoped_release release;
         for (const auto& [lookup, its] : heard) lookup->observe(its, {states_.get(), taps_});
@@ -107,13 +107,50 @@ private:
     using Clock = std::chrono::steady_clock;
 
     const Nodes& kept() const { return drafts_.kept(); }
-    static bool reads(const RowNow& row) { return row.its->lookup && !row.its->lookup->taps().empty(); }
+    static bool reads(const StepRow& its) { return its.lookup && !its.lookup->taps().empty(); }
 
-    // Pending tokens with their drafts, packed and run.
+    // The step's chunks; how many tokens they have.
+    int64_t take(const nb::list& chunks) {
+        chunks_.clear();
+        int64_t sum = 0;
+        for (const nb::handle one : chunks) {
+            const nb::tuple given = nb::borrow<nb::tuple>(one);
+            const StepRow& its = StepDrafts::row_of(given);
+            const IntView tokens(nb::handle(given[1]).ptr());
+            const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
+            if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
+            chunks_.push_back({&its, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}});
+            sum += count;
+        }
+        return sum;
+    }
+
+    // What became final of row i: the first `count` tokens of its verdict.
+    Final gained(size_t i, int count) const {
+        const size_t w = static_cast<size_t>(kept().width);
+        Final final{rows_[i].its->row, static_cast<int>(rows_[i].length) - 1, {}, {}};
+        for (int n = 0; n < count; ++n) {
+            const int32_t slot = n ? path_[i * w + static_cast<size_t>(n) - 1] + 1 : 0;
+            final.tokens.push_back(gained_[i * (w + 1) + static_cast<size_t>(n)]);
+            final.places.push_back(places_[static_cast<size_t>(starts_[i] + slot)]);
+        }
+        return final;
+    }
+
+    // What became final of chunk j.
+    Final written(size_t j) const {
+        const ChunkNow& chunk = chunks_[j];
+        const auto from = places_.begin() + starts_[rows_.size() + j];
+        return {chunk.its->row, chunk.first, {chunk.tokens.begin() + 1, chunk.tokens.end()}, {from, from + static_cast<std::ptrdiff_t>(chunk.count())}};
+    }
+
+    // Pending tokens with their drafts, then chunks, packed and run.
     void forward() {
         const Nodes& nodes = kept();
-        const auto n = static_cast<size_t>(std::accumulate(nodes.widths.begin(), nodes.widths.end(), 0)) + rows_.size();
-        token_.resize(n), row_.resize(n), position_.resize(n), parent_.resize(n), wanted_.resize(n);
+        const auto asked = static_cast<size_t>(std::accumulate(nodes.widths.begin(), nodes.widths.end(), 0)) + rows_.size();
+        size_t n = asked;
+        for (const ChunkNow& chunk : chunks_) n += chunk.count();
+        token_.resize(n), row_.resize(n), position_.resize(n), parent_.resize(n), wanted_.resize(asked);
         std::iota(wanted_.begin(), wanted_.end(), 0);
         starts_.assign(1, 0);
         size_t at = 0;
@@ -129,10 +166,18 @@ private:
             }
             starts_.push_back(static_cast<int32_t>(at));
         }
+        for (const ChunkNow& chunk : chunks_) {
+            for (size_t k = 0; k < chunk.count(); ++k, ++at) {
+                const auto place = static_cast<int32_t>(k);
+                token_[at] = chunk.tokens[k], row_[at] = chunk.its->row, position_[at] = chunk.first + place, parent_[at] = place - 1;
+            }
+            starts_.push_back(static_cast<int32_t>(at));
+        }
         tapped_.clear();
-        for (const RowNow& row : rows_) tapped_.push_back(reads(row));
+        for (const RowNow& row : rows_) tapped_.push_back(reads(*row.its));
+        for (const ChunkNow& chunk : chunks_) tapped_.push_back(reads(*chunk.its));
         const bool any = std::any_of(tapped_.begin(), tapped_.end(), [](uint8_t tapped) { return tapped; });
-        const BatchView batch{static_cast<int>(n), static_cast<int>(rows_.size()), static_cast<int>(n), token_.data(), row_.data(), position_.data(),
+        const BatchView batch{static_cast<int>(n), static_cast<int>(tapped_.size()), static_cast<int>(asked), token_.data(), row_.data(), position_.data(),
                               parent_.data(), starts_.data(), wanted_.data(), any ? taps_ : std::vector<int>(), layers_, tapped_.data(), nullptr};
         std::lock_guard<std::mutex> lock(model_->lock());
         result_ = model_->forward(batch);
@@ -227,6 +272,7 @@ private:
     // The step that is under way, or was the last one.
     StepDrafts drafts_;
     std::deque<RowNow>& rows_ = drafts_.rows();
+    std::vector<ChunkNow> chunks_;
     bool decided_ = true;
     int threads_ = 0;
     std::vector<int32_t> token_, row_, position_, parent_, starts_, wanted_, gained_, accepted_, path_, slots_;
@@ -254,7 +300,7 @@ void bind_step(nb::module_& m) {
              "levels"_a.none(), "nodes"_a);
     nb::class_<Stepper>(m, "Stepper")
         .def(nb::init<int, nb::str, std::vector<int>>(), "layers"_a, "target"_a, "taps"_a)
-        .def("step", &Stepper::step, "model"_a, "policy"_a.none(), "rows"_a)
+        .def("step", &Stepper::step, "model"_a, "policy"_a.none(), "rows"_a, "chunks"_a)
         .def("learn", &Stepper::learn, "draft"_a, "body"_a)
         .def("record", &Stepper::record)
         .def("observe", &Stepper::observe, "rows"_a)

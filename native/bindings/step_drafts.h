@@ -30,9 +30,8 @@ public:
         if (rows.size() == 0) throw std::invalid_argument("a step has at least one row");
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
-            if (!nb::isinstance<StepRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most)");
             RowNow& now = rows_.emplace_back();
-            now.its = nb::inst_ptr<StepRow>(given[0]);
+            now.its = &row_of(given);
             now.tokens.emplace(nb::handle(given[1]).ptr());
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
             if (length < 1 || length > now.tokens->size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
@@ -45,8 +44,13 @@ public:
         }
     }
 
-    // engine/drafting.py: plan, propose, trim.
-    void draft(const nb::object& policy, int vocab) {
+    static const StepRow& row_of(const nb::tuple& given) {
+        if (!nb::isinstance<StepRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most), a chunk (StepRow, tokens, start, count)");
+        return *nb::inst_ptr<StepRow>(given[0]);
+    }
+
+    // engine/drafting.py: plan, propose, trim. `prefill`: tokens of chunks beside the rows.
+    void draft(const nb::object& policy, int vocab, int64_t prefill) {
         held_ = policy;
         policy_ = policy.is_none() || !planned_ ? nullptr : nb::cast<BoundPolicy*>(policy);
         vocab_ = vocab;
@@ -61,7 +65,7 @@ public:
                 policy_->admit(its.row, its.request, its.sampling.temperature, its.drafter, its.levels, its.nodes);
                 views_.push_back({its.row, its.adaptive, now.most, static_cast<double>(now.length - 1)});
             }
-            policy_->policy().plan(views_, 0);
+            policy_->policy().plan(views_, prefill);
             for (size_t i = 0; i < rows_.size(); ++i) {
                 rows_[i].asked = policy_->policy().nodes(i);
                 rows_[i].levels = policy_->policy().levels(i);

@@ -51,7 +51,15 @@ struct Nodes {
     size_t at(size_t i) const { return i * static_cast<size_t>(width); }
 };
 
-struct RowNow {  // a row in this step
+struct ChunkNow {  // tokens `first` ... of a row's prompt, whose KV is written in this step beside rows that decode
+    const StepRow* its;
+    int32_t first;
+    std::vector<int32_t> tokens;  // and the one that follows them
+
+    size_t count() const { return tokens.size() - 1; }
+};
+
+struct RowNow {  // a decoding row in this step
     const StepRow* its;
     int most, asked, levels;
     size_t length;

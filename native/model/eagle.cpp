@@ -123,7 +123,7 @@ void Eagle::store(const float* features) {
     Result nothing;
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team());
+        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
         Model::Run run(m, pool, nothing, batch, first, count);
         const auto body = [&](Seat& me) {
             for (int l = 0; l + 1 < batch.layers; ++l)
@@ -146,7 +146,7 @@ void Eagle::level(const std::vector<Step>& steps, const float* features, Result&
     for (size_t i = 0; i < steps.size(); ++i) result.tap_place[i] = static_cast<int32_t>(i);
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team());
+        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
         Model::Run run(m, pool, result, batch, first, count);
         const auto step = [&](int i) -> const Step& { return steps[static_cast<size_t>(first + i)]; };
         for (std::vector<Shortlist>& lists : lists_)

@@ -193,10 +193,10 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     result->logits_ = logits_pool_->take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
-        plan_jobs(first, count, pool.team());
-        Run run(*this, pool, *result, batch, first, count);
         unsigned kind = 0;  // widths up to 1, 2, 4 ...
         while (1 << kind < count) ++kind;
+        plan_jobs(first, count, pool.team(kind));
+        Run run(*this, pool, *result, batch, first, count);
         result->threads = pool.run([&run](Seat& me) { run.thread(me); }, kind, static_cast<double>(weights_->bytes()));
         run.settle(result->threads);
     }

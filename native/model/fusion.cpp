@@ -37,7 +37,7 @@ void Fusion::run(Model& m, const std::vector<const float*>& taps, float* out) {
     const int wide = matrix_.cols, padded = matrix_.out_padded(), hidden = m.config_.hidden;
     for (size_t first = 0; first < taps.size(); first += kChunk) {
         const int count = static_cast<int>(std::min<size_t>(kChunk, taps.size() - first));
-        const bool solo = count <= 2 && pool.team() > 1;  // as in Model::Run
+        const bool solo = count <= 2 && pool.size() > 1;  // as in Model::Run
         const auto body = [&](Seat& me) {
             uint8_t* in = m.scratch_.in[solo ? static_cast<size_t>(me.id) : 0].get(matrix_.acts());
             float* line = m.scratch_.line[static_cast<size_t>(me.id)].get();

@@ -111,7 +111,7 @@ void Parallel::read(const std::vector<Context>& contexts) {
     for (const Layer& l : m.layers_) work += static_cast<double>(l.k.bytes() + l.v.bytes());
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team());
+        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
         Model::Run run(m, pool, nothing, batch, first, count);
         pool.run([&](Seat& me) {
             const Part part = run.tokens(me);
@@ -192,7 +192,7 @@ void Parallel::forward(const std::vector<Ask>& asks) {
     const int step = kChunk / shape_.block * shape_.block;  // a block is never cut: its tokens' keys are written together
     for (int first = 0; first < batch.tokens; first += step) {
         const int count = std::min(step, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team());
+        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
         Model::Run run(m, pool, result, batch, first, count);
         float* y = logits_.get() + static_cast<size_t>(run.token(run.wanted_[0]).wanted) * static_cast<size_t>(stride_);
         pool.run([&](Seat& me) {

@@ -17,7 +17,7 @@ class Model::Run {
 public:
     Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
         : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
-          first_(first), n_(count), solo_(count <= 2 && pool.team() > 1), claims_(pool.uneven()) {
+          first_(first), n_(count), solo_(count <= 2 && pool.size() > 1), claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
             if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
     }

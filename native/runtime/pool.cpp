@@ -47,7 +47,7 @@ Clock::duration processor_time() {
 }  // namespace
 
 Pool::Pool(int threads)
-    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(allowed_processors()), limit_(threads_), spin_(kLeastSpin),
+    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(allowed_processors()), spin_(kLeastSpin),
       idle_spin_(kCrowdedSpin.count()) {
     workers_.reserve(static_cast<size_t>(threads_));
     try {
@@ -56,8 +56,9 @@ Pool::Pool(int threads)
             workers_.emplace_back([this, i] { work(i); });
         }
     } catch (const std::system_error&) {  // there are no more threads to be had: those that began are the team
-        threads_ = limit_ = static_cast<int>(workers_.size()) + 1;
+        threads_ = static_cast<int>(workers_.size()) + 1;
     }
+    for (Team& team : teams_) team.limit = threads_;
     calibrate();
 }
 
@@ -128,11 +129,10 @@ void Pool::close() {
 }
 
 int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work) {
-    const int team = this->team();
+    const int team = this->team(kind);
     begun_ = Clock::now();
     lost_ = away_ = {};
     count_ = began_ = team;
-    kind = std::min(kind, kKinds - 1);
     expected_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(expected(team, kind) * work));
     if (team > 1) {
         const Clock::duration gap = begun_ - ended_;
@@ -262,12 +262,13 @@ void Pool::account() {
 
 // Seconds a unit of work that a team is thought to take while nobody else uses the cores; 0: unknown.
 double Pool::expected(int team, unsigned kind) const {
-    if (team < threads_) return smaller_[kind];
-    return usual_[kind] > 0.0 ? usual_[kind] : smaller_[kind] * limit_ / threads_;
+    const Team& its = teams_[kind];
+    if (team < threads_) return its.smaller;
+    return its.usual > 0.0 ? its.usual : its.smaller * its.limit / threads_;
 }
 
 bool Pool::slow() const {
-    const Clock::duration whole = std::max(Clock::now() - begun_, expected_);
+    const Clock::duration whole = std::max(Clock::now() - begun_, expected_ + lost_);
     return lost_ > kHiccup && lost_ > std::chrono::duration_cast<Clock::duration>(kLost * whole);
 }
 
@@ -289,26 +290,27 @@ void Pool::shrink(const Seat& last) {
 }
 
 void Pool::learn(int started, unsigned kind, double work) {
-    const bool trial = limit_ < threads_ && started == threads_;
+    Team& its = teams_[kind];
+    const bool trial = its.limit < threads_ && started == threads_;
     const double took = std::chrono::duration<double>(ended_ - begun_).count() / work;
     const bool fewer = count_ < started || robbed();
-    if (started == threads_ && !slow()) usual_[kind] = took;
+    if (started == threads_ && !slow()) its.usual = took;
     dropped_ += fewer;
     waited_ += !fewer && slow();
     if (fewer) {
-        if (!trial) smaller_ = {};
-        limit_ = count_ < started ? count_ : std::max(1, started / 2);
-        patience_ = trial ? std::min(2 * patience_, kMostPatience) : 1;
-        rest_ = patience_;
-    } else if (trial && smaller_[kind] > 0.0 && took > smaller_[kind]) {
-        patience_ = std::min(2 * patience_, kMostPatience);
-        rest_ = patience_;
+        if (!trial) its.smaller = 0.0;
+        its.limit = count_ < started ? count_ : std::max(1, started / 2);
+        its.patience = trial ? std::min(2 * its.patience, kMostPatience) : 1;
+        its.rest = its.patience;
+    } else if (trial && its.smaller > 0.0 && took > its.smaller) {
+        its.patience = std::min(2 * its.patience, kMostPatience);
+        its.rest = its.patience;
     } else if (trial) {
-        limit_ = threads_;
-        patience_ = 1;
-    } else if (rest_ > 0) {
-        smaller_[kind] = took;
-        --rest_;
+        its.limit = threads_;
+        its.patience = 1;
+    } else if (its.rest > 0) {
+        its.smaller = took;
+        --its.rest;
     }
 }
 

@@ -6,9 +6,9 @@
 // On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Two things
 // together are the evidence: waits so long that they end in sleep took much of what the whole run takes undisturbed, and
 // meanwhile threads of the team were neither running nor asleep of their own accord, by their processor clocks (which leave
-// out what a hypervisor takes, where it tells). Such a run goes on with half of its team, and so do the next ones, until a
-// trial with all threads is faster than what the smaller team took. Long waits alone, for a thread that had more to do, cost
-// nobody its place.
+// out what a hypervisor takes, where it tells). Such a run goes on with half of its team, and so do the next ones of its
+// kind, until a trial with all threads is faster than what the smaller team took: a moment that was much of a short run says
+// nothing of a long one. Long waits alone, for a thread that had more to do, cost nobody its place.
 #pragma once
 
 #include <array>
@@ -48,7 +48,7 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int size() const { return threads_; }
-    int team() const { return rest_ > 0 ? limit_ : threads_; }  // threads that the next run starts with
+    int team(unsigned kind = 0) const { return teams_[kind].rest > 0 ? teams_[kind].limit : threads_; }  // that its next run starts with
     double wake_seconds() const { return wake_seconds_; }          // a run of threads that sleep; 0 with one thread
     bool uneven() const { return uneven_; }  // whether a processor is slower than another, measured when the threads began
     void treat_as_uneven(bool uneven) { uneven_ = uneven; }
@@ -116,11 +116,13 @@ private:
     // From run to run.
     const int processors_;  // that this process may use
     int callers_ = -1;      // the one that workers are kept off
-    int limit_;         // threads of a run that is no trial
-    int rest_ = 0;      // runs until the next trial
-    int patience_ = 1;  // how many runs a failed trial is remembered
-    // Seconds a unit of work, of the last run of each kind: of the smaller team, and of all threads undisturbed; 0: unknown.
-    std::array<double, kKinds> smaller_{}, usual_{};
+    struct Team {  // that runs of a kind have
+        int limit = 1;     // threads of a run that is no trial
+        int rest = 0;      // runs until the next trial
+        int patience = 1;  // how many runs a failed trial is remembered
+        double smaller = 0.0, usual = 0.0;  // seconds a unit of work, of the smaller team and of all threads undisturbed; 0: unknown
+    };
+    std::array<Team, kKinds> teams_;
     Clock::duration gap_{};                          // between runs that follow one another
     Clock::duration spin_;                           // of a thread that waits at a barrier
     std::atomic<Clock::rep> idle_spin_;              // of a worker between runs

@@ -263,7 +263,14 @@ def test_a_run_is_robbed_by_what_it_takes_as_a_whole() -> None:
         return runtime.late_run(late, False, away=0.9, after=0.04) == 2
 
     assert any(keeps_both(0.004) for _ in range(8))  # other work may add to it
-    assert not any(keeps_both(0.04) for _ in range(2))
+    assert not any(keeps_both(0.1) for _ in range(2))
+
+
+def test_what_robbed_a_run_says_nothing_of_other_kinds() -> None:
+    """A moment that is most of a short run, such as a draft's, would cost the next forward half of its threads."""
+    runtime = _native.Runtime(2)
+    assert runtime.late_run(0.01, False, away=0.9, kind=1) == 1
+    assert runtime.team == 2  # of kind 0
 
 
 @pytest.mark.parametrize("threads", [2, 3])

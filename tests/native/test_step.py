@@ -182,7 +182,7 @@ def asked(drafter: Drafter | None, alone: bool) -> list[Asked]:
     for i, params in enumerate(PARAMS):
         prompt = np.tile(rng.integers(0, 30, int(rng.integers(3, 9))), 4).astype(np.int32)
         its: dict[str, Any] = {"size": 3} if i == 1 else {"drafter": False} if i == 2 and drafter is not None else {}
-        requests.append((prompt, SamplingParams(seed=i, ignore_eos=True, **({"max_tokens": 40} | params)), its))
+        requests.append((prompt, SamplingParams(seed=i, ignore_eos=True, **({"max_tokens": 30 + 5 * i} | params)), its))
     return requests[:2] if alone else requests
 
 
@@ -200,6 +200,9 @@ def test_equal_to_the_reference(tiny: Tiny, kind: str, size: int | str, watched:
     assert records == expected
     assert served > 20
     assert not none
+    if watched:  # every step in which a row decodes, prompts' chunks beside it or not
+        assert served == sum(bool(record[1]) for record in records)
+        assert any(record[1] and record[12] for record in records)
 
 
 @pytest.mark.parametrize("kind", LEARNED)
@@ -232,7 +235,8 @@ def test_learned_drafters_are_equal_to_the_reference(
     (results, records, served), (reference, expected, none) = found
     assert results == reference
     assert records == expected
-    assert served > 20
+    assert served == sum(bool(record[1]) for record in records)
+    assert any(record[1] and record[12] for record in records)
     assert not none
     assert any(result.stats.accepted_by.get("eagle") for result in results)
 
@@ -264,7 +268,7 @@ def test_what_is_too_near_to_call_is_called_by_the_reference(tiny: Tiny, tmp_pat
         prompt = np.arange(20, dtype=np.int32)
         params = [
             SamplingParams(temperature=1.0, top_p=0.5, max_tokens=8, seed=1),
-            SamplingParams(max_tokens=12, seed=2),
+            *(SamplingParams(max_tokens=12, seed=i) for i in (2, 3, 4, 5)),  # the last one begins beside others
         ]
         found.append(run(model, SuffixDrafter(), [(prompt, its, {}) for its in params], size=4))
     assert found[0][:2] == found[1][:2]

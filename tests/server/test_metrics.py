@@ -122,6 +122,7 @@ def test_counts_are_the_answers(served: Running, written: dict[str, io.StringIO]
     assert its["outpace_drafted_at_total"][("0",)] == its["vllm:spec_decode_num_drafts_total"][()]
     steps = sum(each["steps"] for each in spoken)
     assert sum(its["outpace_steps_total"].values()) == sum(its["outpace_steps_by_width_total"].values()) == steps
+    assert sum(its["outpace_steps_by_threads_total"].values()) == steps
     for ours, theirs in (
         ("outpace_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
         ("outpace_queue_seconds", "vllm:request_queue_time_seconds"),

@@ -122,6 +122,7 @@ class Core:
         if isinstance(computed, NativeComputed):
             if self.drafting.needs.taps:
                 going = [(i, gained[i], s) for i, s in enumerate(plan.decoding) if s.row >= 0]
+                going += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
                 self.drafting.hear(going, computed.observe)
         elif events := self._events(plan, computed, gained):
             self.drafting.observe(events)

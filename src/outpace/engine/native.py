@@ -28,6 +28,7 @@ from outpace.engine.text import TextError
 from outpace.engine.verifier import Verifier
 from outpace.errors import MemoryLimitError, RuleError
 from outpace.exact.drafts import Drafts, Verdicts
+from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import Model, Taps
 from outpace.models.native.model import NativeModel
 from outpace.models.native.output import NativeOutput, describe
@@ -38,10 +39,9 @@ _Stepper: Any = _fast.pick("Stepper", None)
 class NativeComputed:
     """A step before it is applied, as ``Computed``. What only records read is made when one reads it, in this step."""
 
-    prompt_logprobs: tuple[()] = ()
-
-    def __init__(self, stepper: Any, gains: list[Gain], threads: int, adaptive: bool) -> None:
+    def __init__(self, stepper: Any, gains: list[Gain], chunks: int, threads: int, adaptive: bool) -> None:
         self._stepper, self.gains, self.threads, self._adaptive = stepper, gains, threads, adaptive
+        self.prompt_logprobs: SequenceOf[list[TokenLogprob]] = [[]] * chunks
 
     def teach(self, policy: Policy, seconds: Mapping[str, float]) -> None:
         """Tell the policy what became of the step, if it was asked."""
@@ -49,7 +49,7 @@ class NativeComputed:
             self._stepper.learn(seconds["draft"], seconds["target"] + seconds["verify"] + seconds["other"])
 
     def observe(self, rows: SequenceOf[tuple[int, int]]) -> None:
-        """The drafters of rows that read taps hear what became final: (row of the step, how many tokens)."""
+        """The drafters of rows that read taps hear what became final: (row of the plan, how many tokens)."""
         self._stepper.observe(rows)
 
     @cached_property
@@ -84,18 +84,20 @@ class NativeSteps:
         """See ``step.compute``. None: some row needs Python, or drafting failed; nothing was changed."""
         policy, asked = self._drafting.policy, []
         its = policy.native if type(policy) is Adaptive else None
-        if plan.chunks or (its is None and type(policy) is not Fixed):
+        rows, chunks = plan.decoding, []
+        if not rows or (its is None and type(policy) is not Fixed):
             return None
-        rows = plan.decoding
         for s in rows:
-            if s.native is None:
-                s.native = self._row(s)
-            if s.native is False:
+            if not self._runs(s):
                 return None
             length = s.length
             asked.append((s.native, s.buffer, length, 0 if s.paused else min(s.size, s.request.limit - length - 1)))
+        for chunk in plan.chunks:
+            if chunk.wanted or not self._runs(chunk.sequence):
+                return None
+            chunks.append((chunk.sequence.native, chunk.sequence.tokens, chunk.start, chunk.count))
         try:
-            said, threads, draft, target, verify, decided = self._stepper.step(self._model.native, its, asked)
+            said, threads, draft, target, verify, decided = self._stepper.step(self._model.native, its, asked, chunks)
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
         except _fast.native.DraftFault as error:
@@ -104,7 +106,7 @@ class NativeSteps:
         self.served += 1
         clock.spent(draft, target, verify)
         if not decided:
-            return self._decide(rows, threads)
+            return self._decide(plan, threads)
         gains = []
         for sequence, (tokens, path, sources, *rest) in zip(rows, said, strict=True):
             try:
@@ -112,10 +114,11 @@ class NativeSteps:
             except (RuleError, TextError) as error:
                 extension = sequence.ended("error", error)
             gains.append(Gain(extension, path, sources[: len(extension.tokens)], [], *rest))
-        return NativeComputed(self._stepper, gains, threads, its is not None)
+        return NativeComputed(self._stepper, gains, len(chunks), threads, its is not None)
 
-    def _decide(self, rows: list[Sequence], threads: int) -> Computed:
+    def _decide(self, plan: Plan, threads: int) -> Computed:
         """A row has no token that is allowed, or its choice is too near a filter's edge: Python walks on."""
+        rows = plan.decoding
         proposal, _, starts = _recorded(self._stepper)
         output = NativeOutput(self._stepper.result())
         verifier = Verifier(
@@ -131,7 +134,16 @@ class NativeSteps:
             for i, (s, gained) in enumerate(zip(rows, gains, strict=True))
             if self._drafting.needs_of(s).taps
         }
-        return Computed(proposal, verdicts, gains, {}, taps, [], threads)
+        for j, chunk in enumerate(plan.chunks, len(rows)):
+            if self._drafting.needs_of(chunk.sequence).taps:
+                taps[j] = output.taps(np.arange(starts[j], starts[j + 1], dtype=np.int32))
+        return Computed(proposal, verdicts, gains, {}, taps, [[]] * len(plan.chunks), threads)
+
+    def _runs(self, sequence: Sequence) -> bool:
+        """Whether C++ takes the sequence, in ``sequence.native``."""
+        if sequence.native is None:
+            sequence.native = self._row(sequence)
+        return sequence.native is not False
 
     def _row(self, sequence: Sequence) -> Any:
         """The sequence in its row as C++ takes it; False where it needs Python."""

@@ -261,6 +261,13 @@ def _so_far(families: _Families, model: str, its: Stats) -> None:
         )  # fmt: skip
     for size, steps in sorted(its.steps_by_size.items()):
         families.count("outpace_steps_by_width", "Steps of rows, by width.", {**ours, "width": str(1 + size)}, steps)
+    for threads, steps in sorted(its.steps_by_threads.items()):
+        families.count(
+            "outpace_steps_by_threads",
+            "Steps of rows, by the threads that their forward ended with.",
+            {**ours, "threads": str(threads)},
+            steps,
+        )
     for (state, why), steps in decisions(its).items():
         families.count(
             "outpace_steps",
