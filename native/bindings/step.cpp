@@ -93,8 +93,11 @@ public:
             if (!reads(its) || count < 1 || count > most || (i >= b && count < most)) throw std::invalid_argument("no tokens that a row of the last step gained");
             heard[its.lookup].push_back(i < b ? gained(i, count) : written(i - b));
         }
-        nb::gil_scoped_release release;
-        for (const auto& [lookup, its] : heard) lookup->observe(its, {states_.get(), taps_});
+        for (const auto& [lookup, its] : heard) {
+            if (!lookup->observe(its, {states_.get(), taps_})) continue;
+            nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
+            lookup->read_ahead();
+        }
     }
 
     // The forward's result, where some row was left undecided.

@@ -106,7 +106,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
     }
 }
 
-void EagleRows::observe(const std::vector<Final>& rows, const States& states) {
+bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
     std::vector<size_t> columns;
     for (const int layer : columns_) {
         const auto found = std::find(states.layers.begin(), states.layers.end(), layer);
@@ -114,7 +114,7 @@ void EagleRows::observe(const std::vector<Final>& rows, const States& states) {
         columns.push_back(static_cast<size_t>(found - states.layers.begin()));
     }
     const size_t hidden = entries_.wide() / columns_.size();
-    std::vector<int64_t> many;
+    behind_.clear();
     for (const Final& final : rows) {
         Entries::Row& its = entries_.at(final.row);
         const int known = its.end();
@@ -125,13 +125,14 @@ void EagleRows::observe(const std::vector<Final>& rows, const States& states) {
             const float* from = states.values + static_cast<size_t>(final.places[n]) * states.layers.size() * hidden;
             for (size_t c = 0; c < columns.size(); ++c) std::memcpy(to + c * hidden, from + columns[c] * hidden, hidden * sizeof(float));
         }
-        if (its.waiting() > limits_.catch_up) many.push_back(final.row);
+        if (its.waiting() > limits_.catch_up) behind_.push_back(final.row);
     }
-    read_ahead(std::move(many));
+    return !behind_.empty();
 }
 
 // Feeds what waits, in calls of at most `catch_up` entries a row; the last one is left.
-void EagleRows::read_ahead(std::vector<int64_t> rows) {
+void EagleRows::read_ahead() {
+    std::vector<int64_t> rows = std::exchange(behind_, {});
     while (!rows.empty()) {
         std::vector<Eagle::Ask> asks;
         std::vector<int> fresh, counts;

@@ -25,7 +25,8 @@ public:
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
     const std::vector<int>& taps() const override { return layers_; }
     bool stepwise() const override { return true; }
-    void observe(const std::vector<Final>& rows, const States& states) override;
+    bool observe(const std::vector<Final>& rows, const States& states) override;
+    void read_ahead() override;
 
     Entries& entries() { return entries_; }
     const Entries& entries() const { return entries_; }
@@ -35,7 +36,6 @@ private:
     int levels(const Asked& asked) const;
     bool ready(int64_t row, int more);
     Entries::Row& settled(int64_t row);
-    void read_ahead(std::vector<int64_t> rows);
     void forget(int64_t row);
     std::vector<Eagle::Draft> draft(const std::vector<Eagle::Ask>& asks);
 
@@ -44,6 +44,7 @@ private:
     std::vector<int> layers_;  // the same, ascending, each once
     const Limits limits_;
     Entries entries_;
+    std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 
 }  // namespace outpace

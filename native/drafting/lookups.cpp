@@ -151,9 +151,15 @@ void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<Sourced
     }
 }
 
-void ComposedLookup::observe(const std::vector<Final>& rows, const States& states) {
+bool ComposedLookup::observe(const std::vector<Final>& rows, const States& states) {
+    bool behind = false;
     for (const Part& part : parts_)
-        if (!part.lookup->taps().empty()) part.lookup->observe(rows, states);
+        if (!part.lookup->taps().empty()) behind = part.lookup->observe(rows, states) || behind;
+    return behind;
+}
+
+void ComposedLookup::read_ahead() {
+    for (const Part& part : parts_) part.lookup->read_ahead();
 }
 
 }  // namespace outpace

@@ -49,7 +49,9 @@ public:
     }
     // Whether it takes a forward of its own for every level.
     virtual bool stepwise() const { return false; }
-    virtual void observe(const std::vector<Final>&, const States&) {}
+    // Takes in what became final; whether it wants to `read_ahead` now, which takes forwards of its network.
+    virtual bool observe(const std::vector<Final>&, const States&) { return false; }
+    virtual void read_ahead() {}
 };
 
 class NgramLookup : public Lookup {
@@ -116,7 +118,8 @@ public:
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
     const std::vector<int>& taps() const override { return layers_; }
     bool stepwise() const override { return stepwise_; }
-    void observe(const std::vector<Final>& rows, const States& states) override;
+    bool observe(const std::vector<Final>& rows, const States& states) override;
+    void read_ahead() override;
 
 private:
     using Found = std::vector<std::vector<SourcedTree>>;  // by row, then part

@@ -135,7 +135,8 @@ class Drafter:
         return False
 
     def growth(self, row: int, positions: int) -> int:
-        """KV bytes more that drafting takes once the row has so many positions (the row may be unknown yet)."""
+        """KV bytes more that drafting takes once the row has so many positions (the row may be unknown yet, and then
+        takes the most)."""
         return 0
 
     @property

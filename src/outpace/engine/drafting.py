@@ -6,6 +6,7 @@ fresh one. Only KeyboardInterrupt and its like pass through, and leave a state t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
@@ -321,6 +322,20 @@ class Drafting:
         except Exception as error:
             self._drafter_failed(sequence.drafter, error, [sequence])
             return 0
+
+    def most_growth(self, sequences: SequenceOf[Sequence]) -> float:
+        """At most what ``growth`` comes to for all rows, ``sequence.size`` positions on: one question a drafter."""
+        if not self.keeps_cache:
+            return 0
+        asked: dict[str, tuple[int, int]] = {}
+        for sequence in sequences:
+            if self.drafts_for(sequence):
+                rows, positions = asked.get(sequence.drafter, (0, 0))
+                asked[sequence.drafter] = rows + 1, max(positions, sequence.length + sequence.size)
+        try:
+            return sum(rows * self._drafters[name].growth(-1, most) for name, (rows, most) in asked.items())
+        except Exception:
+            return math.inf  # `growth` finds out whose fault it is
 
     @property
     def bytes(self) -> int:

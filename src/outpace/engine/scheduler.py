@@ -150,7 +150,7 @@ class Scheduler:
         """Whether memory suffices for a step's rows; if not, something gave way, or the last row failed."""
         if self._memory is None:
             return True
-        if not self._drafting.keeps_cache and self._growth(plan, quick=True) <= self._memory:
+        if self._most_growth(plan) <= self._memory:
             return True
         while (need := self._growth(plan)) > self._memory:
             if not self._evict(need - self._memory):
@@ -175,16 +175,17 @@ class Scheduler:
         self._leave(only)
         return False
 
-    def _growth(self, plan: Plan, quick: bool = False) -> int:
-        """Bytes in use once the plan's rows have grown; with ``quick`` an upper bound that costs next to nothing, where
-        no drafter has a cache."""
-        if quick:
-            total, block, blocks = self._kv.bytes, self._block, 0
-            for sequence in plan.decoding:
-                blocks += (1 + sequence.size) // block + 2
-            for chunk in plan.chunks:
-                blocks += chunk.count // block + 2
-            return total + blocks * self._block_bytes
+    def _most_growth(self, plan: Plan) -> float:
+        """An upper bound of ``_growth`` that costs next to nothing."""
+        total, block, blocks = self._kv.bytes, self._block, 0
+        for sequence in plan.decoding:
+            blocks += (1 + sequence.size) // block + 2
+        for chunk in plan.chunks:
+            blocks += chunk.count // block + 2
+        return total + blocks * self._block_bytes + self._drafting.bytes + self._drafting.most_growth(plan.decoding)
+
+    def _growth(self, plan: Plan) -> int:
+        """Bytes in use once the plan's rows have grown."""
         total = self._kv.bytes + self._drafting.bytes
         for sequence in plan.decoding:
             total += self._kv.growth(sequence.row, _width(sequence))
