@@ -17,11 +17,9 @@ import numpy as np
 from outpace.control.adaptive import Adaptive
 from outpace.control.policy import PLAIN, Decision, Load, Policy, Sizes
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
-from outpace.drafters.composed import tree_of
+from outpace.engine.ruled import under_rules
 from outpace.errors import MemoryLimitError, RuleError
-from outpace.exact.drafts import UNNAMED, Draft, Drafts, check_drafts
-from outpace.exact.rules import forced, pruned
-from outpace.exact.tree import Tree, merge, pack
+from outpace.exact.drafts import Draft, Drafts, check_drafts
 
 if TYPE_CHECKING:
     from outpace.arrays import I32
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 NONE = "none"
 PLAINLY = DraftCost()
 NOTHING = DrafterNeeds()
-GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
 Teach = Callable[[Policy, Mapping[str, float]], None]
 
 
@@ -119,7 +116,7 @@ class Drafting:
         if self.needs.choices:
             self._asked = {view.row: proposed.row(i) for i, view in enumerate(views)}
         if any(view.chooser.rules for view in views):
-            proposed = self._under_rules(sequences, views, proposed)
+            proposed = under_rules(views, _most(sequences, views), proposed)
         kept, decisions = self._trim(sequences, views, proposed, load)
         if self.needs.choices:
             self._verified = {view.row: kept.row(i) for i, view in enumerate(views)}
@@ -162,32 +159,6 @@ class Drafting:
         except Exception as error:
             self._drafter_failed(name, error, rows)
             return None
-
-    def _under_rules(self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], drafts: Drafts) -> Drafts:
-        """Nodes that a rule forbids are dropped, tokens that must follow are added; not where nodes were drawn under
-        ``rejection``, whose existence may not depend on what was drawn.
-
-        Tokens that must follow need no drafter, so they are proposed also where it was not asked."""
-        parts: list[tuple[list[int], Drafts]] = []
-        for i, (view, most) in enumerate(zip(views, _most(sequences, views), strict=True)):
-            its = drafts if len(views) == 1 else drafts.take([i])
-            drawn = view.acceptance == "rejection" and its.q is not None
-            if view.chooser.rules and not drawn and most:
-                try:
-                    must = forced(view.chooser, most)
-                    if must:
-                        gains = [0.99 - 0.09 * n / len(must) for n in range(len(must))]
-                        own = tree_of(its, 0)
-                        own.sources = [source + 1 for source in own.sources]
-                        whole = merge([Tree.chain(must, gains), own], most)
-                        its = pack([whole], (GRAMMAR, *(drafts.sources or (UNNAMED,))))
-                    keep = pruned(its.row(0), view.chooser)
-                    if len(keep) < int(its.widths[0]):
-                        its = its.only([keep])
-                except RuleError:  # verification meets it again, and ends the request
-                    its = Drafts.empty(1)
-            parts.append(([i], its))
-        return Drafts.join(parts, len(views))
 
     def _trim(
         self, sequences: SequenceOf[Sequence], views: SequenceOf[RowView], proposed: Drafts, load: Load
