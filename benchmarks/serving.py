@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks import load
 from benchmarks.load import Shot
-from benchmarks.servers import OURS, Spent, Started, spent, started
+from benchmarks.servers import OURS, Spent, Started, end_with_servers, spent, started
 from outpace.errors import OutpaceError
 from outpace.measure import machine
 from outpace.measure.prompts import read_prompts
@@ -269,4 +269,5 @@ def _ramp_line(its: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    end_with_servers()
     sys.exit(main())

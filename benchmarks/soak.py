@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import OURS, started
+from benchmarks.servers import OURS, end_with_servers, started
 
 PARTS = 10  # of a soak; memory is compared after the first and after the last
 GROWTH = 0.05
@@ -343,4 +343,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_servers()
     sys.exit(main())

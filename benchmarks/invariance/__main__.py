@@ -35,6 +35,7 @@ from benchmarks.invariance.journal import Journal
 from benchmarks.invariance.plan import OPENAI, OTHERS, OURS, OURS_OPTIONS, planned, questions
 from benchmarks.invariance.report import score, table
 from benchmarks.servers import OURS as COMMAND
+from benchmarks.servers import end_with_servers
 from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts
@@ -152,4 +153,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_servers()
     sys.exit(main())
