@@ -1,14 +1,27 @@
-// A chooser's parameters and noise, as models/native/output.py describes them.
+// A chooser's parameters and noise by name, as models/native/output.py describes them.
 #pragma once
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "bindings/bindings.h"
 #include "sampling/choose.h"
 
 namespace outpace {
 
-inline Sampling sampling_of(const nb::tuple& d) {
-    return {nb::cast<double>(d[0]), nb::cast<int>(d[1]), nb::cast<double>(d[2]), nb::cast<double>(d[3]), nb::cast<uint64_t>(d[4]),
-            nb::cast<uint32_t>(d[5]), nb::cast<uint32_t>(d[6]), nb::cast<uint32_t>(d[7])};
+// Throws std::invalid_argument for a name that is missing, or that is no field (but `rules`).
+inline Sampling sampling_of(const nb::dict& described) {
+    Sampling sampling;
+    size_t known = described.contains("rules") ? 1 : 0;
+    sampling.each_field([&](const char* name, auto& field) {
+        PyObject* value = PyDict_GetItemString(described.ptr(), name);
+        if (!value) throw std::invalid_argument(std::string("a chooser's ") + name + " is missing");
+        field = nb::cast<std::decay_t<decltype(field)>>(nb::handle(value));
+        ++known;
+    });
+    if (known != described.size()) throw std::invalid_argument("a chooser has parameters that this runtime does not know");
+    return sampling;
 }
 
 }  // namespace outpace

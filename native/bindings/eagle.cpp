@@ -47,7 +47,7 @@ Eagle::Ask ask_of(Eagle& eagle, const nb::tuple& d, std::vector<States3>& kept) 
     kept.push_back(taps);  // whatever another thread does to the list
     fits(eagle, taps, eagle.model().hidden());
     Eagle::Ask ask{nb::cast<int>(d[0]), copied(nb::cast<Ints>(d[1])), taps.data(), nb::cast<int>(d[3]), nb::cast<int>(d[4]), nb::cast<int>(d[5]),
-                   Sampling{0.0, 0, 1.0, 0.0, 0, 0, 0, 0}};
+                   Sampling{}};
     if (ask.tokens.size() != taps.shape(0))
         throw std::invalid_argument(std::to_string(ask.tokens.size()) + " tokens and the taps of " + std::to_string(taps.shape(0)) + " differ in length");
     if (d[6].is_none()) return ask;

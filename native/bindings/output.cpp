@@ -60,14 +60,14 @@ Edit edit_of(const nb::tuple& rule) {
 }
 
 // A row's chooser, as models/native/output.py describes it.
-Chooser chooser_of(const nb::tuple& d) {
-    Chooser chooser{sampling_of(d), {}};
-    for (const nb::handle rule : nb::cast<nb::list>(d[8])) chooser.edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
+Chooser chooser_of(const nb::dict& described) {
+    Chooser chooser{sampling_of(described), {}};
+    for (const nb::handle rule : nb::cast<nb::list>(described["rules"])) chooser.edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
     return chooser;
 }
 
 // A token, or below 0 one of the codes in choose.h.
-int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
+int choose_after(const Result& result, int32_t at, const nb::dict& described) {
     const Chooser chooser = chooser_of(described);
     const int i = result.find(at);
     nb::gil_scoped_release release;
@@ -75,7 +75,7 @@ int choose_after(const Result& result, int32_t at, const nb::tuple& described) {
     return chooser.choose(result, i, workspace);
 }
 
-// exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; (),
+// exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; {},
 // greedy without rules; else what `chooser_of` takes.
 nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
                  const nb::object& starts, const nb::list& rows) {
@@ -93,7 +93,7 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
         const nb::handle row = PyList_GetItem(rows.ptr(), i);
         if (row.is_none()) continue;
         asked[static_cast<size_t>(i)] = 1;
-        const nb::tuple described = nb::cast<nb::tuple>(row);
+        const nb::dict described = nb::cast<nb::dict>(row);
         if (described.size() == 0) continue;
         choosers[static_cast<size_t>(i)].emplace(chooser_of(described));
         plain = false;

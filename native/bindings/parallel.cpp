@@ -60,7 +60,7 @@ std::vector<Parallel::Ask> block_asks(const nb::list& described) {
     for (const nb::handle one : described) {
         const nb::tuple its = nb::cast<nb::tuple>(one);
         asks.push_back({nb::cast<int>(its[0]), nb::cast<int32_t>(its[1]), nb::cast<int>(its[2]), nb::cast<int>(its[3]),
-                        Sampling{0.0, 0, 1.0, 0.0, 0, 0, 0, 0}});
+                        Sampling{}});
         Parallel::Ask& ask = asks.back();
         if (its[4].is_none()) continue;
         const nb::tuple noise = nb::cast<nb::tuple>(its[4]);

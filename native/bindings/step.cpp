@@ -294,7 +294,7 @@ void bind_step(nb::module_& m) {
     nb::class_<StepRow>(m, "StepRow")
         .def("__init__",
              [](StepRow* self, int32_t row, int64_t request, int64_t prompt, bool adaptive, nb::str drafter, const nb::object& lookup,
-                nb::tuple names, const nb::tuple& chooser, const nb::object& levels, bool nodes) {
+                nb::tuple names, const nb::dict& chooser, const nb::object& levels, bool nodes) {
                  Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
                  if (its && names.size() == 0) throw std::invalid_argument("a lookup's sources need names");
                  new (self) StepRow{row, request, prompt, adaptive, drafter, lookup, its, names, sampling_of(chooser), levels, nodes};

@@ -71,7 +71,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
             const Asked& asked = rows[i];
             const Entries::Row& its = *entries_.find(asked.row);
             if (eagle_.take(static_cast<int>(asked.row))) fresh.push_back(static_cast<int>(asked.row));
-            Sampling sampling{0.0, 0, 1.0, 0.0, 0, 0, 0, 0};
+            Sampling sampling;
             if (asked.sampling && asked.sampling->temperature > 0.0) {
                 sampling.temperature = asked.sampling->temperature;
                 sampling.seed = asked.sampling->seed;
@@ -140,7 +140,7 @@ void EagleRows::read_ahead() {
             const Entries::Row& its = settled(row);
             const int n = std::min(its.waiting() - 1, limits_.catch_up);
             if (eagle_.take(static_cast<int>(row))) fresh.push_back(static_cast<int>(row));
-            asks.push_back({eagle_.row(static_cast<int>(row)), {its.tokens.begin(), its.tokens.begin() + n}, its.states.data(), 0, 0, 0, Sampling{0.0, 0, 1.0, 0.0, 0, 0, 0, 0}});
+            asks.push_back({eagle_.row(static_cast<int>(row)), {its.tokens.begin(), its.tokens.begin() + n}, its.states.data(), 0, 0, 0, Sampling{}});
             counts.push_back(n);
         }
         try {

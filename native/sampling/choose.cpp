@@ -12,7 +12,7 @@ namespace outpace {
 namespace {
 
 constexpr double kGumbelMax = 22.88;  // as in noise.py
-constexpr double kEdge = 1e-9;        // nearer to top_p than this, the reference's own rounding decides
+constexpr double kEdge = 1e-9;        // nearer to a filter's edge than this, the reference's own rounding decides
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // noise.py's log: the same basic operations in the same order. (This file is compiled without contraction.)
@@ -230,8 +230,38 @@ struct Choice {
         }
     }
 
+    // Keeps logits of at least the largest less n standard deviations of all that are allowed and above -inf. False when
+    // one is too close to call: the sums here are added in another order than the reference's.
+    bool top_n_sigma() {
+        constexpr int lanes = 8;
+        double sums[lanes] = {};
+        int64_t count = 0;
+        const auto counts = [&](int id) { return logits[id] > -kInfinity && allowed(id); };
+        for (int i = 0; i < vocab; ++i)
+            if (counts(i)) sums[i % lanes] += logits[i], ++count;
+        double total = 0.0, squares = 0.0;
+        for (const double sum : sums) total += sum;
+        const double mean = total / static_cast<double>(count);
+        std::fill(sums, sums + lanes, 0.0);
+        for (int i = 0; i < vocab; ++i)
+            if (counts(i)) sums[i % lanes] += (logits[i] - mean) * (logits[i] - mean);
+        for (const double sum : sums) squares += sum;
+        const double largest = logits[best];
+        const double limit = largest - s.top_n_sigma * std::sqrt(squares / static_cast<double>(count));
+        const double edge = kEdge * (1.0 + std::fabs(largest) + std::fabs(limit));
+        const int near = at_least(0, vocab, std::nextafter(static_cast<float>(limit - edge), -kInfinity));
+        kept.clear();
+        for (int i = 0; i < near; ++i) {
+            const double distance = logits[ids[i]] - limit;
+            if (std::fabs(distance) <= edge) return false;
+            if (distance > 0.0) kept.push_back(ids[i]);
+        }
+        narrowed = true;
+        return true;
+    }
+
     void min_p() {
-        const double limit = scaled(best) + s.log_min_p;
+        const double limit = scaled(best) + natural_log(s.min_p);
         if (!narrowed) {
             // A float32 threshold a little lower first, then the exact test.
             const double loose = limit * s.temperature - 1e-5 * (1.0 + std::fabs(limit * s.temperature));
@@ -330,9 +360,10 @@ int choose(const float* logits, int vocab, const Best* known, const std::vector<
             if (logits[token] > -kInfinity) choice.kept.push_back(token);
         });
     }
+    if (sampling.top_n_sigma > 0.0 && !choice.top_n_sigma()) return kUndecided;
     if (sampling.top_k > 0) choice.top_k();
     if (sampling.top_p < 1.0 && !choice.top_p()) return kUndecided;
-    if (sampling.log_min_p > -std::numeric_limits<double>::infinity()) choice.min_p();
+    if (sampling.min_p > 0.0) choice.min_p();
     return choice.draw();
 }
 

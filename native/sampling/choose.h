@@ -22,13 +22,29 @@ struct Edit {
     void advance(int32_t token);  // one output token further; see Penalties.advance
 };
 
+// What a choice needs of a request: parameters as params.py defines them, then the noise's address. Nothing given: greedy.
 struct Sampling {
-    double temperature;  // 0: greedy
-    int top_k;           // 0: off
-    double top_p;        // 1: off
-    double log_min_p;    // -inf: off
-    uint64_t seed;
-    uint32_t sample, index, stream;
+    double temperature = 0.0;  // 0: greedy
+    double top_n_sigma = 0.0;  // 0: off
+    int top_k = 0;             // 0: off
+    double top_p = 1.0;        // 1: off
+    double min_p = 0.0;        // 0: off
+    uint64_t seed = 0;
+    uint32_t sample = 0, index = 0, stream = 0;
+
+    // visit(name, field) for every field, under the names that Python has.
+    template <class Visit>
+    void each_field(const Visit& visit) {
+        visit("temperature", temperature);
+        visit("top_n_sigma", top_n_sigma);
+        visit("top_k", top_k);
+        visit("top_p", top_p);
+        visit("min_p", min_p);
+        visit("seed", seed);
+        visit("sample", sample);
+        visit("index", index);
+        visit("stream", stream);
+    }
 };
 
 // Memory that choices over one vocabulary share.

@@ -9,49 +9,34 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from outpace.common.parameter import Parameter
 from outpace.errors import ParameterError
 
-_LENGTH = "max_tokens"
 _GRAMMAR = "rules=[...], with a LogitRule that has mask and forced"
 _BEAMS = "nothing: there is no beam search here, only greedy decoding and sampling"
 _NO_FILTER = (
-    "top_k, top_p or min_p: this filter is not offered (a transformers LogitsProcessor in rules=[...] can do it)"
+    "top_k, top_p, min_p or top_n_sigma: this filter is not offered (a transformers LogitsProcessor in rules=[...] "
+    "can do it)"
 )
 _ENGINE = "an argument of Engine.add, generate and stream, not of SamplingParams"
 
-ELSEWHERE: Mapping[str, str] = {  # a name used elsewhere -> what stands for it here
-    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_gen_len", "n_predict", "num_predict"), _LENGTH),
+ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words than a parameter's own aliases
     "max_length": "max_tokens, which counts the answer alone (the whole context: Engine.load(max_length=...))",
     "min_length": "min_tokens, which counts the answer alone",
-    "min_new_tokens": "min_tokens",
-    **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop_ids (the model's own end is known without it)"),
-    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
-    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), "include_stop"),
     "do_sample": "temperature: 0 is greedy, 1 the model's own distribution",
-    **dict.fromkeys(("temp", "T"), "temperature"),
-    **dict.fromkeys(("best_of", "num_return_sequences", "num_samples"), "n"),
     **dict.fromkeys(("num_beams", "use_beam_search", "beam_width", "length_penalty", "early_stopping"), _BEAMS),
     "penalty_alpha": "nothing: contrastive search is not offered",
-    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
     **dict.fromkeys(("repeat_last_n", "penalty_last_n"), "repetition_penalty, which counts the prompt and the output"),
-    "penalty_freq": "frequency_penalty",
-    "penalty_present": "presence_penalty",
-    **dict.fromkeys(("bad_words_ids", "banned_tokens", "banned_strings"), "bad_words"),
     **dict.fromkeys(("suppress_tokens", "ban_eos_token"), "logit_bias={id: -inf}"),
     "sequence_bias": "logit_bias, for single tokens",
-    **dict.fromkeys(("allowed_token_ids", "whitelist"), "allowed_tokens"),
     **dict.fromkeys(("logits_processor", "logits_processors"), "rules=[...], which takes transformers' processors"),
     **dict.fromkeys(
         ("no_repeat_ngram_size", "no_repeat_ngram"), "rules=[transformers.NoRepeatNGramLogitsProcessor(n)]"
     ),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"), _GRAMMAR),
     **dict.fromkeys(("structured_outputs", "response_format", "grammar", "json_schema"), _GRAMMAR),
-    **dict.fromkeys(
-        ("typical_p", "typ_p", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"), _NO_FILTER
-    ),
+    **dict.fromkeys(("typical_p", "typ_p", "tfs_z", "top_a", "epsilon_cutoff", "eta_cutoff"), _NO_FILTER),
     **dict.fromkeys(("mirostat", "mirostat_tau", "dynatemp_range", "xtc_probability", "dry_multiplier"), _NO_FILTER),
-    **dict.fromkeys(("random_seed", "generator"), "seed"),
-    "skip_special": "skip_special_tokens",
     "stream": "Engine.stream",
     "echo": "prompt_logprobs, and the prompt that you have",
     "truncate_prompt_tokens": "nothing: shorten the prompt",
@@ -63,31 +48,20 @@ ELSEWHERE: Mapping[str, str] = {  # a name used elsewhere -> what stands for it 
 }
 
 
-def refuse(unknown: Collection[str], known: Collection[str]) -> ParameterError:
+def refusal(unknown: Collection[str], parameters: Mapping[str, Parameter]) -> ParameterError:
     """The error for parameters that there are none of, with what stands for the first of them here."""
+    aliases = {alias: name for name, parameter in parameters.items() for alias in parameter.names}
+    elsewhere = aliases | dict(ELSEWHERE)
     name = sorted(unknown)[0]
-    if name in ELSEWHERE:
-        return ParameterError(f"SamplingParams has no {name}: use {ELSEWHERE[name]}")
-    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], 1)
-    hint = f": did you mean {close[0] if close[0] in known else ELSEWHERE[close[0]]}?" if close else ""
-    return ParameterError(f"SamplingParams has no {name}{hint or ': it takes ' + ', '.join(known)}")
+    if name in elsewhere:
+        return ParameterError(f"SamplingParams has no {name}: use {elsewhere[name]}")
+    close = difflib.get_close_matches(name, [*parameters, *elsewhere], 1)
+    hint = f": did you mean {elsewhere.get(close[0], close[0])}?" if close else ""
+    return ParameterError(f"SamplingParams has no {name}{hint or ': it takes ' + ', '.join(parameters)}")
 
 
 # -- a model's generation_config.json --------------------------------------------------------------------------------
 
-_TAKEN = {  # its name -> ours
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "bad_words_ids": "bad_words",
-}
-_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _NEUTRAL = {  # values at which a setting that we do not have changes nothing
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -115,26 +89,26 @@ _NO_MATTER = frozenset(  # about other things than what is sampled, or known fro
 )  # fmt: skip
 
 
-def recommended(source: Any) -> tuple[dict[str, Any], list[str]]:
-    """``(parameters, ignored)``: what a generation_config asks for in our names, and what of it we have no name for.
+def recommended(source: Any, parameters: Mapping[str, Parameter]) -> tuple[dict[str, Any], list[str]]:
+    """``(taken, ignored)``: what a generation_config asks for in our names, and what of it we have no name for.
 
     ``source``: its content, an object with ``to_dict`` (transformers' GenerationConfig), its path, a model's folder, a
     Hugging Face id that is in the local cache, or something with such a ``name`` (a ModelInfo). Only what is written
-    there is taken, none of transformers' own defaults: without ``do_sample``, sampling is asked for by any of
-    temperature, top_k, top_p and min_p. Raises ParameterError.
+    there is taken, none of transformers' own defaults: without ``do_sample``, sampling is asked for by a temperature or
+    any filter. Raises ParameterError.
     """
     config = _content(source)
-    taken = {ours: config[its] for its, ours in _TAKEN.items() if config.get(its) is not None}
+    ours = {parameter.config: name for name, parameter in parameters.items() if parameter.config is not None}
+    taken = {ours[name]: config[name] for name in ours if config.get(name) is not None}
+    sampling = {name for name in taken if parameters[name].stage in ("temperature", "filter")}
     sampled = config.get("do_sample")
-    if sampled is None:
-        sampled = any(name in taken for name in _FILTERS)
-    if sampled:
+    if bool(sampling) if sampled is None else sampled:
         taken.setdefault("temperature", 1.0)
     else:
-        taken = {name: value for name, value in taken.items() if name not in _FILTERS}
+        taken = {name: value for name, value in taken.items() if name not in sampling}
     if config.get("suppress_tokens"):
         taken["logit_bias"] = {token: float("-inf") for token in config["suppress_tokens"]}
-    known = {*_TAKEN, *_NO_MATTER, "suppress_tokens"}
+    known = {*ours, *_NO_MATTER, "suppress_tokens"}
     ignored = [
         f"{name}={value!r}"
         for name, value in config.items()

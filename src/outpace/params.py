@@ -1,19 +1,33 @@
-"""What a request may ask for: ``SamplingParams``, validated, and the seam for logit rules."""
+"""What a request may ask for: ``SamplingParams``, every parameter defined once, and the seam for logit rules."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from outpace import habits
-from outpace.arrays import F32, I32, U32
+from outpace.common.parameter import (
+    Biases,
+    Flag,
+    Integer,
+    Number,
+    Parameter,
+    Rules,
+    Texts,
+    TokenIds,
+    Words,
+    defined,
+    definitions,
+    is_number,
+)
 from outpace.errors import Argument, ParameterError
+
+if TYPE_CHECKING:
+    from outpace.arrays import F32, I32, U32
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +37,6 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 MIN_TEMPERATURE = 1e-3
-MAX_TOP_LOGPROBS = 100
-MAX_BIAS = 1e30  # beyond it a float32 logit could overflow
 
 
 @runtime_checkable
@@ -76,18 +88,24 @@ T = TypeVar("T")
 def _by_known_names(cls: type[T]) -> type[T]:
     """Let a parameter that there is none of be an error that says how it is spelled here, not a TypeError."""
     plain: Callable[..., None] = cls.__init__
+    known = tuple(cls.__annotations__)
 
     @wraps(plain)
     def __init__(self: Any, *unnamed: Any, **given: Any) -> None:
         if unnamed:
             raise ParameterError(f"SamplingParams takes its parameters by name: give {unnamed[0]!r} one")
-        unknown = given.keys() - cls.__dataclass_fields__.keys()  # type: ignore[attr-defined]
+        unknown = given.keys() - set(known)
         if unknown:
-            raise habits.refuse(unknown, tuple(cls.__dataclass_fields__))  # type: ignore[attr-defined]
+            raise refusal(unknown)
         plain(self, **given)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    type.__setattr__(cls, "__init__", __init__)
     return cls
+
+
+_WHOLE = 2**31 - 1
+_OFF_AT_0 = Number(-100, 100, "0 turns it off")
+_TOP = Integer(0, 100, "0 reports only the chosen token")
 
 
 @_by_known_names
@@ -95,104 +113,139 @@ def _by_known_names(cls: type[T]) -> type[T]:
 class SamplingParams:
     """What a request asks of the target's distribution, and when to stop.
 
-    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``rules``), temperature,
-    top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off (``top_k=-1``, None
-    for a filter or a list) are taken. Raises ParameterError (a ValueError) that names the parameter.
+    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``rules``), top-n-sigma,
+    temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off
+    (``top_k=-1``, None for a filter or a list) are taken. Raises ParameterError (a ValueError) that names the
+    parameter. ``PARAMETERS`` has every field's definition.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0 (or -1): off; ties are cut by lowest token id
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits; counts prompt and output
-    presence_penalty: float = 0.0  # output only
-    frequency_penalty: float = 0.0  # output only
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_tokens: Sequence[int] | None = None
-    bad_words: Sequence[str | Sequence[int]] = ()  # texts or lists of token ids that the output must not contain
-    rules: Sequence[LogitRule] = ()
-    seed: int | None = None  # None draws one; the result reports it
-    max_tokens: int | None = 256  # None: up to the model's context
-    min_tokens: int = 0  # so many tokens come before EOS, a stop id or a stop string can end the answer
-    stop: str | Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
-    include_stop: bool = False  # the stop string, or the stop token's text, stays in the text
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True  # special tokens leave no text
-    n: int = 1
-    logprobs: bool = False
-    top_logprobs: int = 0  # alternatives a token, 0 to 100; implies logprobs
-    prompt_logprobs: int | None = None  # alternatives a token of the prompt; 0: the tokens alone; None: off
+    temperature: float = defined(
+        0.0, Number(0, 100, "0 is greedy, 1 the model's own distribution"), "temperature",
+        "0 is greedy, 1 the model's own distribution.",
+        option=("--temperature", "-T"), request="temperature", config="temperature", aliases=("temp", "T"),
+    )  # fmt: skip
+    top_n_sigma: float = defined(
+        0.0, Number(0, 100, "in standard deviations of the logits; 0 turns it off"), "filter",
+        "Keep tokens whose logit is at most this many standard deviations below the largest. 0: off.", none="off",
+        option=("--top-n-sigma",), request="top_n_sigma", config="top_n_sigma", aliases=("nsigma", "top_nsigma"),
+    )  # fmt: skip
+    top_k: int = defined(
+        0, Integer(0, _WHOLE, "0 turns it off", off=-1), "filter",
+        "Keep the k likeliest tokens; ties are cut by lowest token id. 0: off.", none="off",
+        option=("--top-k",), request="top_k", config="top_k",
+    )  # fmt: skip
+    top_p: float = defined(
+        1.0, Number(0, 1, "a share; 1 turns it off", above=True), "filter",
+        "Keep the likeliest tokens whose probabilities reach this sum. 1: off.", none="off",
+        option=("--top-p",), request="top_p", config="top_p",
+    )  # fmt: skip
+    min_p: float = defined(
+        0.0, Number(0, 1, "a share of the likeliest token's; 0 turns it off"), "filter",
+        "Drop tokens less likely than this share of the likeliest. 0: off.", none="off",
+        option=("--min-p",), request="min_p", config="min_p",
+    )  # fmt: skip
+    repetition_penalty: float = defined(
+        1.0, Number(0.01, 100, "1 turns it off"), "logits",
+        "Divides positive and multiplies negative logits of tokens in prompt and output. 1: off.", none="off",
+        option=("--repetition-penalty",), request="repetition_penalty", config="repetition_penalty",
+        aliases=("repeat_penalty", "penalty_repeat"),
+    )  # fmt: skip
+    presence_penalty: float = defined(
+        0.0, _OFF_AT_0, "logits", "Taken from the logits of tokens in the output. 0: off.", none="off",
+        option=("--presence-penalty",), request="presence_penalty", aliases=("penalty_present",),
+    )  # fmt: skip
+    frequency_penalty: float = defined(
+        0.0, _OFF_AT_0, "logits", "Taken from a token's logit for each time it is in the output. 0: off.", none="off",
+        option=("--frequency-penalty",), request="frequency_penalty", aliases=("penalty_freq",),
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] = defined(
+        {}, Biases(), "logits", "Added to tokens' logits; -inf forbids.", none="off",
+        option=("--logit-bias",), request="logit_bias",
+    )  # fmt: skip
+    allowed_tokens: Sequence[int] | None = defined(
+        None, TokenIds(may_be_empty=False), "logits", "No other token is chosen.", none="value",
+        request="allowed_token_ids", aliases=("whitelist",),
+    )  # fmt: skip
+    bad_words: Sequence[str | Sequence[int]] = defined(
+        (), Words(), "logits", "The output must not contain them.", none="off",
+        option=("--bad-word",), request="bad_words", config="bad_words_ids",
+        aliases=("banned_tokens", "banned_strings"),
+    )  # fmt: skip
+    rules: Sequence[LogitRule] = defined((), Rules(), "logits", "Changes of the logits, in order.", none="off")
+    seed: int | None = defined(
+        None, Integer(0, 2**64 - 1, "None draws one"), "noise", "None draws one, which the result reports.",
+        none="value", option=("--seed",), request="seed", aliases=("random_seed", "generator"),
+    )  # fmt: skip
+    max_tokens: int | None = defined(
+        256, Integer(1, _WHOLE, "None decodes to the end of the context"), "end",
+        "Most tokens to write. None: up to the model's context.", none="value", option=("--max-tokens", "-n"),
+        config="max_new_tokens", aliases=("max_completion_tokens", "max_gen_len", "n_predict", "num_predict"),
+    )  # fmt: skip
+    min_tokens: int = defined(
+        0, Integer(0, _WHOLE, "0 lets the answer end at once"), "end",
+        "This many tokens come before EOS, a stop id or a stop string can end the answer.", none="off",
+        option=("--min-tokens",), request="min_tokens", config="min_new_tokens",
+    )  # fmt: skip
+    stop: str | Sequence[str] = defined(
+        (), Texts(), "end", "The answer ends before these texts.", none="off", option=("--stop",),
+        request="stop", config="stop_strings", aliases=("stop_sequences", "stop_words"),
+    )  # fmt: skip
+    stop_ids: Sequence[int] = defined(
+        (), TokenIds(), "end", "The answer ends after these tokens, as it does after the model's own EOS.",
+        none="off", option=("--stop-id",), request="stop_token_ids", aliases=("eos_token_id",),
+    )  # fmt: skip
+    include_stop: bool = defined(
+        False, Flag(), "text", "What stopped the answer, a text or a token, stays in its text.",
+        option=("--include-stop",), request="include_stop_str_in_output", aliases=("no_stop_trim",),
+    )  # fmt: skip
+    ignore_eos: bool = defined(
+        False, Flag(), "end", "The model's EOS does not end the answer.",
+        option=("--ignore-eos",), request="ignore_eos",
+    )  # fmt: skip
+    skip_special_tokens: bool = defined(
+        True, Flag(), "text", "Special tokens leave no text (--keep-special shows them).",
+        option=("--keep-special",), request="skip_special_tokens", aliases=("skip_special",),
+    )  # fmt: skip
+    n: int = defined(
+        1, Integer(1, 1024, "it is the number of samples"), "answer", "How many samples are drawn.",
+        request="n", config="num_return_sequences", aliases=("best_of", "num_samples"),
+    )  # fmt: skip
+    logprobs: bool = defined(False, Flag(), "answer", "Each token's log-probability, before rules and temperature.")
+    top_logprobs: int = defined(0, _TOP, "answer", "So many alternatives for each token; implies logprobs.")
+    prompt_logprobs: int | None = defined(
+        None, _TOP, "answer", "The same of the prompt's tokens. 0: they alone. None: off.", none="value"
+    )
 
     def __post_init__(self) -> None:
-        self._meaning_of_elsewhere()
-        hint = "0 is greedy, 1 the model's own distribution"
-        _in_range("temperature", self.temperature, 0.0, 100.0, hint)
+        self._refuse_misunderstandings()
+        for name, parameter in PARAMETERS.items():
+            object.__setattr__(self, name, parameter.checked(getattr(self, name)))
         if 0 < self.temperature < MIN_TEMPERATURE:
-            its = Argument("temperature", self.temperature)
-            raise ParameterError(its, " is too close to 0 to divide by: use 0 (greedy) or at least 0.001")
-        _integer("top_k", self.top_k, 0, 2**31 - 1, "0 turns it off")
-        if _is_number(self.top_p) and self.top_p == 0:
+            given = Argument("temperature", self.temperature)
+            raise ParameterError(given, " is too close to 0 to divide by: use 0 (greedy) or at least 0.001")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            least, most = Argument("min_tokens", self.min_tokens), Argument("max_tokens", self.max_tokens)
+            raise ParameterError(least, " is more than ", most, ": lower it, or raise ", Argument("max_tokens"))
+
+    def _refuse_misunderstandings(self) -> None:
+        """Values with a meaning in other tools and another spelling here."""
+        if is_number(self.top_p) and self.top_p == 0:
             greedy, one = Argument("temperature", 0), Argument("top_k", 1)
             raise ParameterError(
                 Argument("top_p", self.top_p), " leaves no token: for the likeliest one use ", greedy, " or ", one
             )
-        _in_range("top_p", self.top_p, 0.0, 1.0, "a share; 1 turns it off", above=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0, "a share of the likeliest token's; 0 turns it off")
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 turns it off")
-        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0, "0 turns it off")
-        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0, "0 turns it off")
-        _biases(self.logit_bias)
-        if self.allowed_tokens is not None:
-            _ids("allowed_tokens", self.allowed_tokens)
-            if len(self.allowed_tokens) == 0:
-                its = Argument("allowed_tokens")
-                raise ParameterError(its, " is empty, so no token could be chosen: give at least one id, or None")
-        object.__setattr__(self, "bad_words", _words(self.bad_words))
-        if not isinstance(self.rules, Sequence) or isinstance(self.rules, str):
-            raise ParameterError(Argument("rules", self.rules), " is no list: give a list of logit rules")
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**64 - 1, "None draws one")
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "None decodes to the end of the context")
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 lets the answer end at once")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            least, most = Argument("min_tokens", self.min_tokens), Argument("max_tokens", self.max_tokens)
-            raise ParameterError(least, " is more than ", most, ": lower it, or raise ", Argument("max_tokens"))
-        object.__setattr__(self, "stop", _stops(self.stop))
-        _ids("stop_ids", self.stop_ids)
-        _integer("n", self.n, 1, 1024, "it is the number of samples")
-        if _is_number(self.logprobs):
+        if is_number(self.logprobs):
             wanted = (Argument("logprobs", True), " and ", Argument("top_logprobs", int(self.logprobs)))
             raise ParameterError(Argument("logprobs", self.logprobs), " is neither True nor False: use ", *wanted)
-        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, "0 reports only the chosen token")
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, "None turns it off")
-        for name in ("ignore_eos", "logprobs", "include_stop", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise ParameterError(
-                    Argument(name, getattr(self, name)), " is neither True nor False: give one of them"
-                )
-        self._as_python()
-
-    def _meaning_of_elsewhere(self) -> None:
-        """Other tools' ways to say "off" become ours."""
-        for name, off in _OFF.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, off)
-        if _is_number(self.top_k) and self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-
-    def _as_python(self) -> None:
-        """numpy scalars become Python's: theirs round to their own width, and cannot be written as JSON."""
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, kind(value))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter may remove tokens. It depends on all of the logits, so on which tokens are allowed, too."""
+        return any(getattr(self, name) != PARAMETERS[name].default for name in FILTERS)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -200,13 +253,13 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return self.stop  # type: ignore[return-value]  # __post_init__ made it a tuple
+        return tuple(self.stop)
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated anew."""
-        unknown = changes.keys() - {f.name for f in fields(self)}
+        unknown = changes.keys() - PARAMETERS.keys()
         if unknown:
-            raise habits.refuse(unknown, [f.name for f in fields(self)])
+            raise refusal(unknown)
         return replace(self, **changes)
 
     @classmethod
@@ -214,10 +267,9 @@ class SamplingParams:
         """What a model's own generation_config.json recommends, with ``overrides`` on top.
 
         ``source``: the model's folder, that file, its content, a Hugging Face id that was downloaded, or a ModelInfo
-        with such a name. Settings that have no counterpart here are logged as a warning, one line
-        (``habits.recommended`` returns them). Raises ParameterError.
+        with such a name. Settings that have no counterpart here are logged, one line. Raises ParameterError.
         """
-        taken, ignored = habits.recommended(source)
+        taken, ignored = habits.recommended(source, PARAMETERS)
         if ignored:
             log.warning("not taken from the model's generation_config: %s", ", ".join(ignored))
         return cls(**{**taken, **overrides})
@@ -245,110 +297,15 @@ class SamplingParams:
                 f"the parameters have rules {named}, which are not written with them, but were given {own}: "
                 "give the same rules in the same order"
             )
-        biases = given.get("logit_bias") or {}
+        biases = dict(given.get("logit_bias") or {})
         given["logit_bias"] = {int(token): float(bias) for token, bias in biases.items()}
         return cls(**given, rules=rules)
 
 
-_OFF: Mapping[str, Any] = {  # what None means where our own default is another value
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
-    "bad_words": (),
-    "rules": (),
-    "min_tokens": 0,
-    "stop": (),
-    "stop_ids": (),
-}
+PARAMETERS: Mapping[str, Parameter] = definitions(SamplingParams)
+FILTERS = tuple(name for name, parameter in PARAMETERS.items() if parameter.stage == "filter")
 
 
-def _word(word: Any) -> str | tuple[int, ...]:
-    return word if isinstance(word, str) else tuple(int(token) for token in word)
-
-
-_KINDS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), float),
-    **dict.fromkeys(("top_k", "seed", "max_tokens", "min_tokens", "n", "top_logprobs", "prompt_logprobs"), int),
-    **dict.fromkeys(("ignore_eos", "logprobs", "include_stop", "skip_special_tokens"), bool),
-    **dict.fromkeys(("allowed_tokens", "stop_ids"), lambda ids: tuple(int(i) for i in ids)),
-    "bad_words": lambda words: tuple(_word(word) for word in words),
-    "rules": tuple,
-    "logit_bias": lambda biases: {int(token): float(bias) for token, bias in biases.items()},
-}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def _in_range(name: str, value: float, low: float, high: float, hint: str, *, above: bool = False) -> None:
-    if not _is_number(value) or not (low < value <= high if above else low <= value <= high):
-        least = f"above {low:g}" if above else f"at least {low:g}"
-        raise ParameterError(
-            Argument(name, value), f" is out of range: give a number {least} and at most {high:g} ({hint})"
-        )
-
-
-def _is_integer(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
-
-
-def _integer(name: str, value: int, low: int, high: int, hint: str) -> None:
-    if not _is_integer(value, low, high):
-        raise ParameterError(
-            Argument(name, value), f" is out of range: give a whole number from {low} to {high} ({hint})"
-        )
-
-
-def _ids(name: str, ids: Any) -> None:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray, Set)):
-        raise ParameterError(Argument(name, ids), " is no list: give a list of token ids")
-    _tokens(name, ids)
-
-
-def _tokens(name: str, ids: Any) -> None:
-    for token in ids:
-        if not _is_integer(token, 0, 2**31 - 1):
-            raise ParameterError(Argument(name), f" has {token!r}, which is no token id: give ids, not text")
-
-
-def _biases(biases: Any) -> None:
-    if not isinstance(biases, Mapping):
-        raise ParameterError(Argument("logit_bias", biases), " is no mapping: give {token id: bias}")
-    _tokens("logit_bias", biases)
-    for token, bias in biases.items():
-        if not _is_number(bias) or not (bias == -math.inf or abs(bias) <= MAX_BIAS):
-            limits = f"give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
-            raise ParameterError(Argument("logit_bias"), f" has {bias!r} for token {token}: {limits}")
-
-
-def _words(words: Any) -> Any:
-    """``bad_words`` as a sequence; one text is one word. Raises ParameterError."""
-    name = Argument("bad_words")
-    if isinstance(words, str):
-        words = (words,)
-    if not isinstance(words, (Sequence, np.ndarray)) or isinstance(words, bytes):
-        raise ParameterError(Argument("bad_words", words), " is no list: give texts, or lists of token ids")
-    for word in words:
-        if isinstance(word, str):
-            if not word.strip():
-                raise ParameterError(name, f" has {word!r}, which is no word: remove it")
-        elif isinstance(word, bytes) or not isinstance(word, (Sequence, np.ndarray)) or not len(word):
-            raise ParameterError(name, f" has {word!r}: give texts, or lists of token ids that are not empty")
-        else:
-            _tokens("bad_words", word)
-    return words
-
-
-def _stops(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
-        raise ParameterError(Argument("stop", stop), " is no text: give a string or a list of strings")
-    if "" in stops and stop != "":
-        raise ParameterError(Argument("stop"), " has an empty string, which would match everywhere: remove it")
-    return tuple(text for text in stops if text)
+def refusal(unknown: Collection[str]) -> ParameterError:
+    """The error for parameters that there are none of, with what stands for the first of them here."""
+    return habits.refusal(unknown, PARAMETERS)

@@ -62,6 +62,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.6},
     {"temperature": 1.2, "top_k": 3, "logit_bias": {0: 1.5, 1: -np.inf}},
     {"temperature": 0.7, "top_p": 0.8, "min_p": 0.05, "top_logprobs": 2},
+    {"temperature": 1.1, "top_n_sigma": 1.2, "top_k": 5},
     {"temperature": 1.0, "allowed_tokens": [0, 2, 3], "logprobs": True},
     {"temperature": 1.0, "stop": ["ab", "dc", "bcd"]},
     {"frequency_penalty": 0.8, "stop_ids": [2], "logprobs": True},

@@ -26,6 +26,7 @@ PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=2),
     "top-p": SamplingParams(temperature=0.7, top_p=0.8),
     "min-p": SamplingParams(temperature=1.0, min_p=0.3),
+    "top-n-sigma": SamplingParams(temperature=1.0, top_n_sigma=0.9),
     "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
     "bias": SamplingParams(temperature=1.0, logit_bias={0: 1.5, 1: -np.inf}),
     "mask": SamplingParams(temperature=1.0, allowed_tokens=[0, 2], top_p=0.9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Chooser]:
         temperature=draw(st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7, 20.0, 0.001])),
         top_k=draw(st.sampled_from([0, 0, 1, 2, 5, 40, vocab, vocab + 1])),
         top_p=draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.1, 0.999])),
+        top_n_sigma=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.7])),
         presence_penalty=draw(st.sampled_from([0.0, 0.6, -1.0])),
@@ -89,11 +91,13 @@ def test_fused_choices_are_the_references(case: tuple[Any, Chooser], isa: str) -
     if token != _UNDECIDED:  # the reference then decides, as NativeOutput.choose has it
         assert token == expected
     else:
-        assert chooser.params.top_p < 1
+        assert chooser.params.top_p < 1 or chooser.params.top_n_sigma > 0
 
 
 @pytest.mark.parametrize("rules", [False, True])
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.02}, {"top_k": 200, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.02}, {"top_n_sigma": 1.5}, {"top_k": 200, "top_p": 0.8}]
+)
 def test_undecided_is_rare(params: dict[str, Any], rules: bool, isa: str, rng: np.random.Generator) -> None:
     logits = rng.normal(0, 3, 49152).astype(np.float32)
     asked = SamplingParams(temperature=0.8, rules=[Grammar(49152, 0.4)] if rules else [], **params)
@@ -109,6 +113,27 @@ def test_nan_and_forbidden(isa: str) -> None:
     assert fused(np.array([0, np.nan, 1], np.float32), sampled, isa) == -2
     with pytest.raises(IndexError, match="not in the vocabulary"):
         fused(np.zeros(3, np.float32), chooser_for(SamplingParams(logit_bias={7: 1.0}), 10, 0, [], []), isa)
+
+
+def test_a_logit_on_top_n_sigmas_edge_is_left_to_the_reference(isa: str) -> None:
+    """Sums are added in another order there: what lies nearer to the edge than their rounding is decided here."""
+    logits = np.array([3, 1, -1, -3] * 50, np.float32)  # the deviation is the square root of 5
+    for n, decided in ((2 / math.sqrt(5), False), (2 / math.sqrt(5) + 1e-6, True), (2 / math.sqrt(5) - 1e-6, True)):
+        chooser = Chooser(SamplingParams(temperature=1.0, top_n_sigma=n), Noise(3), 0)
+        token = fused(logits, chooser, isa)
+        assert token == (chooser.choose(logits) if decided else _UNDECIDED)
+    flat = Chooser(SamplingParams(temperature=1.0, top_n_sigma=1.0), Noise(3), 0)
+    assert fused(np.zeros(9, np.float32), flat, isa) == _UNDECIDED  # no deviation: every logit is on the edge
+
+
+def test_a_chooser_of_another_version_is_refused() -> None:
+    described = describe(Chooser(SamplingParams(temperature=1.0), Noise(0), 0), [])
+    result = _native.Result.of(np.zeros((1, 9), np.float32), np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="does not know"):
+        result.choose(0, {**described, "top_q": 0.5})
+    del described["min_p"]
+    with pytest.raises(ValueError, match="min_p is missing"):
+        result.choose(0, described)
 
 
 def test_a_mask_that_forbids_all_or_does_not_fit_is_an_error() -> None:

@@ -94,6 +94,7 @@ PARAMS = (
     {"temperature": 0.8},
     {"temperature": 1.3, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.05, "min_p": 0.05},
+    {"temperature": 1.2, "top_n_sigma": 1.0},
     {"temperature": 0.0, "max_tokens": 9},
     {"temperature": 0.1, "n": 2},
 )

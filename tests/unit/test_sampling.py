@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,8 @@ FILTERS = {
     "top-k": {"top_k": 4},
     "top-p": {"top_p": 0.7},
     "min-p": {"min_p": 0.2},
-    "all": {"temperature": 0.8, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
+    "top-n-sigma": {"top_n_sigma": 1.0},
+    "all": {"temperature": 0.8, "top_n_sigma": 2.5, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
 }
 
 # Few distinct values, so that ties are common; some tokens forbidden.
@@ -33,6 +36,7 @@ some_logits = st.one_of(tied, real).filter(lambda x: max(x) > -np.inf).map(lambd
 some_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.001, 0.3, 0.7, 1.0, 1.7, 100.0]),
+    top_n_sigma=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0, 100.0]),
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53, 1.0]),
     min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
@@ -40,10 +44,13 @@ some_params = st.builds(
 
 
 def slow_filter(logits: F32, params: SamplingParams) -> list[int]:
-    """The definition, word for word: top-k by (logit, lowest id), then top-p among those, then min-p."""
+    """The definition, word for word: top-n-sigma, top-k by (logit, lowest id), then top-p among those, then min-p."""
     ids = [i for i in range(len(logits)) if logits[i] > -np.inf]
     order = sorted(ids, key=lambda i: (-logits[i], i))
     peak = float(logits[order[0]])
+    if params.top_n_sigma:
+        limit = peak - params.top_n_sigma * statistics.pstdev(float(logits[i]) for i in ids)
+        order = [i for i in order if float(logits[i]) >= limit]
     if params.top_k:
         order = order[: params.top_k]
     weight = {i: np.exp((float(logits[i]) - peak) / params.temperature) for i in order}
@@ -61,7 +68,11 @@ def slow_filter(logits: F32, params: SamplingParams) -> list[int]:
 
 
 def near_a_boundary(logits: F32, params: SamplingParams) -> bool:
-    """Whether rounding may decide what top-p or min-p keeps."""
+    """Whether rounding may decide what top-n-sigma, top-p or min-p keeps."""
+    finite = np.float64(logits[logits > -np.inf])
+    below = (finite.max() - finite) - params.top_n_sigma * finite.std()
+    if params.top_n_sigma and np.abs(below).min() < 1e-9 * (1 + np.abs(finite).max()):
+        return True
     p = np.sort(probabilities(logits, params.with_(top_p=1.0, min_p=0.0)))[::-1]
     gaps = (np.float64(logits) - float(logits.max())) / params.temperature - np.log(max(params.min_p, 1e-300))
     on_top_p = params.top_p < 1 and np.abs(np.cumsum(p) - params.top_p).min() < 1e-12
@@ -84,6 +95,15 @@ def test_min_p_of_one_keeps_the_likeliest_whatever_type_the_temperature_has(temp
     for seed in range(50):
         logits = np.random.default_rng(seed).normal(0, 5, 30).astype(np.float32)
         assert filtered(logits, SamplingParams(temperature=temperature, min_p=1.0)).tolist() == [np.argmax(logits)]
+
+
+def test_top_n_sigma_keeps_the_same_at_every_temperature() -> None:
+    logits = np.array([4.0, 3.0, 1.0, 0.0, -np.inf, -8.0], np.float32)  # the mean is 0, the deviation 4.24
+    for n, kept in ((0.2, [0]), (0.5, [0, 1]), (0.8, [0, 1, 2]), (1.0, [0, 1, 2, 3]), (3.0, [0, 1, 2, 3, 5])):
+        for temperature in (0.01, 1.0, 50.0):
+            assert filtered(logits, SamplingParams(temperature=temperature, top_n_sigma=n)).tolist() == kept
+    one = np.array([-np.inf, 2.0], np.float32)
+    assert filtered(one, SamplingParams(temperature=1.0, top_n_sigma=0.1)).tolist() == [1]
 
 
 @settings(deadline=None, max_examples=300)

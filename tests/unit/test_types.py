@@ -18,13 +18,14 @@ from outpace.errors import Argument, ModelError, ParameterError
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 from outpace.exact.noise import Noise, Stream
 from outpace.habits import ELSEWHERE
-from outpace.params import SamplingParams
+from outpace.params import FILTERS, PARAMETERS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 TOO_LARGE = 2**31
 
 REFUSED: dict[str, list[Any]] = {
     "temperature": [-0.1, 100.1, NAN, INF, 0.0005, "1", None, True, [1.0], 1j],
+    "top_n_sigma": [-0.1, 100.1, NAN, INF, "1", True],
     "top_k": [-2, 1.5, 2.0, "5", True, NAN, TOO_LARGE],
     "top_p": [0, 0.0, -0.5, 1.01, NAN, "0.9", True],
     "min_p": [-0.01, 1.01, NAN, INF, "0", False],
@@ -61,6 +62,7 @@ REFUSED: dict[str, list[Any]] = {
 }
 ACCEPTED: dict[str, list[Any]] = {
     "temperature": [0, 0.0, 0.001, 1, np.float32(0.5), np.int64(1), 100],
+    "top_n_sigma": [0, 1, 1.5, np.float32(2)],
     "top_k": [0, 1, np.int32(40), 2**31 - 1],
     "bad_words": ["ab", ["a b", [1, 2]], [np.array([3])], [(1,)], []],
     "top_p": [1, 1e-9, np.float64(0.5)],
@@ -125,7 +127,7 @@ def test_stop_is_a_tuple_of_texts() -> None:
 @pytest.mark.parametrize(
     ("given", "field", "kept"),
     [
-        *[({name: None}, name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))],
+        *[({name: None}, name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("top_n_sigma", 0.0))],
         *[
             ({f"{name}_penalty": None}, f"{name}_penalty", off)
             for name, off in (("repetition", 1.0), ("presence", 0.0))
@@ -155,7 +157,7 @@ def test_what_other_tools_turn_off_with_is_taken(given: dict[str, Any], field: s
         ({"guided_json": "{}"}, "LogitRule"),
         ({"temprature": 1}, "did you mean temperature?"),
         ({"max_new_token": 1}, "did you mean max_tokens?"),
-        ({"zzz": 1}, "it takes temperature, top_k"),
+        ({"zzz": 1}, "it takes temperature, top_n_sigma"),
         ({"top_p": 0}, "use temperature=0 or top_k=1"),
         ({"temperature": -1}, "temperature=-1 is out of range: give a number at least 0 and at most 100 (0 is greedy"),
         ({"logprobs": 5}, "use logprobs=True and top_logprobs=5"),
@@ -176,6 +178,22 @@ def test_every_name_used_elsewhere_leads_to_one_of_ours() -> None:
     assert not set(ELSEWHERE) & set(SamplingParams.__dataclass_fields__)
     ours = (*SamplingParams.__dataclass_fields__, "Engine.", "nothing:")
     assert all(any(name in meaning for name in ours) for meaning in ELSEWHERE.values())
+
+
+def test_no_name_means_two_parameters() -> None:
+    names = [name for parameter in PARAMETERS.values() for name in (parameter.name, *parameter.names)]
+    assert not set(names) & set(ELSEWHERE)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_definition_is_the_fields(name: str) -> None:
+    parameter, f = PARAMETERS[name], SamplingParams.__dataclass_fields__[name]
+    default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+    assert parameter.default == default
+    assert parameter.checked(default) == default
+    assert (parameter.none == "value") == ("None" in f.type)
+    assert name in FILTERS or not SamplingParams().with_(**{name: default}).filtered
 
 
 def test_a_class_of_frozen_slots_stays_one() -> None:

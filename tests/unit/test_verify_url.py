@@ -188,7 +188,7 @@ def test_refusals(served: Served, verify: Verify) -> None:
         ({"url": "nonsense"}, "cannot be reached"),
         ({"url": None, "against": url}, f"--against {url} needs another server: give it as --url"),
         ({"url": url, "model": "other"}, "serves m; name one as --model"),
-        ({"url": url, "sampling": Sampling(bad_word=["x"])}, "--bad-word is not sent to servers"),
+        ({"url": url, "sampling": Sampling(bad_words=["x"])}, "--bad-word is not sent to servers"),
         ({"url": url, "concurrency": 0}, "--concurrency 0 is out of range"),
     ]
     for given, message in cases:

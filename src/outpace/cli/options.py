@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from outpace.cli.command import option
+from outpace.common.parameter import Biases, Texts, TokenIds, Words
 from outpace.drafters.catalogue import listed
 from outpace.errors import Argument, ParameterError
+from outpace.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.models.options import LoadOptions
-    from outpace.params import SamplingParams
+
+T = TypeVar("T")
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:
@@ -151,58 +154,43 @@ class Draft:
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """SamplingParams, option by option."""
+_LISTS: dict[type, tuple[Any, str]] = {  # an option that may be repeated, and how help names one of its values
+    TokenIds: (list[int] | None, "ID"),
+    Texts: (list[str] | None, "TEXT"),
+    Words: (list[str] | None, "TEXT"),
+    Biases: (list[str] | None, "ID=BIAS"),
+}
+_OPTIONS = {name: parameter for name, parameter in PARAMETERS.items() if parameter.option}
 
-    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens to write.")] = 256
-    min_tokens: Annotated[int, option("--min-tokens", help="So many tokens come before the answer may end.")] = 0
-    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, option("--top-k", help="Keep the k likeliest tokens. 0: off.")] = 0
-    top_p: Annotated[
-        float, option("--top-p", help="Keep the likeliest tokens that reach this probability. 1: off.")
-    ] = 1.0
-    min_p: Annotated[
-        float, option("--min-p", help="Drop tokens less likely than this share of the likeliest. 0: off.")
-    ] = 0.0
-    repetition_penalty: Annotated[float, option("--repetition-penalty", help="Counts prompt and output. 1: off.")] = 1.0
-    presence_penalty: Annotated[float, option("--presence-penalty", help="Counts the output. 0: off.")] = 0.0
-    frequency_penalty: Annotated[float, option("--frequency-penalty", help="Counts the output. 0: off.")] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit. Repeatable.")
-    ] = None
-    bad_word: Annotated[
-        list[str] | None, option("--bad-word", metavar="TEXT", help="The answer must not contain it. Repeatable.")
-    ] = None
-    stop: Annotated[list[str] | None, option("--stop", help="Stop before this text. Repeatable.")] = None
-    stop_id: Annotated[list[int] | None, option("--stop-id", help="Stop after this token id. Repeatable.")] = None
-    include_stop: Annotated[bool, option("--include-stop", help="What stopped the answer stays in its text.")] = False
-    ignore_eos: Annotated[bool, option("--ignore-eos", help="Write on after the end-of-sequence token.")] = False
-    keep_special: Annotated[bool, option("--keep-special", help="Show special tokens in the text.")] = False
-    seed: Annotated[int | None, option("--seed", help="Default: a fresh one, which is reported.")] = None
+
+def _by_parameters(cls: type[T]) -> type[T]:
+    """A dataclass with a field, an option, for each parameter that has one."""
+    for name, parameter in _OPTIONS.items():
+        kind, default, text, metavar = parameter.values.json, parameter.default, parameter.meaning, None
+        if type(parameter.values) in _LISTS:
+            kind, metavar = _LISTS[type(parameter.values)]
+            text, default = f"{text} Repeatable.", None
+        elif kind is bool:
+            default = False  # the option changes the parameter's own default
+        elif default is None:
+            kind = kind | None
+        cls.__annotations__[name] = Annotated[kind, option(*parameter.option, help=text, metavar=metavar)]
+        setattr(cls, name, default)
+    return dataclass(frozen=True)(cls)
+
+
+@_by_parameters
+class Sampling:
+    """SamplingParams, option by option. A flag that is on by default has an option that turns it off."""
 
     def params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError that names the value."""
-        from outpace.params import SamplingParams
-
-        plain = [f.name for f in fields(self) if f.name not in _SPELLED]
-        return SamplingParams(
-            **{**{name: getattr(self, name) for name in plain}, **more},
-            logit_bias=dict(_bias(text) for text in self.logit_bias or ()),
-            bad_words=tuple(self.bad_word or ()),
-            stop=tuple(self.stop or ()),
-            stop_ids=tuple(self.stop_id or ()),
-            skip_special_tokens=not self.keep_special,
-        )
-
-
-_SPELLED = {  # options that are not called as their parameter is, and those that are put together from texts
-    "bad_word": "bad_words",
-    "stop_id": "stop_ids",
-    "keep_special": "skip_special_tokens",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-}
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"] or ())
+        for name, parameter in _OPTIONS.items():
+            if parameter.default is True:
+                given[name] = not given[name]
+        return SamplingParams(**given, **more)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -224,8 +212,9 @@ _ELSEWHERE = (  # options of single commands
 
 def spell(argument: Argument) -> str:
     """An argument as the command line spells it: ``max_tokens=0`` is ``--max-tokens 0``. What has no option stays."""
-    shared = {f.name: _SPELLED.get(f.name, f.name) for kind in (Load, Draft, Sampling) for f in fields(kind)}
-    options = {parameter: name for name, parameter in shared.items()} | {name: name for name in _ELSEWHERE}
+    shared = {f.name: f.name for kind in (Load, Draft) for f in fields(kind)}
+    sampling = {name: parameter.option[0].removeprefix("--") for name, parameter in _OPTIONS.items()}
+    options = shared | sampling | {name: name for name in _ELSEWHERE}
     if argument.name not in options or argument.value is False or argument.value is None:
         return str(argument)
     option = "--" + options[argument.name].replace("_", "-")

@@ -16,7 +16,7 @@ import numpy as np
 from outpace.arrays import F32, F64, I32, U32
 from outpace.errors import NotFiniteError, NoTokenAllowedError
 from outpace.exact.masks import allowed_mask, called, mask_of, unpacked
-from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
+from outpace.exact.noise import GUMBEL_MAX, Noise, Stream, log
 from outpace.params import LogitRule, SamplingParams
 
 
@@ -90,11 +90,11 @@ class Chooser:
     def free(self) -> Chooser:
         """Itself without rules that can test a single token: what it chooses is the choice if they allow it.
 
-        That holds where a choice does not depend on what else is allowed, so not under top-k, top-p or min-p; itself
-        there, and where no rule can.
+        That holds where a choice does not depend on what else is allowed, so not under a filter; itself there, and
+        where no rule can.
         """
         p = self.params
-        if not self.rules or not (p.greedy or (p.top_k == 0 and p.top_p == 1 and p.min_p == 0)):
+        if not self.rules or not (p.greedy or not p.filtered):
             return self
         pairs = [pair for pair in zip(self.rules, self.states, strict=True) if not hasattr(pair[0], "allows")]
         if len(pairs) == len(self.rules):
@@ -188,13 +188,18 @@ def probabilities(logits: F32, params: SamplingParams) -> F64:
 
 
 def filtered(logits: F32, params: SamplingParams) -> I32:
-    """Token ids int32 [n], ascending, that survive top-k, then top-p among those, then min-p.
+    """Token ids int32 [n], ascending, that survive top-n-sigma, then top-k, then top-p among those, then min-p.
 
-    top-k keeps k tokens by (logit, lowest id). top-p keeps the shortest prefix, in that order, whose probability
-    reaches p. min-p keeps tokens at least min_p times as likely as the likeliest. Tokens at -inf never survive.
+    top-n-sigma keeps logits that are at least the largest less n standard deviations of all of them that are above
+    -inf (Tang et al., arXiv 2411.07641): whatever the temperature, it keeps the same. top-k keeps k tokens by (logit,
+    lowest id). top-p keeps the shortest prefix, in that order, whose probability reaches p. min-p keeps tokens at
+    least min_p times as likely as the likeliest. Tokens at -inf never survive.
     """
     kept = np.flatnonzero(logits > -np.inf).astype(np.int32)
     peak = float(logits[kept].max()) / params.temperature
+    if params.top_n_sigma > 0:
+        values = logits[kept].astype(np.float64)
+        kept = kept[values >= values.max() - params.top_n_sigma * values.std()]
     if 0 < params.top_k < len(kept):
         kth = np.partition(logits[kept], len(kept) - params.top_k)[len(kept) - params.top_k]
         above = kept[logits[kept] > kth]
@@ -206,7 +211,7 @@ def filtered(logits: F32, params: SamplingParams) -> I32:
         reached = np.cumsum(_softmax(scaled[order]))
         kept = np.sort(kept[order[: int(np.searchsorted(reached, params.top_p)) + 1]])
     if params.min_p > 0:
-        kept = kept[logits[kept].astype(np.float64) / params.temperature >= peak + np.log(params.min_p)]
+        kept = kept[logits[kept].astype(np.float64) / params.temperature >= peak + log(np.array([params.min_p]))]
     return kept
 
 

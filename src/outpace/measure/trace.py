@@ -24,7 +24,7 @@ from outpace.files import check_writable
 from outpace.measure.compare import promises_tokens
 from outpace.measure.facts import Described, facts
 from outpace.measure.scores import margins
-from outpace.measure.tracefile import VERSION, number, plain
+from outpace.measure.tracefile import VERSION, number
 from outpace.models.text.token_bytes import TokenBytes
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -240,7 +240,7 @@ def request_line(request: Request, tokenizer: Spells | None) -> dict[str, Any]:
     line = {
         "id": request.id,
         "prompt": prompt,
-        "params": plain(request.params),
+        "params": request.params.to_dict(),
         "seed": request.seed,
         "limit": request.limit,
         "size": request.size,

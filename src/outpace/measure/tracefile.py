@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from outpace.errors import ParameterError
-from outpace.params import SamplingParams
+from outpace.params import PARAMETERS, SamplingParams
 
 VERSION = 1  # of the format; a reader refuses any other
 
@@ -37,15 +37,13 @@ class TracedRequest:
             raise ParameterError(
                 f"request {self.id} has logit rules of its own ({named}), which no trace can hold: leave them out"
             )
-        known = {f.name for f in fields(SamplingParams)}
-        unknown = sorted(set(self.params) - known)
+        unknown = sorted(self.params.keys() - PARAMETERS.keys())
         if unknown:
             raise ParameterError(
                 f"request {self.id} has the parameter {unknown[0]!r}, which this version of outpace does not know: "
                 "use the version that wrote the trace"
             )
-        values = {name: _parameter(name, value) for name, value in self.params.items() if name != "rules"}
-        return SamplingParams(**{**values, "seed": self.seed})
+        return SamplingParams.from_dict({**self.params, "seed": self.seed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,26 +238,3 @@ def _result(value: Mapping[str, Any]) -> TracedResult:
 def number(value: float) -> float | str:
     """A float as JSON has it: infinities and NaN as text."""
     return value if math.isfinite(value) else str(value)
-
-
-def plain(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as JSON has them: a mapping as pairs, rules by name."""
-    out: dict[str, Any] = {}
-    for f in fields(params):
-        value = getattr(params, f.name)
-        if f.name == "rules":
-            value = [type(rule).__name__ for rule in value]
-        elif isinstance(value, Mapping):
-            value = [[key, number(float(bias))] for key, bias in value.items()]
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            value = list(value)
-        elif isinstance(value, float):
-            value = number(value)
-        out[f.name] = value
-    return out
-
-
-def _parameter(name: str, value: Any) -> Any:
-    if name == "logit_bias":
-        return {int(token): float(bias) for token, bias in value}
-    return tuple(value) if isinstance(value, list) else value

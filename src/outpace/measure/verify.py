@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from outpace.common.parameter import Integer, Number, Texts
 from outpace.errors import Argument, ParameterError
 from outpace.measure.compare import NEAR_TIE
 from outpace.measure.prompts import PromptRow
 from outpace.measure.remote import Answer, Remote, RemoteError, Token
-from outpace.params import SamplingParams
+from outpace.params import PARAMETERS, SamplingParams
 
 TOP = 5  # alternatives a token, where a server tells them: for the gap
-_SENT = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _DEFAULTS = SamplingParams()
 
 
@@ -81,13 +81,15 @@ def ways(a: Remote, b: Remote | None, wanted: str | None, concurrency: int) -> t
 
 def bodies(rows: Sequence[PromptRow], params: SamplingParams, way: Way, *, logprobs: bool) -> list[dict[str, Any]]:
     """A request for each row's first turn. Raises ParameterError for what cannot be sent."""
-    for name in ("bad_words", "stop_ids", "logit_bias", "include_stop", "ignore_eos"):
-        if getattr(params, name) != getattr(_DEFAULTS, name):
-            raise ParameterError(Argument(name), " is not sent to servers, which spell it differently: leave it out")
     sent: dict[str, Any] = {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens}
-    sent |= {name: getattr(params, name) for name in _SENT if getattr(params, name) != getattr(_DEFAULTS, name)}
-    if params.stop_strings:
-        sent["stop"] = list(params.stop_strings)
+    for name, parameter in PARAMETERS.items():
+        value = getattr(params, name)
+        if name in sent or value == getattr(_DEFAULTS, name):
+            continue
+        plain = parameter.request == name and isinstance(parameter.values, (Number, Integer, Texts))
+        if not plain:
+            raise ParameterError(Argument(name), " is not sent to servers, which spell it differently: leave it out")
+        sent[name] = list(value) if isinstance(value, tuple) else value
     if logprobs:
         sent |= {"logprobs": True, "top_logprobs": TOP}
     found = []

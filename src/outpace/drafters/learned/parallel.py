@@ -214,8 +214,7 @@ class _Pick:
 
 def _filters(chooser: Chooser) -> bool:
     """Whether some tokens cannot be chosen, however the noise falls."""
-    its = chooser.params
-    return its.top_k > 0 or its.top_p < 1 or its.min_p > 0
+    return chooser.params.filtered
 
 
 def _distributions(tokens: I32, picks: Sequence[_Pick | None], vocab: int) -> F64 | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.measure.tracefile import lines
+from outpace.params import PARAMETERS
 
 
 def page(path: Path, *, scripts: Sequence[str] = ()) -> str:
@@ -38,10 +39,18 @@ def colours() -> str:
 
 
 def shown(line: dict[str, Any]) -> dict[str, Any]:
-    """A trace's line as the page reads it: a seed has 64 bits, a number in JavaScript 53."""
+    """A trace's line as the page reads it: a seed has 64 bits, a number in JavaScript 53. ``changed``: parameters that
+    change the distribution, and are not at their defaults."""
     if "request" not in line:
         return line
-    return {**line, "request": {**line["request"], "seed": str(line["request"]["seed"])}}
+    request = line["request"]
+    given = ((name, p, request["params"].get(name, p.default)) for name, p in PARAMETERS.items())
+    changed = {
+        name: value
+        for name, p, value in given
+        if p.stage in ("logits", "filter") and p.values.json in (int, float) and value != p.default
+    }
+    return {**line, "request": {**request, "seed": str(request["seed"]), "changed": changed}}
 
 
 def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:

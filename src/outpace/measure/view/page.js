@@ -216,7 +216,7 @@ function renderFigures() {
   if (request) {
     rows.push(["Seed", String(request.seed)], ["Acceptance", request.acceptance]);
     rows.push(["Size", request.adaptive ? `auto, at most ${request.size}` : String(request.size)]);
-    for (const [name, value] of asked(request.params)) rows.push([name, value]);
+    for (const [name, value] of asked(request)) rows.push([name, value]);
   }
   const tables = [table(null, rows)];
   if (trace.sources.length) tables.push(table(["Drafter", "verified", "accepted"], bySource(answer)));
@@ -237,11 +237,9 @@ function table(head, rows) {
 const ended = (result) => result.finish_reason + (result.stopped_by === null ? "" : ` (${label(String(result.stopped_by))})`);
 
 /** Parameters that change the distribution. */
-function asked(params) {
-  const neutral = { top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0 };
-  const found = Object.entries(neutral).filter(([name, value]) => params[name] !== undefined && params[name] !== value);
+function asked({ params, changed }) {
   const spread = params.temperature ? ["Temperature", String(params.temperature)] : ["Temperature", "0, greedy"];
-  return [spread, ...found.map(([name]) => [name.replace("_", "-"), String(params[name])])];
+  return [spread, ...Object.entries(changed).map(([name, value]) => [name.replaceAll("_", "-"), String(value)])];
 }
 
 /** Pooled counts of some steps. */

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from outpace.exact.noise import Stream
 from outpace.exact.rules import AllowedTokens, Bias, Penalties
 from outpace.exact.sampling import Chooser, TokenLogprob
 from outpace.models.base import choose_on_host, logprobs_on_host
+from outpace.params import FILTERS
 
 # What the runtime returns in place of a token.
 _NONE_ALLOWED, _NAN, _UNDECIDED = -1, -2, -3
@@ -137,14 +137,11 @@ def features_of(states: Any) -> F32:
     return np.ascontiguousarray(states)
 
 
-def describe(chooser: Chooser, edits: list[Edit]) -> tuple[Any, ...]:
-    """temperature, top_k, top_p, log min_p, seed, sample, index, stream and rules, as the runtime takes them."""
-    p = chooser.params
-    log_min_p = float(np.log(p.min_p)) if p.min_p > 0 else -math.inf
-    return (
-        float(p.temperature), p.top_k, float(p.top_p), log_min_p,
-        chooser.noise.seed, chooser.noise.sample, chooser.index, int(Stream.CHOICE), edits,
-    )  # fmt: skip
+def describe(chooser: Chooser, edits: list[Edit]) -> dict[str, Any]:
+    """The fields of the runtime's ``Sampling`` by name, and ``rules``."""
+    described = {name: getattr(chooser.params, name) for name in ("temperature", *FILTERS)}
+    noise = {"seed": chooser.noise.seed, "sample": chooser.noise.sample}
+    return {**described, **noise, "index": chooser.index, "stream": int(Stream.CHOICE), "rules": edits}
 
 
 def describe_rules(chooser: Chooser) -> list[Edit] | None:
@@ -174,10 +171,10 @@ def _known(rule: Any, state: Any) -> Edit | None:
     return None
 
 
-def _walker(chooser: Chooser) -> tuple[Any, ...] | None:
-    """A chooser that the runtime can take along a draft's path; (): greedy without rules; None: it cannot."""
+def _walker(chooser: Chooser) -> dict[str, Any] | None:
+    """A chooser that the runtime can take along a draft's path; {}: greedy without rules; None: it cannot."""
     if chooser.plain_greedy:
-        return ()
+        return {}
     edits = [_known(rule, state) for rule, state in zip(chooser.rules, chooser.states, strict=True)]
     known = [edit for edit in edits if edit is not None]
     return describe(chooser, known) if len(known) == len(edits) else None

@@ -1,0 +1,67 @@
+"""Tables in docs that are made from the code: ``python scripts/tables.py`` writes them, ``--check`` compares.
+
+A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from outpace.params import PARAMETERS
+
+DOCS = Path(__file__).parents[1] / "docs"
+_BETWEEN = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _code(*names: str) -> str:
+    return " ".join(f"`{name}`" for name in names)
+
+
+def parameters() -> str:
+    """Every sampling parameter, as ``outpace.params`` defines it."""
+    head = ("parameter", "default", "values", "applies to", "meaning", "option", "in requests", "elsewhere")
+    rows = []
+    for name, p in PARAMETERS.items():
+        request = _code(p.request) if p.request else ""
+        known = [alias for alias in p.names if alias != p.request]
+        values = p.values.range + (", None" if p.none == "value" else "")
+        default = _code(repr(p.default))
+        rows.append((_code(name), default, values, p.stage, p.meaning, _code(*p.option), request, _code(*known)))
+    return _rows(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"parameters": parameters}
+
+
+def filled(page: str) -> str:
+    """The page with every table made anew. Raises KeyError for a table that there is none of."""
+    return _BETWEEN.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def stale() -> dict[Path, str]:
+    """Pages whose tables are not the code's, with what they should be."""
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    return {path: filled(page) for path, page in pages.items() if filled(page) != page}
+
+
+def main() -> int:
+    found = stale()
+    if "--check" in sys.argv:
+        for path in found:
+            print(f"{path.name} has a table that is not the code's: run python scripts/tables.py", file=sys.stderr)
+        return 1 if found else 0
+    for path, page in found.items():
+        path.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

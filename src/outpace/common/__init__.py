@@ -1,0 +1,1 @@
+"""What any part of Outpace may use."""
