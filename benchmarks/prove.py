@@ -207,8 +207,8 @@ def _against_generate(
     """Greedy ``generate`` of a fresh transformers model, from the same file, with its own attention and cache."""
     import torch
 
-    from outpace.models.formats.gguf import GGUFFile
     from outpace.models.torch import gguf as gguf_transformers
+    from outpace.models.weights.gguf import GGUFFile
 
     module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
     for i, prompt in enumerate(prompts):

@@ -20,7 +20,7 @@ from typing import Any
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, read
 from outpace.errors import OutpaceError, ParameterError
 from outpace.files import write_bytes, write_json
-from outpace.models.formats.facts import read_config
+from outpace.models.weights.facts import read_config
 from outpace.training.data import Answers
 
 LIMIT = 16 * 1000 * 1000  # bytes of the folder

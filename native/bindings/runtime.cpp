@@ -64,6 +64,8 @@ void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, cons
     config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
     config.max_length = nb::cast<int>(c["max_length"]);
     config.outputs = c.contains("outputs") ? nb::cast<int>(c["outputs"]) : config.vocab;
+    if (c.contains("rope_scale")) config.rope_scale = nb::cast<float>(c["rope_scale"]);
+    if (c.contains("residual_scale")) config.residual_scale = nb::cast<float>(c["residual_scale"]);
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<std::vector<float>> tables;

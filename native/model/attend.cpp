@@ -10,26 +10,46 @@ namespace outpace {
 void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded();
     const int heads = c_.heads + 2 * c_.kv_heads - from;
-    const Rope& rope = m_.ropes_[static_cast<size_t>(l.rope)];
+    const Rope* rope = l.rope < 0 ? nullptr : &m_.ropes_[static_cast<size_t>(l.rope)];
     const KVShape& shape = m_.kv_.shape();
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    const float* normed = nullptr;  // which queries or keys `line` has, under a norm over all of their heads
     const Part part = me.of(n_ * heads);
     for (int unit = part.begin; unit < part.end; ++unit) {
         const int t = unit / heads, head = from + unit % heads;
         const Token& tok = token(t);
         uint8_t* block = const_cast<uint8_t*>(tok.blocks[tok.slot / kBlock]);
+        const auto of_all = [&](const std::vector<float>& norm) { return static_cast<int>(norm.size()) > d; };
+        // A token's queries or keys, all heads, as products left them or normed.
+        const auto vectors = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm) {
+            if (!of_all(norm)) return v;
+            if (normed != v) {
+                const int n = static_cast<int>(norm.size());
+                std::memcpy(line, v, norm.size() * 4);
+                if (!bias.empty()) k_.add(line, bias.data(), n);
+                k_.rmsnorm(line, norm.data(), c_.eps, n, line);
+                normed = v;
+            }
+            return line;
+        };
         const auto ready = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm, int h, float scale) {
-            if (!bias.empty()) k_.add(v, bias.data() + h * d, d);
-            if (!norm.empty()) k_.rmsnorm(v, norm.data(), c_.eps, d, v);
-            k_.rotate(v, rope.cosines(tok.turn), rope.sines(tok.turn), d / 2, scale);
+            if (!of_all(norm)) {
+                if (!bias.empty()) k_.add(v, bias.data() + h * d, d);
+                if (!norm.empty()) k_.rmsnorm(v, norm.data(), c_.eps, d, v);
+            }
+            const int half = rope ? static_cast<int>(rope->half()) : 0;
+            if (rope) k_.rotate(v, rope->cosines(tok.turn), rope->sines(tok.turn), half, scale);
+            for (int i = 2 * half; i < d; ++i) v[i] *= scale;
         };
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;
-            std::memcpy(q, s_.q.get() + static_cast<size_t>(t) * l.q.out_padded() + head * d, static_cast<size_t>(d) * 4);
+            const float* all = vectors(s_.q.get() + static_cast<size_t>(t) * l.q.out_padded(), l.q_bias, l.q_norm);
+            std::memcpy(q, all + head * d, static_cast<size_t>(d) * 4);
             std::fill(q + d, q + padded, 0.0f);
             ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
         } else if (head < c_.heads + c_.kv_heads) {
             const int h = head - c_.heads;
-            float* k = s_.k.get() + static_cast<size_t>(t) * l.k.out_padded() + h * d;
+            float* k = vectors(s_.k.get() + static_cast<size_t>(t) * l.k.out_padded(), l.k_bias, l.k_norm) + h * d;
             ready(k, l.k_bias, l.k_norm, h, 1.0f);
             k_.put_key(k, d, padded, shape.type, block + shape.keys(index, h), tok.slot % kBlock);
         } else {

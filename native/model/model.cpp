@@ -18,8 +18,8 @@ void Rope::cover(int positions) {
         for (const float frequency : inverse_) {
             // The angle is rounded to float32 as in the models' training code; its cosine is exact to float32.
             const float angle = static_cast<float>(p) * frequency;
-            cos_.push_back(static_cast<float>(std::cos(static_cast<double>(angle))));
-            sin_.push_back(static_cast<float>(std::sin(static_cast<double>(angle))));
+            cos_.push_back(static_cast<float>(std::cos(static_cast<double>(angle))) * scale_);
+            sin_.push_back(static_cast<float>(std::sin(static_cast<double>(angle))) * scale_);
         }
     }
     covered_ = target;
@@ -57,8 +57,8 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       kernels_(kernels),
       scratch_(runtime_->scratch()),
       kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_type}, kv_limit),
-      ropes_(weights_->ropes.begin(), weights_->ropes.end()),
       next_job_(layers_.size()), claimed_((layers_.size() + 1) * kClaims) {
+    for (const std::vector<float>& table : weights_->ropes) ropes_.emplace_back(table, config_.rope_scale);
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
 }

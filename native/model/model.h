@@ -16,10 +16,10 @@
 
 namespace outpace {
 
-// Cosines and sines of position * inverse_frequency, computed when a position is first seen.
+// Cosines and sines of position * inverse_frequency, times a scale, computed when a position is first seen.
 class Rope {
 public:
-    explicit Rope(std::vector<float> inverse_frequencies) : inverse_(std::move(inverse_frequencies)) {}
+    Rope(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
     void cover(int positions);
     const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * inverse_.size(); }
     const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * inverse_.size(); }
@@ -27,6 +27,7 @@ public:
 
 private:
     std::vector<float> inverse_, cos_, sin_;
+    float scale_;
     int covered_ = 0;
 };
 

@@ -50,10 +50,13 @@ private:
         since_ = now;
     }
 
-    // x [hidden] -> normed and encoded for matrices `ms`.
+    // x [hidden] -> normed, where the model has such a norm, and encoded for matrices `ms`.
     void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
-        k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
+        if (norm.empty())
+            std::memcpy(line, x(me, t), static_cast<size_t>(c_.hidden) * 4);
+        else
+            k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
         encode_line(me, c_.hidden, n, at, ms);
     }
 
@@ -86,7 +89,7 @@ private:
             for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
     }
 
-    // x += y, y normed first where the model has such a norm.
+    // x += y, y normed and scaled first where the model does that.
     void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, int stride) {
         const float* y = s_.y.get() + static_cast<size_t>(t) * stride;
         float* line = s_.line[static_cast<size_t>(me.id)].get();
@@ -97,6 +100,10 @@ private:
         }
         if (!norm.empty()) {
             k_.rmsnorm(y, norm.data(), c_.eps, c_.hidden, line);
+            y = line;
+        }
+        if (c_.residual_scale != 1.0f) {
+            for (int i = 0; i < c_.hidden; ++i) line[i] = y[i] * c_.residual_scale;
             y = line;
         }
         k_.add(x(me, t), y, c_.hidden);

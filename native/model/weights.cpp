@@ -36,12 +36,12 @@ void check(const Weights& w) {
         fits(l.gate, c.ffn, c.hidden, "a gate matrix");
         fits(l.up, c.ffn, c.hidden, "an up matrix");
         fits(l.down, c.hidden, c.ffn, "a down matrix");
-        fits(l.attn_norm, c.hidden, true, "an attention norm");
-        fits(l.ffn_norm, c.hidden, true, "a feed-forward norm");
+        fits(l.attn_norm, c.hidden, !l.embed_norm.empty(), "an attention norm");
+        fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
-        fits(l.q_norm, c.head_dim, false, "a query norm");
-        fits(l.k_norm, c.head_dim, false, "a key norm");
+        fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : c.head_dim, false, "a query norm");
+        fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : c.head_dim, false, "a key norm");
         fits(l.q_bias, q, false, "a query bias");
         fits(l.k_bias, kv, false, "a key bias");
         fits(l.v_bias, kv, false, "a value bias");
@@ -49,11 +49,11 @@ void check(const Weights& w) {
         fits(l.embed_norm, c.hidden, false, "an embedding norm");
         if (!l.embed_norm.empty() && &l != &w.layers[0])
             throw std::invalid_argument("only the first layer can read embeddings beside features");
-        if (l.window < 0 || l.rope < 0 || l.rope >= static_cast<int>(w.ropes.size()))
+        if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }
     for (const std::vector<float>& rope : w.ropes)
-        if (static_cast<int>(rope.size()) * 2 != c.head_dim)
+        if (rope.empty() || static_cast<int>(rope.size()) * 2 > c.head_dim)
             throw std::invalid_argument("a rope table does not fit the head size");
 }
 

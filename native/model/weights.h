@@ -13,14 +13,14 @@ namespace outpace {
 struct Layer {
     Matrix q, k, v, o, gate, up, down;
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
-    std::vector<float> q_norm, k_norm;                                      // [head_dim]
+    std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once
     std::vector<float> q_bias, k_bias, v_bias, o_bias;
     // [hidden], in the first layer of a learned drafter: q, k and v read the embedding under this norm, then the batch's
     // features under attn_norm, 2 hidden in all; the features alone (normed, with norm_first) are what it adds to.
     std::vector<float> embed_norm;
     bool norm_first = false;
     int window = 0;  // positions a token sees, itself among them; 0: all
-    int rope = 0;    // which table
+    int rope = 0;    // which table; -1: heads are not rotated
 };
 
 struct Config {
@@ -29,6 +29,8 @@ struct Config {
     Activation activation;
     int max_length;
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
+    float rope_scale = 1.0f;      // of cosines and sines
+    float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
 };
 
 // Never changed once it is made, so that any number of models can share it.

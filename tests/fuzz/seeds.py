@@ -13,7 +13,7 @@ import numpy as np
 
 from outpace.drafters.learned.configs import Config, Decoder, EagleConfig
 from outpace.drafters.lookup import datastore
-from outpace.models.formats.gguf import TYPES
+from outpace.models.weights.gguf import TYPES
 from outpace.training import export
 from tests import learned
 

@@ -17,10 +17,10 @@ from outpace.drafters.learned.native_head import NativeHead
 from outpace.drafters.lookup.datastore import Datastore, Search
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
-from outpace.models.formats import safetensors
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights import safetensors
+from outpace.models.weights.gguf import GGUFFile
 from tests.fuzz import seeds
 
 VOCAB = 6  # below a datastore's greatest token

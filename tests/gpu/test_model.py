@@ -15,13 +15,13 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.exact.verify import walk
 from outpace.models.base import Batch, Model
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import resolve
 from outpace.models.memory import free_memory, spare_memory
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch.gguf import build
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
+from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 
 CLOSE = 2e-3  # of logits of some tens: kernels for other widths add in another order

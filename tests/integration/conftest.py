@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outpace.models.base import Model
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native import model as native
+from outpace.models.weights.gguf import GGUFFile
 from tests.native.native_helpers import Tiny
 
 VOCAB = 12  # small, so that drafts that mean nothing are accepted sometimes

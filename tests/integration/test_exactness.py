@@ -111,8 +111,8 @@ def test_rejection_and_typical_run_on_the_real_model(engines: list[Engine]) -> N
 def test_greedy_is_what_transformers_generate_gives() -> None:
     import torch
 
-    from outpace.models.formats.gguf import GGUFFile
     from outpace.models.torch import gguf as gguf_transformers
+    from outpace.models.weights.gguf import GGUFFile
 
     module = gguf_transformers.build(GGUFFile.open(demo.smollm2()), torch.float32, torch.device("cpu")).eval()
     with Engine.load("demo", drafter="ngram", backend="transformers", threads=1) as engine:

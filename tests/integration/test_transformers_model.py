@@ -22,7 +22,6 @@ from outpace.exact.rules import Bias
 from outpace.exact.sampling import Chooser
 from outpace.exact.verify import walk
 from outpace.models.base import Batch
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import estimate, load, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.torch import gguf as gguf_transformers
@@ -30,6 +29,7 @@ from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.slabs import LayerShape
+from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny

@@ -12,8 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from outpace.models.base import Batch
-from outpace.models.formats.gguf import TYPES
 from outpace.models.native.model import NativeModel, load_native
+from outpace.models.weights.gguf import TYPES
 
 BLOCKS = {  # type -> (values, bytes) of a block
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),

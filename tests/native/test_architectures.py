@@ -13,8 +13,8 @@ from native_helpers import Tiny, feed
 
 from outpace import Engine, SamplingParams
 from outpace.errors import ModelError, ParameterError
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.model import load_native
+from outpace.models.weights.gguf import GGUFFile
 
 COMMON: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,

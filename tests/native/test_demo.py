@@ -14,10 +14,10 @@ import outpace
 from outpace.errors import ModelError
 from outpace.files import cache_dir
 from outpace.models import demo
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch import gguf as gguf_transformers
+from outpace.models.weights.gguf import GGUFFile
 
 pytestmark = pytest.mark.slow
 TOKENS, WINDOW = 2048, 512

@@ -360,7 +360,7 @@ def test_none_where_an_object_must_be(tiny: Tiny) -> None:
 @pytest.mark.parametrize("keep", [0, 100, 0.5, -1])
 def test_a_model_file_that_is_cut_short(keep: float, tiny: Tiny, tmp_path: Path) -> None:
     """Between opening and loading: an error that names it. After loading: nothing, since all of it was read."""
-    from outpace.models.formats.gguf import GGUFFile
+    from outpace.models.weights.gguf import GGUFFile
 
     path = tmp_path / "model.gguf"
     shutil.copy(tiny.path("Q4_1"), path)
@@ -379,7 +379,7 @@ def test_a_model_file_that_is_cut_short(keep: float, tiny: Tiny, tmp_path: Path)
 
 
 def test_a_safetensors_file_that_is_cut_short(tmp_path: Path) -> None:
-    from outpace.models.formats import safetensors
+    from outpace.models.weights import safetensors
     from tests.fuzz import seeds
 
     for name, data in seeds.folders()["llama-F32"].items():

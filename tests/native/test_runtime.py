@@ -18,11 +18,11 @@ from native_helpers import Tiny, feed
 from outpace import Engine, SamplingParams, _native
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.errors import ModelError, ParameterError
-from outpace.models.formats.gguf import TYPES, GGUFFile
 from outpace.models.load import load
 from outpace.models.native import build
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.options import LoadOptions
+from outpace.models.weights.gguf import TYPES, GGUFFile
 
 # Models that differ in every size, so that each finds the other's numbers where it must not look: (type, sizes).
 MODELS = (

@@ -20,10 +20,10 @@ from outpace.engine.sequence import Sequence
 from outpace.engine.text import TextReader
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import resolve
 from outpace.models.text.token_bytes import TokenBytes
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from outpace.server.tools.base import Joined
 from outpace.server.tools.detect import parser_for

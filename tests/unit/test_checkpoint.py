@@ -15,7 +15,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
 from outpace.drafters.learned.configs import Decoder, EagleConfig, MedusaConfig, ParallelConfig, tensor_shapes
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
-from outpace.models.formats import safetensors
+from outpace.models.weights import safetensors
 from tests import learned
 
 RECORDED = Path(__file__).parents[1] / "recorded"

@@ -17,8 +17,8 @@ from outpace.cli.app import app
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import Config, EagleConfig, MedusaConfig, head_shapes
 from outpace.errors import DrafterError, ModelError, ParameterError
-from outpace.models.formats import safetensors
 from outpace.models.load import resolve
+from outpace.models.weights import safetensors
 from outpace.training import export
 from outpace.training.export import TargetRows, Verifier, verifier_of
 from tests import learned

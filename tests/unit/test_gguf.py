@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from outpace.errors import ModelError
 from outpace.models.fingerprint import fingerprint
-from outpace.models.formats import gguf as gguf_files
-from outpace.models.formats.gguf import TYPES, GGUFFile, strings_reference
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch import gguf as gguf_transformers
+from outpace.models.weights import gguf as gguf_files
+from outpace.models.weights.gguf import TYPES, GGUFFile, strings_reference
 
 WORDS = ["<s>", "</s>", "a", "b", "c", "ab", "Ġ", "Ġa"]
 
@@ -171,7 +171,7 @@ def use(path: Path) -> None:
     file = GGUFFile.open(path)
     for name in file.tensors:
         file.dequantize(name)
-    gguf_transformers.shape_of(file)
+    gguf_transformers.kv_numbers(file)
     tokenizer = Tokenizer.from_gguf(file)
     tokenizer.decode(tokenizer.encode("ab a", parse_special=True))
 

@@ -16,9 +16,9 @@ from outpace.engine.sequence import Sequence
 from outpace.engine.text import LONGEST_RUN, Decoder, TextReader, TextState
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import resolve
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from tests.toy import ToyTokenizer
 

@@ -14,11 +14,11 @@ import pytest
 
 from outpace.arrays import I32
 from outpace.errors import ModelError, ParameterError
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.load import resolve
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.tokenizer import LONG, Tokenizer, differences
+from outpace.models.weights.gguf import GGUFFile
 from tests.interpreter import lets_others_run
 
 TEXTS = [

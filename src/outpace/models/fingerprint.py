@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import ModelError
-from outpace.models.formats.gguf import shards
 from outpace.models.load import resolve
 from outpace.models.options import BACKENDS, LoadOptions
+from outpace.models.weights.gguf import shards
 
 if TYPE_CHECKING:
     from outpace.models.base import Model

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.files import cache_dir
-from outpace.models import demo
-from outpace.models.formats.gguf import GGUFFile
+from outpace.models import demo, families
 from outpace.models.hub import from_hub, from_name, is_name
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
@@ -215,7 +215,7 @@ def _gguf_reader(gguf: GGUFFile) -> Any:
     from outpace.models.torch import gguf as own
     from outpace.models.torch import gguf_others
 
-    return own if gguf.architecture in own.ARCHITECTURES else gguf_others
+    return own if families.of_gguf(gguf.architecture) else gguf_others
 
 
 def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:

@@ -17,9 +17,9 @@ from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, ParameterError
 from outpace.files import write_json
 from outpace.models.base import Model
-from outpace.models.formats import safetensors
 from outpace.models.load import Source
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights import safetensors
 from outpace.training.loop import Loop
 from outpace.training.networks.student import CHOICES, Student, chosen_layers
 from outpace.training.objectives.distil import DistilObjective, DistilOptions
@@ -96,7 +96,7 @@ def student_of(bench: Bench, shape: StudentShape) -> Student:
     if shape.init == "scratch":
         return made
     its = weights.decoder
-    if its.architecture not in ("llama", "mistral", "qwen3") or weights.vector(last, "q_bias") is not None:
+    if its.family.name not in ("llama", "mistral", "qwen3") or weights.vector(last, "q_bias") is not None:
         raise ParameterError(
             f"a student cannot begin as layers of {bench.source.name}, which are no Llama's: give ",
             Argument("init", "scratch"),

@@ -28,10 +28,10 @@ from outpace.drafters.learned.configs import (
 )
 from outpace.errors import ModelError, ParameterError
 from outpace.files import write_json
-from outpace.models.formats import safetensors
-from outpace.models.formats.facts import read_config
 from outpace.models.load import Source
 from outpace.models.native.build import open_weights
+from outpace.models.weights import safetensors
+from outpace.models.weights.facts import read_config
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 SPECULATORS = "0.9.0"  # whose layout is written

@@ -169,7 +169,7 @@ def shaped_as(weights: TargetWeights, layers: int, qk_norm: bool = False) -> Dec
     """A decoder of ``layers`` layers like the target's."""
     its = weights.decoder
     # To four digits, which undoes rounding; of stretched frequencies, the base of their second is near enough.
-    base = float(f"{float(its.ropes[0][1]) ** (-its.head_dim / 2):.4g}")
+    base = float(f"{float(its.ropes[0].frequencies[1]) ** (-its.head_dim / 2):.4g}")
     return Decoder(
         hidden=its.hidden, layers=layers, heads=its.heads, kv_heads=its.kv_heads, head_dim=its.head_dim, ffn=its.inner,
         eps=its.eps, rope_theta=base, max_length=its.max_length, qk_norm=qk_norm,

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.models.decoder import Decoder
+from outpace.models.families import MATRICES
 from outpace.models.load import Source
 from outpace.models.native.build import open_weights
-from outpace.models.native.decoder import Decoder
-from outpace.models.native.weights import MATRICES, Weights
+from outpace.models.weights.tensors import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,14 @@ class TargetWeights:
         )
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """A layer's matrices (``q`` .. ``down``, rows in Hugging Face's order) and ``attn_norm``, ``ffn_norm``."""
+        """A layer's matrices (``q`` .. ``down``, rows in Hugging Face's order) and ``attn_norm``, ``ffn_norm``.
+
+        These are ones where the target has no norm before a branch.
+        """
         found = {name: self._values(index, name) for name in MATRICES}
         for name in ("attn_norm", "ffn_norm"):
             values = self._weights.vector(index, name)
-            assert values is not None, "the native backend serves no layer without norms"
-            found[name] = torch.from_numpy(values)
+            found[name] = torch.ones(self.decoder.hidden) if values is None else torch.from_numpy(values)
         return found
 
     def vector(self, layer: int, name: str) -> Tensor | None:
@@ -100,5 +103,4 @@ class TargetWeights:
         return None if values is None else torch.from_numpy(values)
 
     def _values(self, layer: int | None, name: str) -> Tensor:
-        heads = {"q": self.decoder.heads, "k": self.decoder.kv_heads}.get(name, 0)
-        return torch.from_numpy(np.ascontiguousarray(self._weights.values(layer, name, heads)))
+        return torch.from_numpy(np.ascontiguousarray(self._weights.values(layer, name)))

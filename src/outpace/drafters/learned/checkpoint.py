@@ -33,9 +33,9 @@ from outpace.drafters.learned.configs import (
 )
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
-from outpace.models.formats import safetensors
-from outpace.models.formats.facts import Facts, read_config
-from outpace.models.formats.file_bytes import StoredTensor
+from outpace.models.weights import safetensors
+from outpace.models.weights.facts import Facts, read_config
+from outpace.models.weights.file_bytes import StoredTensor
 
 __all__ = [
     "FORMAT",

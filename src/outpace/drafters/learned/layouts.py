@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
-from outpace.models.formats.facts import Facts
+from outpace.models.weights.facts import Facts
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of the file's tensors, by canonical name

@@ -17,8 +17,8 @@ from outpace.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint, Decoder
 from outpace.drafters.learned.shared import draft_ids
 from outpace.errors import DrafterError
-from outpace.models.native.decoder import inverse_frequencies
 from outpace.models.native.model import NativeModel
+from outpace.models.rope import inverse_frequencies
 
 _F32_TYPE = 0  # as GGUF counts types
 _GROUP = 32  # inputs that share a scale where weights are quantised

@@ -17,8 +17,8 @@ from outpace.errors import DrafterError, ModelError
 from outpace.files import cache_dir
 from outpace.models.base import ModelInfo
 from outpace.models.fingerprint import fingerprint_of
-from outpace.models.formats.facts import read_config
 from outpace.models.options import LoadOptions
+from outpace.models.weights.facts import read_config
 
 log = logging.getLogger(__name__)
 

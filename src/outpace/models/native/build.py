@@ -10,22 +10,23 @@ import numpy as np
 
 from outpace import _fast
 from outpace.errors import Argument, ModelError, ParameterError
-from outpace.models.formats.gguf import TYPES, GGUFFile
-from outpace.models.native import decoder as decoders
+from outpace.models import decoder as decoders
+from outpace.models.decoder import Decoder
+from outpace.models.families import BIASES, MATRICES, NORMS
 from outpace.models.native import weight_cache
-from outpace.models.native.decoder import Decoder
 from outpace.models.native.packed import Make, Packer, Source, UnusableError
-from outpace.models.native.weights import MATRICES, FolderWeights, GGUFWeights, Weights
+from outpace.models.weights import tensors
+from outpace.models.weights.gguf import TYPES, GGUFFile
+from outpace.models.weights.tensors import Weights
 
 _native = _fast.native
 
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-_VECTORS = (
-    "attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm", "q_norm", "k_norm",
-    "q_bias", "k_bias", "v_bias", "o_bias",
-)  # fmt: skip
+_VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
+_VERDICT = "cannot be served by the native backend"
+MAX_HEAD = 256  # native/kernels/table.h
 
 
 def estimate(
@@ -72,23 +73,24 @@ def open_weights(
         raise ParameterError(
             Argument("dtype", dtype), " keeps weights, and ", rounded, " rounds them: give one of the two"
         )
-    model: Decoder
-    weights: Weights
     if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
         gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
-        model, weights = decoders.from_gguf(gguf), GGUFWeights(gguf)
+        model = decoders.from_gguf(gguf, _VERDICT)
+        weights = tensors.of_gguf(gguf, model)
         quantised = sorted({tensor.type for tensor in gguf.tensors.values()} - {*_PLAIN})
         if quantised and dtype != "auto":
             kept = f": its {quantised[0]} weights stay as they are"
             raise ModelError(f"the native backend does not load {weights.name} as ", Argument("dtype", dtype), kept)
     else:
-        model = decoders.from_folder(Path(path))
-        weights = FolderWeights(Path(path), model.architecture)
+        model = decoders.from_folder(Path(path), _VERDICT)
+        weights = tensors.of_folder(Path(path), model)
+    if model.head_dim > MAX_HEAD:
+        raise ModelError(f"{weights.name} {_VERDICT}: its heads are {model.head_dim} wide, and {MAX_HEAD} is the most")
     target = quantize or _TARGETS[dtype]
-    if unused := weights.unused(model.layers):
+    if unused := weights.unused():
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ModelError(
-            f"{weights.name} cannot be served by the native backend: it has the tensor {unused[0]!r}{more}, "
+            f"{weights.name} {_VERDICT}: it has the tensor {unused[0]!r}{more}, "
             "which this backend does not know, so its output would be another model's"
         )
     return model, weights, target
@@ -124,44 +126,33 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         to = target if stored.type in _PLAIN else "keep"
         return make(what, Source(stored, _TYPE_IDS[stored.type], rows, cols, heads, to))
 
-    heads, kv_heads = model.heads, model.kv_heads
-    q, kv = heads * model.head_dim, kv_heads * model.head_dim
-    sizes = {
-        "q": (q, model.hidden), "k": (kv, model.hidden), "v": (kv, model.hidden), "o": (model.hidden, q),
-        "gate": (model.inner, model.hidden), "up": (model.inner, model.hidden), "down": (model.hidden, model.inner),
-    }  # fmt: skip
-    reordered = {"q": heads, "k": kv_heads} if weights.interleaved else {}
+    columns = {"o": model.rows["q"], "down": model.inner}
+    reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
     layers = []
     for i in range(model.layers):
         layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
-        for name, (rows, cols) in sizes.items():
+        for name, rows in model.rows.items():
+            cols = columns.get(name, model.hidden)
             layer[name] = matrix(i, name, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
-        for name in _VECTORS:
-            values = weights.vector(i, name)
-            if values is not None:
-                layer[name] = values
-        for name in ("attn_norm", "ffn_norm"):
-            if name not in layer:
-                raise ModelError(f"{weights.name}: layer {i} has no {name}, so the model is incomplete")
-        layers.append(layer)
+        vectors = {name: weights.vector(i, name) for name in _VECTORS}
+        layers.append(layer | {name: values for name, values in vectors.items() if values is not None})
     head = embedding = matrix(None, "embedding", model.vocab, model.hidden, "the embedding")
     if not model.tied:
         head = matrix(None, "head", model.vocab, model.hidden, "the output head")
-    final_norm = weights.vector(None, "final_norm")
-    if final_norm is None:
-        raise ModelError(f"{weights.name} has no final norm, so the model is incomplete")
     config = {
         "vocab": model.vocab,
         "hidden": model.hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "ffn": model.inner,
         "eps": model.eps,
         "attention_scale": model.attention_scale,
         "embedding_scale": model.embedding_scale,
-        "activation": model.activation,
+        "residual_scale": model.residual_scale,
+        "rope_scale": model.ropes[0].scale,
+        "activation": model.family.activation,
         "max_length": longest,
     }
-    ropes = [np.ascontiguousarray(table, np.float32) for table in model.ropes]
-    return _native.Weights(config, layers, embedding, head, final_norm, ropes)
+    ropes = [np.ascontiguousarray(table.frequencies, np.float32) for table in model.ropes]
+    return _native.Weights(config, layers, embedding, head, weights.vector(None, "final_norm"), ropes)

@@ -13,11 +13,11 @@ from typing import Any
 from outpace import _fast
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, ModelInfo
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
 from outpace.models.native.kv import NativeKV
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.processors import usable_cores
+from outpace.models.weights.gguf import GGUFFile
 
 _native = _fast.native  # None where there is no compiler; available() says so
 
@@ -80,7 +80,12 @@ def load_native(
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
         raise ParameterError(f"OUTPACE_ISA: {error}") from error
-    longest = min(model.max_length, max_length or model.max_length)
+    longest = min(model.limit, max_length or model.limit)
+    if model.limit < min(model.max_length, max_length or model.max_length):
+        log.warning(
+            "%s: rotations of longer contexts would not fit keys that are already cached: contexts are limited to %d",
+            name or weights.name, model.limit,
+        )  # fmt: skip
     if runtime is None:
         runtime = _native.Runtime(threads)
         if runtime.threads < threads:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from outpace import _fast
 from outpace.files import replacing
-from outpace.models.formats.file_bytes import StoredTensor
+from outpace.models.weights.file_bytes import StoredTensor
 
 _native = _fast.native
 

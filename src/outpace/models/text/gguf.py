@@ -19,7 +19,7 @@ from outpace.errors import ModelError
 from outpace.files import write_bytes
 
 if TYPE_CHECKING:
-    from outpace.models.formats.gguf import GGUFFile
+    from outpace.models.weights.gguf import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space

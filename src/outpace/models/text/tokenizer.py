@@ -13,9 +13,9 @@ import numpy as np
 from outpace.arrays import I32
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.files import cache_dir, write_bytes, write_json
-from outpace.models.formats.gguf import GGUFFile
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.weights.gguf import GGUFFile
 
 LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from outpace.errors import ModelError
-from outpace.models.formats.gguf import GGUFFile
-from outpace.models.torch.gguf import ARCHITECTURES, Meta
+from outpace.models.families import FAMILIES
+from outpace.models.weights.facts import Facts
+from outpace.models.weights.gguf import GGUFFile
 
 # What transformers' own names hide: a file's architecture -> their model type.
 _TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
@@ -48,25 +49,26 @@ def kv_numbers(gguf: GGUFFile) -> int:
     meta = _known(gguf)
     if not meta.get("attention.head_count", 0):
         return 0  # recurrent: the backend says why it does not serve that
-    layers, heads = meta.integer("block_count"), meta.integer("attention.head_count")
-    key = meta.integer("attention.key_length", max(1, meta.integer("embedding_length") // heads))
+    layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
+    key = meta.whole("attention.key_length", max(1, meta.whole("embedding_length") // heads))
     kv_heads = meta.get("attention.head_count_kv", heads)
     in_all = (
         int(kv_heads.sum())
         if isinstance(kv_heads, np.ndarray)
-        else meta.integer("attention.head_count_kv", heads) * layers
+        else meta.whole("attention.head_count_kv", heads) * layers
     )
-    return in_all * (key + meta.integer("attention.value_length", key))
+    return in_all * (key + meta.whole("attention.value_length", key))
 
 
-def _known(gguf: GGUFFile) -> Meta:
-    meta = Meta(gguf)
+def _known(gguf: GGUFFile) -> Facts:
+    meta = Facts(gguf.path.name, gguf.metadata, f"{gguf.architecture}.", "cannot be loaded")
     import transformers
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     kind = _TYPES.get(gguf.architecture, gguf.architecture)
     if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in _NO_DECODERS:
-        known = sorted({*ARCHITECTURES, *GGUF_SUPPORTED_ARCHITECTURES} - {*_NO_DECODERS})
+        own = {family.gguf for family in FAMILIES if family.gguf is not None}
+        known = sorted({*own, *GGUF_SUPPORTED_ARCHITECTURES} - {*_NO_DECODERS})
         raise meta.fail(
             f"the architecture {gguf.architecture!r} is not supported from GGUF (with transformers "
             f"{transformers.__version__}, {', '.join(known)} are): use the original Hugging Face model"
@@ -80,24 +82,24 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
-    _honour(meta, config)
+    _honour(meta, gguf, config)
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     _fill(gguf, config, module)
     return module.to(device).eval()
 
 
-def _honour(meta: Meta, config: Any) -> None:
+def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
     """Put into ``config`` what transformers leaves out. Raises ModelError for what it cannot express."""
     if meta.get("context_length") is not None and hasattr(config, "max_position_embeddings"):
-        config.max_position_embeddings = meta.integer("context_length")
-    config.vocab_size = meta.gguf.info("token_embd.weight").shape[0]
+        config.max_position_embeddings = meta.whole("context_length")
+    config.vocab_size = gguf.info("token_embd.weight").shape[0]
     _honour_rope(meta, config)
     window = meta.get("attention.sliding_window") or None
     if window != getattr(config, "sliding_window", None):
         if not hasattr(config, "sliding_window") or getattr(config, "layer_types", None) is not None:
             raise _other(meta, "attention.sliding_window", getattr(config, "sliding_window", None))
-        config.sliding_window = None if window is None else meta.integer("attention.sliding_window")
-    if meta.gguf.architecture == "gemma2" and config.num_hidden_layers == _LARGEST_GEMMA2:
+        config.sliding_window = None if window is None else meta.whole("attention.sliding_window")
+    if gguf.architecture == "gemma2" and config.num_hidden_layers == _LARGEST_GEMMA2:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     for key, names in _SAME.items():
         told = next((getattr(config, name) for name in names if hasattr(config, name)), None)
@@ -108,7 +110,7 @@ def _honour(meta: Meta, config: Any) -> None:
             raise _other(meta, key, neutral)
 
 
-def _honour_rope(meta: Meta, config: Any) -> None:
+def _honour_rope(meta: Facts, config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if meta.get("rope.freq_base") is not None:
         base = meta.number("rope.freq_base")
@@ -118,9 +120,9 @@ def _honour_rope(meta: Meta, config: Any) -> None:
             raise _other(meta, "rope.freq_base", None)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(head * rope.get("partial_rotary_factor", 1.0))
-    if meta.get("rope.dimension_count") is not None and meta.integer("rope.dimension_count") != rotated:
-        share = meta.integer("rope.dimension_count") / head
-        if "partial_rotary_factor" not in rope or int(head * share) != meta.integer("rope.dimension_count"):
+    if meta.get("rope.dimension_count") is not None and meta.whole("rope.dimension_count") != rotated:
+        share = meta.whole("rope.dimension_count") / head
+        if "partial_rotary_factor" not in rope or int(head * share) != meta.whole("rope.dimension_count"):
             raise _other(meta, "rope.dimension_count", rotated)
         rope["partial_rotary_factor"] = share
     if meta.get("rope.scaling.type", "none") not in ("none", ""):
@@ -132,10 +134,10 @@ def _equal(a: Any, b: Any) -> bool:
     return numbers and math.isclose(a, b, rel_tol=1e-6)
 
 
-def _other(meta: Meta, key: str, told: Any) -> ModelError:
+def _other(meta: Facts, key: str, told: Any) -> ModelError:
     value = meta.get(key)
     return meta.fail(
-        f"its {meta.prefix}.{key} is {value!r}, where transformers' GGUF support has {told!r}: "
+        f"its {meta.prefix}{key} is {value!r}, where transformers' GGUF support has {told!r}: "
         "use the original Hugging Face model"
     )
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from outpace import _fast
 from outpace.arrays import F32
 from outpace.errors import ModelError
-from outpace.models.formats.file_bytes import FileBytes, StoredTensor
+from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
 MAX_NAME = 1 << 16  # bytes of a key or tensor name, as the format says
 MAX_DIMS = 4

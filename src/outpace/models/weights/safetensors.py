@@ -19,7 +19,7 @@ import numpy.typing as npt
 from outpace.arrays import F32
 from outpace.errors import ModelError
 from outpace.files import replacing
-from outpace.models.formats.file_bytes import FileBytes, StoredTensor
+from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 MAX_DIMS = 16

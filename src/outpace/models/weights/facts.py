@@ -15,31 +15,38 @@ class Facts:
     """Values by key, untrusted. ``verdict``: what a message says of ``name`` before the problem."""
 
     def __init__(self, name: str, facts: Mapping[str, Any], prefix: str = "", verdict: str = "cannot be read") -> None:
-        self.name, self._facts, self._prefix, self._verdict = name, facts, prefix, verdict
+        self.name, self.prefix, self._facts, self._verdict = name, prefix, facts, verdict
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.name} {self._verdict}: {problem}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self._facts.get(self._prefix + key)
+        value = self._facts.get(self.prefix + key)
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None, most: int = 1 << 30, least: int = 1) -> int:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a whole number from {least} to {most}")
+            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a whole number from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not a positive number")
+            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a positive number")
         return float(value)
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """A list of so many positive numbers."""
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a list of {count} numbers")
+        return [self.about({key: each}).number(key) for each in value]
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, neither true nor false")
+            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, neither true nor false")
         return value
 
     def listed(self, key: str) -> list[str]:
@@ -51,8 +58,12 @@ class Facts:
         """The object at ``key``; an empty one where there is none."""
         value = self.get(key, {})
         if not isinstance(value, dict):
-            raise self.fail(f"{self._prefix}{key} is {_brief(value)}, not an object")
-        return Facts(self.name, value, verdict=self._verdict)
+            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not an object")
+        return self.about(value)
+
+    def about(self, facts: Mapping[str, Any]) -> Facts:
+        """Others of the same thing, whose keys stand as they are."""
+        return Facts(self.name, facts, verdict=self._verdict)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

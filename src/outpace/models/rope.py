@@ -1,0 +1,103 @@
+"""Rotary position embeddings as tables of inverse frequencies (Su et al., arXiv 2104.09864), and their scalings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.arrays import F32
+from outpace.models.weights.facts import Facts
+
+_ONE = np.float32(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """``frequencies``: float32 [n], rotating value i of a head against i + n, and the first 2 n values only.
+
+    ``scale`` multiplies cosines and sines. ``limit``: positions for which it holds; None: all.
+    """
+
+    frequencies: F32
+    scale: float = 1.0
+    limit: int | None = None
+
+
+def inverse_frequencies(base: float, width: int, stretch: F32 | np.float32 = _ONE) -> F32:
+    """float32 [width / 2]: base^(-2 i / width), each wave so many times as long as ``stretch`` says."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return (_ONE / (stretch * np.float32(base) ** exponents)).astype(np.float32)
+
+
+def from_config(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    """The table that rope_parameters of config.json describe for heads of ``width``, contexts up to ``longest``.
+
+    Raises ModelError for a kind that is not known.
+    """
+    kind = "longrope" if facts.get("short_factor") else facts.get("rope_type", facts.get("type", "default"))
+    if kind not in KINDS:
+        raise facts.fail(f"its rope scaling {kind!r} is not supported ({', '.join(KINDS)} are)")
+    width = int(width * facts.number("partial_rotary_factor", 1.0))
+    return KINDS[kind](facts, facts.number("rope_theta", base), width, longest)
+
+
+def from_gguf(facts: Facts, base: float, width: int, divisors: F32 | None, short: F32 | None) -> Rope:
+    """A GGUF file's table. ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any."""
+    width = facts.whole("rope.dimension_count", width, most=width)
+    stretch, kind = _ONE, facts.get("rope.scaling.type", "none")
+    if kind == "linear":
+        stretch = np.float32(facts.number("rope.scaling.factor"))
+    elif kind not in ("none", "", "longrope"):
+        raise facts.fail(f"its rope scaling {kind!r} is not supported (linear, llama3 and longrope are)")
+    frequencies = inverse_frequencies(base, width) / stretch
+    for name, by in (("rope_freqs.weight", divisors), ("rope_factors_short.weight", short)):
+        if by is not None and (by.shape != frequencies.shape or not (by > 0).all()):
+            raise facts.fail(f"{name} does not fit its {len(frequencies)} frequencies")
+    if divisors is not None:
+        frequencies = frequencies / divisors
+    limit = None
+    if short is not None:
+        frequencies = inverse_frequencies(base, width, short)
+        limit = facts.whole("rope.scaling.original_context_length")
+    elif kind == "longrope":
+        raise facts.fail("it has no tensor rope_factors_short.weight, so the model is incomplete")
+    return Rope(frequencies, facts.number("rope.scaling.attn_factor", 1.0), limit)
+
+
+def _default(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    return Rope(inverse_frequencies(base, width))
+
+
+def _linear(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    return Rope(inverse_frequencies(base, width) / np.float32(facts.number("factor")))
+
+
+def _llama3(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    frequencies = inverse_frequencies(base, width)
+    factor = np.float32(facts.number("factor"))
+    low, high = np.float32(facts.number("low_freq_factor")), np.float32(facts.number("high_freq_factor"))
+    context = np.float32(facts.number("original_max_position_embeddings"))
+    wavelength = np.float32(2 * math.pi) / frequencies
+    blend = (context / wavelength - low) / (high - low)
+    between = (np.float32(1) - blend) * frequencies / factor + blend * frequencies
+    stretched = np.where(wavelength > context / low, frequencies / factor, between)
+    return Rope(np.where(wavelength < context / high, frequencies, stretched).astype(np.float32))
+
+
+def _longrope(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    """The short factors (Ding et al., arXiv 2402.13753), which hold up to the original length: past it every position
+    would be rotated by the long ones, and keys that were written before would not fit."""
+    short = np.array(facts.numbers("short_factor", width // 2), np.float32)
+    original = facts.whole("original_max_position_embeddings", longest)
+    factor = facts.number("factor", longest / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return Rope(inverse_frequencies(base, width, short), facts.number("attention_factor", scale), original)
+
+
+KINDS: dict[str, Callable[[Facts, float, int, int], Rope]] = {
+    "default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope,
+}  # fmt: skip
