@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -31,72 +30,9 @@ from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.slabs import LayerShape
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
+from tests.exported import export
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny
-
-# -- GGUF files made from tiny models, as llama.cpp's converter makes them ---------------------------------------------
-
-PARTS = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-GEMMA_PARTS = PARTS | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def stored_name(name: str, parts: dict[str, str]) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTER:
-        return f"{OUTER[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{parts[rest]}.{kind}"
-
-
-def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None) -> Path:
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if architecture == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
-        pattern = config.layer_types.index("full_attention") + 1
-        if pattern != 6:  # the format's default
-            writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = weight.numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture == "gemma3" and "norm" in name:
-            values = values + 1
-        stored = stored_name(name, GEMMA_PARTS if architecture == "gemma3" else PARTS)
-        if stored != leave_out:
-            writer.add_tensor(stored, np.ascontiguousarray(values))
-    if frequencies is not None:
-        writer.add_tensor("rope_freqs.weight", frequencies)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def own(module: Any, tokens: I32) -> F32:
@@ -118,6 +54,8 @@ def built(path: Path) -> Any:
         ("llama", "llama", {"tie_word_embeddings": True, "attention_bias": False, "head_dim": 12}),
         ("qwen2", "qwen2", {}),
         ("qwen3", "qwen3", COMMON | {"head_dim": 16}),
+        ("olmo2", "olmo2", {}),
+        ("phi3", "phi3", {"pad_token_id": 0, "sliding_window": 9}),
         ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6}),
         ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 5, "sliding_window_pattern": 2}),
     ],

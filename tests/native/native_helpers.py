@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from outpace.models import families
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.weights.gguf import TYPES
@@ -127,7 +128,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10000.0)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "phi3"):
         out.add_sliding_window(s.get("window", 512))
 
     if s.get("tokenizer"):
@@ -154,20 +155,22 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector("output_norm.weight", hidden)
+    sizes = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": s["inner"], "up": s["inner"], "down": hidden}
+    family = families.of_gguf(architecture)
+    assert family is not None
+    norms = (
+        {"q_norm": q, "k_norm": kv} if family.norms_over_heads else dict.fromkeys(("q_norm", "k_norm"), s["head_dim"])
+    )
     for i in range(s["layers"]):
-        for name, rows, cols in (
-            ("attn_q", q, hidden), ("attn_k", kv, hidden), ("attn_v", kv, hidden), ("attn_output", hidden, q),
-            ("ffn_gate", s["inner"], hidden), ("ffn_up", s["inner"], hidden), ("ffn_down", hidden, s["inner"]),
-        ):  # fmt: skip
-            matrix(f"blk.{i}.{name}.weight", rows, cols)
-        vector(f"blk.{i}.attn_norm.weight", hidden)
-        vector(f"blk.{i}.ffn_norm.weight", hidden)
-        if architecture in ("qwen3", "gemma3"):
-            vector(f"blk.{i}.attn_q_norm.weight", s["head_dim"])
-            vector(f"blk.{i}.attn_k_norm.weight", s["head_dim"])
-        if architecture == "gemma3":
-            vector(f"blk.{i}.post_attention_norm.weight", hidden)
-            vector(f"blk.{i}.post_ffw_norm.weight", hidden)
+        fused: dict[str, list[str]] = {}
+        for part in families.MATRICES:
+            fused.setdefault(family.layer[part][0], []).append(part)
+        for name, parts in fused.items():
+            cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
+            matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), cols)
+        for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
+            if part in family.layer:
+                vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if architecture == "qwen2":
             vector(f"blk.{i}.attn_q.bias", q, 0.0)
             vector(f"blk.{i}.attn_k.bias", kv, 0.0)

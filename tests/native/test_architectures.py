@@ -13,8 +13,11 @@ from native_helpers import Tiny, feed
 
 from outpace import Engine, SamplingParams
 from outpace.errors import ModelError, ParameterError
+from outpace.models import rope
+from outpace.models.decoder import from_folder
 from outpace.models.native.model import load_native
 from outpace.models.weights.gguf import GGUFFile
+from tests.exported import export
 
 COMMON: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,6 +38,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 20}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 24}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3-window": ("Phi3", {"sliding_window": 20, "hidden_size": 96, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    }}),
+    "phi3-long": ("Phi3", {
+        "sliding_window": 512, "original_max_position_embeddings": 200, "hidden_size": 128, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.1, 1.5, 1.9, 2.5, 3.0, 3.5, 4.0], "long_factor": [1.0, 2.0, 4.0, 8.0] * 2,
+        },
+    }),
     "gemma3": ("Gemma3", {
         "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
         "rope_parameters": {
@@ -45,11 +60,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     family, extra = FAMILIES[name]
     config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra)))
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra | changes)))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():  # nothing at its resting value
             spread = 0.3 if parameter.dim() == 1 else 0.15
@@ -103,10 +118,34 @@ def test_quantised_on_loading(quantize: str, tmp_path: Path, rng: np.random.Gene
     assert correlation > {"int8": 0.99, "int4": 0.8}[quantize]  # random weights forgive little
 
 
+ARCHITECTURES = {"Mistral": "llama"}  # general.architecture, where it is not the family's name
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("mistral-w")])
+def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Bit for bit: a converter's names, order of rows and metadata describe the same model."""
+    family, extra = FAMILIES[name]
+    same = {"query_pre_attn_scalar": 32} if family == "Gemma3" else {}  # the format does not say it
+    model = saved(name, tmp_path, **same)
+    frequencies = None
+    if extra.get("rope_parameters") == LLAMA3:
+        plain = rope.inverse_frequencies(1e4, 16)
+        frequencies = plain / from_folder(tmp_path, "is refused").ropes[0].frequencies
+    path = export(model, ARCHITECTURES.get(family, family.lower()), tmp_path / "m.gguf", frequencies=frequencies)
+    tokens = rng.integers(0, 120, 150)
+    found = [load_native(at, dtype="float32", kv_dtype="float32") for at in (tmp_path, path)]
+    folder, gguf = (feed(each, each.kv.alloc(), tokens) for each in found)
+    if frequencies is not None:
+        assert np.abs(folder - gguf).max() < 1e-4 * np.abs(folder).max()
+    else:
+        assert np.array_equal(folder, gguf)
+    assert found[0].info.max_length == found[1].info.max_length == (200 if name == "phi3-long" else 512)
+
+
 GGUF_CASES = [
     ("llama", "F32"), ("llama", "Q4_1"), ("llama", "F16"), ("llama", "Q5_0"), ("qwen2", "Q8_0"), ("qwen3", "Q4_0"),
     ("gemma3", "F32"), ("gemma3", "Q8_0"), ("llama", "BF16"), ("qwen3", "Q5_1"),
-    ("llama", "IQ4_NL"),
+    ("llama", "IQ4_NL"), ("olmo2", "F32"), ("olmo2", "Q8_0"), ("phi3", "F16"), ("phi3", "Q4_0"),
 ]  # fmt: skip
 
 
@@ -116,7 +155,7 @@ def test_gguf_against_transformers_on_the_same_values(
 ) -> None:
     from outpace.models.torch import gguf as gguf_transformers
 
-    sizes = {"layers": 7, "window": 12} if architecture == "gemma3" else {}
+    sizes = {"layers": 7, "window": 12} if architecture in ("gemma3", "phi3") else {}
     path = tiny.path(kind, architecture, **sizes)
     theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
     ours = load_native(path, kv_dtype="float32")

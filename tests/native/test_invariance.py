@@ -9,6 +9,7 @@ import pytest
 from native_helpers import Tiny, feed
 
 from outpace.models.base import Batch
+from outpace.models.families import FAMILIES
 
 KINDS = ["Q4_1", "Q8_0", "BF16"]
 
@@ -47,6 +48,26 @@ def test_threads(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     assert all(np.array_equal(results[0], result) for result in results[1:])
 
 
+@pytest.mark.parametrize("architecture", [family.gguf for family in FAMILIES if family.gguf])
+def test_families(architecture: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    """Width, chunking, threads and batches, in layers that see a window and in those that see all."""
+    sizes = {"layers": 7, "window": 9} if architecture in ("gemma3", "phi3") else {}
+    tokens, other = rng.integers(0, 100, 90).astype(np.int32), rng.integers(0, 100, 30).astype(np.int32)
+    results = []
+    for threads in (1, 2):
+        model = tiny.load("Q4_1", architecture, sizes, isa=isa, threads=threads)
+        row, beside = model.kv.alloc(), model.kv.alloc()
+        results.append(feed(model, row, tokens, 1))
+        for chunk in (2, 7, 33, 90):
+            model.kv.truncate(row, 0)
+            results.append(feed(model, row, tokens, chunk))
+        model.kv.truncate(row, 0)
+        output = model.forward(Batch.pack([beside, row], [other, tokens], [0, 0], [True] * 2))
+        results.append(output.logits(np.arange(30, 120, dtype=np.int32)))
+        model.close()
+    assert all(np.array_equal(results[0], result) for result in results[1:])
+
+
 def test_batches(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q8_0", isa=isa, threads=2)
     sequences = [rng.integers(0, 100, n).astype(np.int32) for n in (1, 5, 70, 131)]
@@ -69,7 +90,7 @@ def tree_paths(parents: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("context", [0, 5, 60, 62, 63, 64, 127, 130])
-@pytest.mark.parametrize(("architecture", "window"), [("llama", 0), ("gemma3", 7)])
+@pytest.mark.parametrize(("architecture", "window"), [("llama", 0), ("gemma3", 7), ("olmo2", 0), ("phi3", 9)])
 def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Each node of a tree has the logits that it has at the end of its own chain."""
     sizes: dict[str, int] = {"layers": 6, "window": window} if window else {}

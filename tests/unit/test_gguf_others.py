@@ -17,10 +17,6 @@ from outpace.models.load import estimate, load
 from outpace.models.options import LoadOptions
 
 # Hugging Face's names of a layer's parts, and GGUF's.
-PHI3 = {
-    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 GPT2 = {
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
     "ln_1": "attn_norm", "ln_2": "ffn_norm",
@@ -50,7 +46,6 @@ COMMON = {
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "phi3": (COMMON | {"sliding_window": 9, "rope_theta": 5000.0}, PHI3),
     "gpt2": ({"vocab_size": len(WORDS), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}, GPT2),
     "stablelm": (COMMON | {"partial_rotary_factor": 0.5}, STABLELM),
     "starcoder2": (COMMON | {"rope_theta": 3000.0, "sliding_window": 11}, STARCODER2),
@@ -84,11 +79,11 @@ def write(
     if family != "gpt2":
         out.add_head_count_kv(2)
         out.add_rope_dimension_count(4 if family == "stablelm" else 8)
-    if family in ("phi3", "starcoder2"):
+    if family == "starcoder2":
         out.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if family in ("phi3", "starcoder2", "gemma2"):
+    if family in ("starcoder2", "gemma2"):
         out.add_sliding_window(config.sliding_window)
-    if family in ("phi3", "gemma2"):
+    if family == "gemma2":
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         out.add_layer_norm_eps(1e-5)
@@ -170,9 +165,9 @@ def test_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("phi3", {"leave_out": "blk.1.ffn_up.weight"}, "incomplete: it has no tensor for .*layers.1.mlp.gate_up_proj"),
-        ("phi3", {"extra": "rope_factors_long.weight"}, "'rope_factors_long.weight' that a phi3 model does not use"),
-        ("phi3", {"more": {"rope.scaling.type": "longrope"}}, "phi3.rope.scaling.type is 'longrope', where .* 'none'"),
+        ("stablelm", {"leave_out": "blk.1.ffn_up.weight"}, "incomplete: it has no tensor for .*layers.1.mlp.up_proj"),
+        ("starcoder2", {"extra": "rope_freqs.weight"}, "'rope_freqs.weight' that a starcoder2 model does not use"),
+        ("gpt2", {"more": {"rope.scaling.type": "longrope"}}, "gpt2.rope.scaling.type is 'longrope', where .* 'none'"),
         ("gpt2", {"more": {"rope.freq_base": 100.0}}, "gpt2.rope.freq_base is 100.0"),
         ("gpt2", {"more": {"logit_scale": 0.5}}, "gpt2.logit_scale is 0.5, .*use the original Hugging Face model"),
         ("stablelm", {"more": {"final_logit_softcapping": 5.0}}, "final_logit_softcapping is 5.0"),

@@ -85,7 +85,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
     ropes = [rope.from_gguf(facts, bases[0], head_dim, *factors)]  # what stretches it is meant for layers that see all
-    ropes += [Rope(rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
+    ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     windowed = family.windows is not None and family.windows.flag is None
     wide = layers == family.wide_scalar_layers
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim

@@ -133,6 +133,19 @@ FAMILIES = (
         windows=Windows(full_every=6), norm_offset=1.0, activation="gelu_tanh", activation_key="hidden_activation",
         width_scales_embedding=True, query_scalar=True, wide_scalar_layers=62, tied=True, head_dim=256,
     ),
+    Family(
+        "olmo2", "Olmo2ForCausalLM", "olmo2", {**_LAYER, **_NORMS_AFTER, **_QK_NORMS}, "olmo2", norms_over_heads=True,
+        windows=Windows(full_every=4),
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", "phi3",
+        {
+            **_LAYER, **_NORMS_BEFORE,
+            **dict.fromkeys(("q", "k", "v"), ("attn_qkv", "self_attn.qkv_proj")),
+            **dict.fromkeys(("gate", "up"), ("ffn_up", "mlp.gate_up_proj")),
+        },
+        "phi3", windows=Windows(), brings_code=True,
+    ),
 )  # fmt: skip
 
 

@@ -18,12 +18,20 @@ _ONE = np.float32(1)
 class Rope:
     """``frequencies``: float32 [n], rotating value i of a head against i + n, and the first 2 n values only.
 
-    ``scale`` multiplies cosines and sines. ``limit``: positions for which it holds; None: all.
+    ``base``: what they are powers of, but for a stretch. ``scale`` multiplies cosines and sines. ``limit``: positions
+    for which it holds; None: all.
     """
 
+    base: float
     frequencies: F32
     scale: float = 1.0
     limit: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is stretched or scaled."""
+        own = inverse_frequencies(self.base, 2 * len(self.frequencies))
+        return self.scale == 1.0 and bool((self.frequencies == own).all())
 
 
 def inverse_frequencies(base: float, width: int, stretch: F32 | np.float32 = _ONE) -> F32:
@@ -64,15 +72,15 @@ def from_gguf(facts: Facts, base: float, width: int, divisors: F32 | None, short
         limit = facts.whole("rope.scaling.original_context_length")
     elif kind == "longrope":
         raise facts.fail("it has no tensor rope_factors_short.weight, so the model is incomplete")
-    return Rope(frequencies, facts.number("rope.scaling.attn_factor", 1.0), limit)
+    return Rope(base, frequencies, facts.number("rope.scaling.attn_factor", 1.0), limit)
 
 
 def _default(facts: Facts, base: float, width: int, longest: int) -> Rope:
-    return Rope(inverse_frequencies(base, width))
+    return Rope(base, inverse_frequencies(base, width))
 
 
 def _linear(facts: Facts, base: float, width: int, longest: int) -> Rope:
-    return Rope(inverse_frequencies(base, width) / np.float32(facts.number("factor")))
+    return Rope(base, inverse_frequencies(base, width) / np.float32(facts.number("factor")))
 
 
 def _llama3(facts: Facts, base: float, width: int, longest: int) -> Rope:
@@ -85,7 +93,7 @@ def _llama3(facts: Facts, base: float, width: int, longest: int) -> Rope:
     blend = (context / wavelength - low) / (high - low)
     between = (np.float32(1) - blend) * frequencies / factor + blend * frequencies
     stretched = np.where(wavelength > context / low, frequencies / factor, between)
-    return Rope(np.where(wavelength < context / high, frequencies, stretched).astype(np.float32))
+    return Rope(base, np.where(wavelength < context / high, frequencies, stretched).astype(np.float32))
 
 
 def _longrope(facts: Facts, base: float, width: int, longest: int) -> Rope:
@@ -95,7 +103,7 @@ def _longrope(facts: Facts, base: float, width: int, longest: int) -> Rope:
     original = facts.whole("original_max_position_embeddings", longest)
     factor = facts.number("factor", longest / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return Rope(inverse_frequencies(base, width, short), facts.number("attention_factor", scale), original)
+    return Rope(base, inverse_frequencies(base, width, short), facts.number("attention_factor", scale), original)
 
 
 KINDS: dict[str, Callable[[Facts, float, int, int], Rope]] = {

@@ -53,6 +53,8 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
     # What is computed from the configuration and not stored was made on the meta device too: make it anew.
     rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     for source, table in zip(decoder.family.ropes, decoder.ropes, strict=True):
+        if table.plain:
+            continue
         layers = "" if len(decoder.ropes) == 1 else f"{source.layers}_"
         frequencies = torch.from_numpy(np.ascontiguousarray(table.frequencies)).to(device)
         setattr(rotary, f"{layers}inv_freq", frequencies)
@@ -67,12 +69,13 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _config(gguf: GGUFFile, decoder: Decoder) -> Any:
-    """The family's configuration, with keys of other families, which change nothing. ``build`` sets the rotations."""
+    """The family's configuration, with keys of others, which change nothing; its rotations are not stretched."""
     from transformers import AutoConfig
 
     width = 2 * len(decoder.ropes[0].frequencies)
-    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": width / decoder.head_dim}
-    ropes = {source.layers: plain for source in decoder.family.ropes}
+    part = {"rope_type": "default", "partial_rotary_factor": width / decoder.head_dim}
+    tables = zip(decoder.family.ropes, decoder.ropes, strict=True)
+    ropes = {source.layers: {**part, "rope_theta": table.base} for source, table in tables}
     return AutoConfig.for_model(
         decoder.family.transformers,
         vocab_size=decoder.vocab,
@@ -86,7 +89,7 @@ def _config(gguf: GGUFFile, decoder: Decoder) -> Any:
         original_max_position_embeddings=decoder.limit,
         rms_norm_eps=decoder.eps,
         tie_word_embeddings=decoder.tied,
-        rope_parameters=ropes if len(ropes) > 1 else plain,
+        rope_parameters=ropes if len(ropes) > 1 else next(iter(ropes.values())),
         attention_bias="blk.0.attn_q.bias" in gguf.tensors,
         use_sliding_window=any(decoder.windows),
         sliding_window=max(decoder.windows) or None,
