@@ -1,12 +1,11 @@
 """The full matrix: speculative decoding against plain decoding, and against transformers' own ``generate``.
 
-Without -d: lookups, a draft model that is often wrong, and the learned drafters: the shipped one alone and behind a
-lookup, and those of checkpoints that --parallel and --medusa name. Learned ones have temperatures, sizes and batches of
-their own, where none are given.
+Without -d: a lookup, the target's first layers (which are often wrong), a draft model of another tokenizer, and the
+learned drafters: the shipped one alone and behind a lookup, and those of checkpoints that --parallel and --medusa name.
+Learned ones and the draft model have temperatures, sizes and batches of their own, where none are given.
 
-Example: ./scripts/prove --prompts ../shared/data/spec_bench_dev.jsonl --out results/prove.json
-Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d model:TRUNCATED -t 0 -t 0.8 --size auto --batch 1 --batch 8
-(TRUNCATED stands for the target's first 10 layers, a draft model that is often wrong.)
+Example: ./scripts/prove --prompts prompts.jsonl --out results/prove.json
+Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d layers:20 -t 0 -t 0.8 --size auto --batch 1 --batch 8
 Another's checkpoint: ./scripts/prove --backend native -d eagle:PATH -d suffix+eagle:PATH
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference.
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
-from benchmarks.truncate import truncated
+from outpace.cli.terminal import progress
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.learned.shipped import SPEC
 from outpace.drafters.registry import build, parse
@@ -35,7 +33,7 @@ from outpace.engine.intake import checked_size
 from outpace.engine.request import Size
 from outpace.errors import OutpaceError, ParameterError
 from outpace.exact.noise import Noise
-from outpace.files import cache_dir, write_json
+from outpace.files import write_json
 from outpace.measure.compare import NEAR_TIE, compare_tokens
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
@@ -46,13 +44,12 @@ from outpace.params import SamplingParams
 TEMPERATURES = (0.0, 0.7, 1.2)
 SIZES = (1, 4, 8)
 BATCHES = (1, 7)
-DRAFTERS = ("ngram", "model:TRUNCATED")
+DRAFTERS = ("ngram", "layers:10")
 NAMED = ("parallel", "medusa")  # learned drafters that none is shipped of
-LEARNED = (SPEC, f"suffix+{SPEC}")
+LEARNED = (SPEC, f"suffix+{SPEC}", "model:demo-gemma")
 LEARNED_TEMPERATURES = (0.0, 0.8)
 LEARNED_SIZES: tuple[Size, ...] = (8, "auto")
 LEARNED_BATCHES = (1, 8)
-DRAFT_LAYERS = 10  # the first third of the demo model's
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, default=Path("../shared/data/spec_bench_dev.jsonl"))
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
@@ -110,8 +107,8 @@ def _default(values: Sequence[Any], learned: Sequence[Any]) -> str:
     return f"default: {values}; of learned drafters {learned}"
 
 
-def cases_of(given: argparse.Namespace, draft: str) -> list[Case]:
-    """What is to be run. ``draft``: the path that TRUNCATED stands for."""
+def cases_of(given: argparse.Namespace) -> list[Case]:
+    """What is to be run."""
     named = [
         f"{before}{method}:{path}" for method in NAMED for path in getattr(given, method) for before in ("", "suffix+")
     ]
@@ -120,7 +117,7 @@ def cases_of(given: argparse.Namespace, draft: str) -> list[Case]:
     plain = (given.drafter or DRAFTERS), TEMPERATURES, SIZES, BATCHES
     learned = [*LEARNED, *named], LEARNED_TEMPERATURES, LEARNED_SIZES, LEARNED_BATCHES
     return [
-        Case(spec.replace("TRUNCATED", draft), *rest)
+        Case(spec, *rest)
         for specs, temperatures, sizes, batches in ([plain] if given.drafter else [plain, learned])
         for spec, *rest in product(
             specs, given.temperature or temperatures, given.size or sizes, given.batch or batches
@@ -140,26 +137,22 @@ def _prove(given: argparse.Namespace) -> int:
         "dtype": target.info.dtype,
         "prompts": [len(p) for p in prompts],
         "max_tokens": given.max_tokens,
-        "draft_layers": DRAFT_LAYERS,
     }
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
     known = {"settings": settings, "plain": {}, "cases": {}, **known}
-    draft = str(truncated(demo.smollm2(), DRAFT_LAYERS, cache_dir()))
-    cases = cases_of(given, draft)
+    cases = cases_of(given)
     temperatures = list(dict.fromkeys(case.temperature for case in cases))
     most = max(checked_size(case.size) for case in cases)
-    with Progress() as progress:
-        task = progress.add_task("plain", total=len(cases) + len(temperatures) + 1)
+    with progress("cases", len(cases) + len(temperatures) + 1) as advance:
         for temperature in temperatures:
             if str(temperature) not in known["plain"]:
                 results = [base.generate(p.tolist(), _params(temperature, i, given)) for i, p in enumerate(prompts)]
                 known["plain"][str(temperature)] = [list(r.token_ids) for r in results]
                 write_json(given.out, known)
-            progress.advance(task)
+            advance(1)
         built: dict[str, Drafter] = {}
         for case in cases:
-            progress.update(task, description=case.key.replace(draft, "TRUNCATED"))
             if case.key not in known["cases"]:
                 if case.drafter not in built:
                     context = DraftContext(target, tokenizer, options, most)
@@ -167,13 +160,12 @@ def _prove(given: argparse.Namespace) -> int:
                 engine = Engine(target, tokenizer, drafter=built[case.drafter], size=case.size, prefix_rows=0)
                 known["cases"][case.key] = list(_run(engine, case, prompts, known["plain"], given))
                 write_json(given.out, known)
-            progress.advance(task)
+            advance(1)
         if given.backend == "transformers" and given.drafter is None and "generate" not in known:
-            progress.update(task, description="transformers generate")
             known["generate"] = list(_against_generate(base, prompts, known["plain"]["0.0"], given))
             write_json(given.out, known)
-        progress.advance(task)
-    return _report(known, draft)
+        advance(1)
+    return _report(known)
 
 
 def _params(temperature: float, i: int, given: argparse.Namespace) -> SamplingParams:
@@ -225,7 +217,7 @@ def _against_generate(
         yield _gap(engine, prompt, _params(0.0, i, given), plain[i], out[0, len(prompt) :].tolist())
 
 
-def _report(known: dict[str, Any], draft: str) -> int:
+def _report(known: dict[str, Any]) -> int:
     everything = {**known["cases"], **({"transformers generate": known["generate"]} if "generate" in known else {})}
     totals = np.zeros(3, int)
     print(f"{'case':<40} {'identical':>9} {'near-ties':>9} {'different':>9} {'tokens/step':>11} {'accepted':>8}")
@@ -235,7 +227,7 @@ def _report(known: dict[str, Any], draft: str) -> int:
         totals += (same, ties, len(rows) - same - ties)
         steps, drafted, accepted = (sum(row.get(name, 0) for row in rows) for name in ("steps", "drafted", "accepted"))
         speed = f"{sum(row['tokens'] for row in rows) / steps:>11.2f} {accepted / drafted:>8.0%}" if drafted else ""
-        print(f"{key.replace(draft, 'TRUNCATED'):<40} {same:>9} {ties:>9} {len(rows) - same - ties:>9} {speed}")
+        print(f"{key:<40} {same:>9} {ties:>9} {len(rows) - same - ties:>9} {speed}")
     print(f"{'all':<40} {totals[0]:>9} {totals[1]:>9} {totals[2]:>9}")
     print(f"near-tie: score gap under {NEAR_TIE:g}, noise included")
     allowed = known["settings"]["backend"] == "transformers"

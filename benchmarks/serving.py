@@ -1,12 +1,11 @@
-"""Servers side by side: throughput, time to the first token and between tokens, at several concurrencies, in one run.
+"""Servers side by side: throughput, time to the first token and between tokens, at several concurrencies.
 
-    python -m benchmarks.serving --prompts prompts.jsonl --concurrency 1 4 8 16
-    python -m benchmarks.serving --prompts prompts.jsonl --server llamacpp='llama-server -m MODEL.gguf --port {port}'
+    python -m benchmarks serving --prompts prompts.jsonl --concurrency 1 4 8 16
+    python -m benchmarks serving --prompts prompts.jsonl --server llamacpp='llama-server -m MODEL.gguf --port {port}'
 
 Ours is served twice, drafted and plain; all servers run from the beginning. A round asks every server the same prompts
 at each concurrency, in turn and first in turn (A B B A ...), and every round asks others; answers are greedy and end
-where the model ends them. A ratio is a round's tokens/s over those of our plain server in the same round. ``--ramp``
-adds a load of 1, 16, then 1 readers, each for so many seconds, and compares its windows and its p99. ``cpu`` is
+where the model ends them. A ratio is a round's tokens/s over those of our plain server in the same round. ``cpu`` is
 processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
 
 TPOT is an answer's time after its first token over its other tokens, and its p50 and p99 are over answers. ICL is the
@@ -25,19 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import load
-from benchmarks.load import Shot
+from benchmarks import streams
 from benchmarks.servers import OURS, Spent, Started, end_with_servers, spent, started
+from outpace.cli.terminal import table
 from outpace.errors import OutpaceError
 from outpace.measure import machine
 from outpace.measure.prompts import read_prompts
 from outpace.measure.remote import RemoteError
 
 PLAIN = "outpace plain"
-CROWD = 16  # readers in the middle of a ramp
 P99 = ("tpot_p99", "icl_p99")  # compared with plain's
 
 
@@ -49,10 +44,8 @@ class Served:
     its: Started
     model: str
     ids: bool
-    rounds: dict[int, list[list[Shot]]] = field(default_factory=dict)
+    rounds: dict[int, list[list[streams.Shot]]] = field(default_factory=dict)
     used: dict[int, Spent] = field(default_factory=dict)
-    ramps: list[list[float]] = field(default_factory=list)
-    ramp_shots: list[Shot] = field(default_factory=list)
 
     def bodies(self, prompts: Sequence[str], tokens: int) -> list[dict[str, Any]]:
         told = {"return_token_ids": True} if self.ids else {}
@@ -62,20 +55,10 @@ class Served:
     def crowd(self, prompts: Sequence[str], tokens: int, concurrency: int) -> None:
         """A round at ``concurrency``."""
         before = spent(self.its.pid) if Path("/proc/self/stat").exists() else None
-        shots = load.together(self.its.remote, self.bodies(prompts, tokens), concurrency)
+        shots = streams.together(self.its.remote, self.bodies(prompts, tokens), concurrency)
         self.rounds.setdefault(concurrency, []).append(shots)
         if before is not None:
             self.used[concurrency] = self.used.get(concurrency, Spent(0, 0)) + (spent(self.its.pid) - before)
-
-    def ramp(self, prompts: Sequence[str], tokens: int, seconds: float, parts: int) -> None:
-        """1, many, 1 readers, each for so long and in so many windows. A phase begins when the one before has ended."""
-        speeds: list[float] = []
-        for concurrency in (1, CROWD, 1):
-            shots = load.during(self.its.remote, self.bodies(prompts, tokens), concurrency, seconds)
-            begun = min(shot.begun for shot in shots)
-            speeds += load.windows(shots, begun, [begun + seconds * (i + 1) / parts for i in range(parts)])
-            self.ramp_shots += shots
-        self.ramps.append(speeds)
 
 
 def opened(name: str, its: Started) -> Served:
@@ -83,13 +66,13 @@ def opened(name: str, its: Started) -> Served:
     served = Served(name, its, its.remote.model(None), ids=True)
     prompts = ["Say hello to everyone in the room, please.", "Name three rivers."]
     try:
-        load.together(its.remote, served.bodies(prompts, 24), 1)
+        streams.together(its.remote, served.bodies(prompts, 24), 1)
     except RemoteError as error:
         if error.status != 400:
             raise
         served.ids = False
-        load.together(its.remote, served.bodies(prompts, 24), 1)
-    load.together(its.remote, served.bodies(prompts * 4, 16), 4)
+        streams.together(its.remote, served.bodies(prompts, 24), 1)
+    streams.together(its.remote, served.bodies(prompts * 4, 16), 4)
     return served
 
 
@@ -100,8 +83,8 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
     for served in all_of:
         mine: dict[str, Any] = {}
         for concurrency, rounds in served.rounds.items():
-            each = [load.figures(shots) for shots in rounds]
-            told = load.figures([shot for shots in rounds for shot in shots])
+            each = [streams.figures(shots) for shots in rounds]
+            told = streams.figures([shot for shots in rounds for shot in shots])
             for name in ("requests_per_second", "tokens_per_second"):  # pauses between rounds are others' turns
                 told[name] = sum(its[name] * its["seconds"] for its in each) / sum(its["seconds"] for its in each)
             told["seconds"] = sum(its["seconds"] for its in each)
@@ -113,35 +96,19 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
             if plain is not None and plain is not served:
                 value["ratios"] = ratios(rounds, plain.rounds[concurrency])
                 value["ratio"] = median(value["ratios"])
-                its = load.between(shot for shots in plain.rounds[concurrency] for shot in shots)
+                its = streams.between(shot for shots in plain.rounds[concurrency] for shot in shots)
                 value |= {f"{name}_ratio": told[name] / its[name] for name in P99 if its[name] > 0}
             mine[str(concurrency)] = value
         found[served.name] = {"concurrency": mine}
-        if served.ramps:
-            found[served.name]["ramp"] = ramp(served, plain)
     return found
 
 
-def ratios(rounds: Sequence[Sequence[Shot]], plain: Sequence[Sequence[Shot]]) -> list[float]:
+def ratios(rounds: Sequence[Sequence[streams.Shot]], plain: Sequence[Sequence[streams.Shot]]) -> list[float]:
     """Tokens/s over plain's, round by round."""
     return [
-        load.figures(mine)["tokens_per_second"] / load.figures(other)["tokens_per_second"]
+        streams.figures(mine)["tokens_per_second"] / streams.figures(other)["tokens_per_second"]
         for mine, other in zip(rounds, plain, strict=True)
     ]
-
-
-def ramp(served: Served, plain: Served | None) -> dict[str, Any]:
-    """Windows (means over rounds) and times between tokens of a load that goes 1, many, 1."""
-    speeds = [sum(window) / len(window) for window in zip(*served.ramps, strict=True)]
-    told: dict[str, Any] = {"windows": speeds, **load.between(served.ramp_shots)}
-    if plain is not None and plain is not served:
-        other = ramp(plain, None)
-        told["window_ratios"] = [
-            mine / its if its else None for mine, its in zip(speeds, other["windows"], strict=True)
-        ]
-        told["worst_window"] = min((its for its in told["window_ratios"] if its is not None), default=None)
-        told |= {f"{name}_ratio": told[name] / other[name] for name in P99 if other[name] > 0}
-    return told
 
 
 def same_answers(a: Served, b: Served) -> tuple[int, int]:
@@ -155,7 +122,7 @@ def same_answers(a: Served, b: Served) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), len(pairs)
 
 
-def _text(shot: Shot) -> str:
+def _text(shot: streams.Shot) -> str:
     return shot.text
 
 
@@ -182,8 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--ramp", type=float, default=0.0, metavar="SECONDS", help="of each phase of a ramp")
-    parser.add_argument("--windows", type=int, default=3, help="of a phase of a ramp")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--log", type=Path, default=Path("serving.log"), help="what the servers say")
     given = parser.parse_args(arguments)
@@ -216,11 +181,6 @@ def _run(given: argparse.Namespace) -> int:
                 for served in turns:
                     served.crowd(prompts, given.tokens, concurrency)
                 print(f"round {number + 1} of {given.rounds}, {concurrency} at once", file=sys.stderr)
-            if given.ramp:
-                prompts = [rows[(asked + i) % len(rows)] for i in range(4 * CROWD)]
-                asked += len(prompts)
-                for served in turns:
-                    served.ramp(prompts, given.tokens, given.ramp, given.windows)
         value["servers"] = report(servers)
         ours = {served.name: served for served in servers}
         if {"outpace", PLAIN} <= ours.keys():
@@ -234,38 +194,23 @@ def _run(given: argparse.Namespace) -> int:
 
 def show(value: Mapping[str, Any]) -> None:
     """A table; milliseconds."""
-    console = Console()
-    console = Console(width=max(console.width, 150))
-    table = Table(title=f"{value['machine']['model']}, {value['machine']['cores']} cores, {value['tokens']} tokens")
-    heads = "server", "at once", "req/s", "tok/s", "of plain", "first p50", "p99", "TPOT p50", "p99", "ICL p50", "p99"
-    for column in (*heads, "cpu ms/token", "loop"):
-        table.add_column(column, justify="left" if column == "server" else "right")
-    for name, its in value["servers"].items():
-        for concurrency, row in its["concurrency"].items():
-            times = ("first_p50", "first_p99", "tpot_p50", "tpot_p99", "icl_p50", "icl_p99")
-            table.add_row(
+    print(f"{value['machine']['model']}, {value['machine']['cores']} cores, {value['tokens']} tokens")
+    head = "server", "at once", "req/s", "tok/s", "of plain", "first p50", "p99", "TPOT p50", "p99", "ICL p50", "p99"
+    times = ("first_p50", "first_p99", "tpot_p50", "tpot_p99", "icl_p50", "icl_p99")
+    rows = []
+    for name, figures in value["servers"].items():
+        for concurrency, row in figures["concurrency"].items():
+            rows.append((
                 name, concurrency, f"{row['requests_per_second']:.2f}", f"{row['tokens_per_second']:.1f}",
                 f"{row['ratio']:.2f}" if "ratio" in row else "-", *(f"{1000 * row[key]:.0f}" for key in times),
                 f"{1000 * row['cpu_per_token']:.1f}" if "cpu_per_token" in row else "-",
                 f"{row['loop_share']:.1%}" if "loop_share" in row else "-",
-            )  # fmt: skip
-    console.print(table)
-    for name, its in value["servers"].items():
-        if "ramp" in its:
-            console.print(f"{name}, 1, {CROWD}, 1 readers: {_ramp_line(its['ramp'])}")
+            ))  # fmt: skip
+    print(table((*head, "cpu ms/token", "loop"), rows))
     if "changed" in value:
-        console.print(f"drafted answers that differ from plain ones: {value['changed']}")
+        print(f"drafted answers that differ from plain ones: {value['changed']}")
     for name, why in value["failed"].items():
-        console.print(f"{name}: LEFT OUT: {why}")
-
-
-def _ramp_line(its: Mapping[str, Any]) -> str:
-    line = "tokens/s by window " + " ".join(f"{speed:.0f}" for speed in its["windows"])
-    if "window_ratios" in its:
-        line += "; of plain " + " ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in its["window_ratios"])
-        told = [f"{name[:-4].upper()} {its[f'{name}_ratio']:.2f}" for name in P99 if f"{name}_ratio" in its]
-        line += f"; p99 over plain's: {', '.join(told) or '-'}"
-    return line
+        print(f"{name}: LEFT OUT: {why}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Outpace beside llama.cpp and OpenVINO GenAI: the same GGUF file, prompts and limits, prompt by prompt in turn.
 
-    python -m benchmarks.peers --prompts spec_bench_dev.jsonl --limit 48 --json results/peers.json
+    python -m benchmarks peers --prompts spec_bench_dev.jsonl --limit 48 --json results/peers.json
 
 Each configuration is a process of its own with 2 threads, in its engine's own environment (made on first use, without
 torch). Processes that wait are stopped (SIGSTOP), so that no thread pool spins beside the one that works. Prompts are
@@ -21,13 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from benchmarks.peers import report
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
+from outpace.cli.terminal import progress, table
 from outpace.errors import OutpaceError, ParameterError
 from outpace.files import cache_dir, check_writable, write_json
 from outpace.measure import machine
@@ -183,18 +180,15 @@ def _run(given: argparse.Namespace) -> int:
         "answers": [], "prefill": [], "failed": {},
     }  # fmt: skip
     try:
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("loading", total=None)
-            for configuration in configurations(given):
-                progress.update(task, description=f"loading {configuration.name}")
-                try:
-                    worker = Worker(configuration, model, given.json.with_suffix(".log"))
-                except ParameterError as error:
-                    value["failed"][configuration.name] = str(error)
-                    continue
-                workers.append(worker)
-                worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
-            progress.update(task, description="prompts", total=len(prompts) + given.prefill_rounds)
+        for configuration in configurations(given):
+            try:
+                worker = Worker(configuration, model, given.json.with_suffix(".log"))
+            except ParameterError as error:
+                value["failed"][configuration.name] = str(error)
+                continue
+            workers.append(worker)
+            worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
+        with progress("prompts", len(prompts) + given.prefill_rounds) as advance:
             for row, tokens in prompts:
                 for worker in workers:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
@@ -202,15 +196,13 @@ def _run(given: argparse.Namespace) -> int:
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
                     )
                 write_json(given.json, value)
-                progress.advance(task)
-            _prefill(workers, prompts, eos, given.prefill_rounds, value, lambda: progress.advance(task))
+                advance(1)
+            _prefill(workers, prompts, eos, given.prefill_rounds, value, lambda: advance(1))
     finally:
         for worker in workers:
             worker.close()
     plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
     value["table"] = report.table(value["answers"], plain_of)
-    value["summary"] = report.summary(value["table"], report.prefill(value["prefill"]))
-    value["medians"] = report.medians(value["answers"], value["table"])
     write_json(given.json, value)
     _show(value)
     return 0
@@ -233,28 +225,22 @@ def _prefill(
 
 
 def _show(value: dict[str, Any]) -> None:
-    console = Console()
-    table = Table(
-        title=f"{value['model']}, {value['machine']['model']}, {value['threads']} threads, "
+    print(
+        f"{value['model']}, {value['machine']['model']}, {value['threads']} threads, "
         f"at most {value['max_tokens']} tokens, greedy"
     )
-    for column in ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs"):
-        table.add_column(column, justify="left" if column.startswith("engine") else "right")
+    rows = []
     for row in value["table"]:
-        cells = [f"{row['decode_tokens_per_second']:.1f}"]
-        cells += [
-            f"{row[key]:.2f}" if row[key] else "-" for key in ("tokens_per_step", "of_best_peer", "median_of_best_peer")
-        ]
-        table.add_row(row["config"], *cells, "-" if row["changed"] is None else f"{row['changed']} of {row['prompts']}")
-    console.print(table)
-    for name, speed in report.prefill(value["prefill"]).items():
-        console.print(f"prefill of {PREFILL} tokens, {name}: {speed:.0f} tokens/s")
-    for name, ratio in value["summary"].items():
-        console.print(f"{name}: {'not run' if ratio is None else f'{ratio:.2f}x'}")
-    for name, ratio in value["medians"].items():
-        console.print(f"{name}, median over prompts: {ratio:.2f}x")
+        ratios = (row[key] for key in ("tokens_per_step", "of_best_peer", "median_of_best_peer"))
+        changed = "-" if row["changed"] is None else f"{row['changed']} of {row['prompts']}"
+        speed = f"{row['decode_tokens_per_second']:.1f}"
+        rows.append((row["config"], speed, *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios), changed))
+    head = ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs")
+    print(table(head, rows))
+    for name, rate in report.prefill(value["prefill"]).items():
+        print(f"prefill of {PREFILL} tokens, {name}: {rate:.0f} tokens/s")
     for name, why in value["failed"].items():
-        console.print(f"{name}: FAILED: {why}")
+        print(f"{name}: FAILED: {why}")
 
 
 if __name__ == "__main__":

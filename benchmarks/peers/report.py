@@ -51,48 +51,9 @@ def table(answers: list[Row], plain_of: dict[str, str]) -> list[Row]:
     return out
 
 
-def medians(answers: list[Row], rows: list[Row]) -> dict[str, float]:
-    """Medians over prompts of the ratios that ``summary`` pools: one stalled prompt moves a sum, not a median."""
-    by: dict[str, list[Row]] = {}
-    for answer in answers:
-        by.setdefault(answer["config"], []).append(answer)
-    speeds = {row["config"]: row["decode_tokens_per_second"] for row in rows}
-    ours = {name: value for name, value in speeds.items() if name.startswith("outpace")}
-    peers = {name: value for name, value in speeds.items() if name not in ours}
-    out = {}
-    for peer in ("llamacpp-q4_1 plain", "llamacpp-q4_0 plain", "openvino plain"):
-        if peer in by and "outpace none" in by:
-            out[f"plain over {peer}"] = median(ratios(by["outpace none"], by[peer]))
-    if ours and peers:
-        best, other = max(ours, key=ours.__getitem__), max(peers, key=peers.__getitem__)
-        out[f"{best} over {other}"] = median(ratios(by[best], by[other]))
-    return out
-
-
 def prefill(answers: list[Row]) -> dict[str, float]:
     """Median tokens/s of reading a prompt, by configuration; the first delta comes with the prompt's end."""
     by: dict[str, list[float]] = {}
     for row in answers:
         by.setdefault(row["config"], []).append(row["prompt_tokens"] / row["first"])
     return {name: median(found) for name, found in by.items()}
-
-
-def summary(rows: list[Row], prefills: dict[str, float]) -> dict[str, float | None]:
-    """The ratios that there are targets for; None where a configuration was not run."""
-    found = {row["config"]: row["decode_tokens_per_second"] for row in rows}
-    ours = {name: value for name, value in found.items() if name.startswith("outpace")}
-    lookups = {name: value for name, value in ours.items() if name.split(" ")[-1].split(":")[0] == "ngram"}
-    best_peer = max((value for name, value in found.items() if name not in ours), default=None)
-
-    def over(a: float | None, b: float | None) -> float | None:
-        return a / b if a and b else None
-
-    mine = prefills.get("outpace none")
-    return {
-        "plain over llama.cpp Q4_1 plain": over(found.get("outpace none"), found.get("llamacpp-q4_1 plain")),
-        "ngram over the best peer": over(max(lookups.values(), default=None), best_peer),
-        "best over the best peer": over(max(ours.values(), default=None), best_peer),
-        "prefill over llama.cpp Q4_1": over(mine, prefills.get("llamacpp-q4_1 plain")),
-        "prefill over llama.cpp Q4_0": over(mine, prefills.get("llamacpp-q4_0 plain")),
-        "prefill over OpenVINO": over(mine, prefills.get("openvino plain")),
-    }

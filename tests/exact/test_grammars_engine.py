@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.schemas import schema
 from outpace import Engine, Grammars, SamplingParams
 from outpace.arrays import I32
 from outpace.drafters.base import Drafter, RowView
@@ -21,6 +20,7 @@ from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from tests.driving import finished
+from tests.random_schemas import schema
 from tests.small_tokenizers import byte_level
 from tests.toy import BYTES, ToyModel
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.truncate import truncated
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
 from outpace.exact.noise import Noise
@@ -17,6 +16,7 @@ from outpace.measure.compare import NEAR_TIE, compare, first_difference, scores_
 from outpace.models import demo
 from outpace.models.native import model as native
 from outpace.params import SamplingParams
+from tests.truncate import truncated
 
 PROMPTS = [
     "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typer.testing import CliRunner
+import io
+from contextlib import redirect_stdout
 
-from outpace.cli.app import app
+from outpace.cli.app import parse
 
 
 def outpace(*arguments: object) -> str:
     """What a command prints; what it raises."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False, standalone_mode=False)
-    return result.stdout
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        parse([str(a) for a in arguments])()
+    return printed.getvalue()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from outpace.cli.app import app
+from outpace.cli.app import parse
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import Config, EagleConfig, MedusaConfig, head_shapes
 from outpace.errors import DrafterError, ModelError, ParameterError
@@ -196,7 +196,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--verifier",
         "some/model",
     ]
-    assert app([*arguments, "--dtype", "float32"], standalone_mode=False) == 0
+    assert parse([*arguments, "--dtype", "float32"])() == 0
     command = shlex.split(capsys.readouterr().out)
     assert command[:4] == ["vllm", "serve", "some/model", "--speculative-config"]
     said = {"method": "eagle3", "model": str(tmp_path / "its own"), "num_speculative_tokens": 4}
@@ -204,7 +204,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     its = read(tmp_path / "its own")
     np.testing.assert_array_equal(its.tensors["lm_head.weight"], target.head[np.flatnonzero(its.tensors["t2d"])])
     with pytest.raises(ParameterError, match="is the drafter itself"):
-        app(["export", "vllm", str(tmp_path / "ours"), "--out", str(tmp_path / "ours")], standalone_mode=False)
+        parse(["export", "vllm", str(tmp_path / "ours"), "--out", str(tmp_path / "ours")])()
 
 
 # Where it is installed (docs/checkpoints.md): it needs another transformers than the rest of the tests.

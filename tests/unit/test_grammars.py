@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.schemas import schema
 from outpace import GrammarError, Grammars, SamplingParams
 from outpace.arrays import F32
 from outpace.engine import grammar as its_module
@@ -24,6 +23,7 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.text.token_bytes import TokenBytes
 from outpace.models.text.tokenizer import Tokenizer
+from tests.random_schemas import schema
 from tests.small_tokenizers import byte_level, of_pieces
 from tests.unit.test_token_bytes import llama
 

@@ -1,83 +1,47 @@
-"""The commands, as typer has them: parsing in full, help, and what is wrong with a command line."""
+"""The commands, each in a module that is imported when it is asked for."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
-import typer
+from outpace.cli.command import Command, Group, choose, overview
 
-from outpace.cli import (
-    bench,
-    cache,
-    chat,
-    datastore,
-    doctor,
-    explain,
-    export,
-    generate,
-    plan,
-    serve,
-    trace,
-    train,
-    tune,
-    verify,
-)
-from outpace.cli.command import Interrupted, UsageError
-
-# The base of typer's usage errors, wherever this version of typer keeps its click.
-ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-
-app = typer.Typer(
-    name="outpace",
-    help="Speculative decoding of language models: the same tokens, sooner.",
-    epilog="Example: outpace generate 'Why is the sky blue?' --compare",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
+    "generate",
+    "bench",
+    "chat",
+    "serve",
+    "verify",
+    "trace",
+    "explain",
+    "plan",
+    "datastore",
+    "train",
+    "export",
+    "tune",
+    "cache",
+    "doctor",
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def command(name: str) -> Command | Group:
+    found: Command | Group = import_module(f"outpace.cli.{name}").COMMAND
+    return found
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """The call that a command line asks for. Raises UsageError, or SystemExit after ``--help`` and ``--version``."""
+    if arguments[:1] == ["--version"]:
         from outpace import __version__
 
-        typer.echo(__version__)
-        raise typer.Exit
+        print(__version__)
+        raise SystemExit(0)
+    name, rest = choose("outpace", arguments, NAMES, _help)
+    return command(name).parse("outpace", rest)
 
 
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
-
-
-for command in (
-    generate,
-    bench,
-    chat,
-    serve,
-    verify,
-    trace,
-    explain,
-    plan,
-    datastore,
-    train,
-    export,
-    tune,
-    cache,
-    doctor,
-):
-    command.register(app)
-
-
-def run() -> Any:
-    """What ``sys.argv`` asks for; its exit code. Raises UsageError, Interrupted and whatever a command raises."""
-    try:
-        return app(standalone_mode=False)
-    except typer.Abort as error:
-        raise Interrupted(str(error) or "interrupted") from error
-    except ClickException as error:
-        raise UsageError(error.format_message()) from error
+def _help() -> str:
+    about = "Speculative decoding of language models: the same tokens, sooner."
+    example = "outpace generate 'Why is the sky blue?' --compare"
+    return overview("outpace", about, example, {name: command(name) for name in NAMES})

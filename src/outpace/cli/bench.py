@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outpace.cli.command import Interrupted, flatten
+from outpace.cli.command import Command, Interrupted, option
 from outpace.cli.options import ACCEPTANCE, RECORD, SIZE, BenchCommon, Load, recorded
 from outpace.errors import OutpaceError, ParameterError
 
@@ -16,41 +13,30 @@ if TYPE_CHECKING:
     from outpace.measure.bench import Bench
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "bench",
-        epilog="Example: outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json",
-    )(flatten(run))
-
-
 def run(
     load: Load,
     common: BenchCommon,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt, id, category.")],
+    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt, id, category.")],
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", "-d", help="Repeatable: the first is compared with. Default: none, then auto."),
+        option("--drafter", "-d", help="Repeatable: the first is compared with. Default: none, then auto."),
     ] = None,
     size: Annotated[Any, SIZE] = None,
     acceptance: Annotated[str, ACCEPTANCE] = "coupled",
-    limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", "-T", help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="The same for every prompt and configuration.")] = 0,
-    concurrency: Annotated[int, typer.Option("--concurrency", help="Prompts that run together.")] = 1,
-    all_turns: Annotated[
-        bool, typer.Option("--all-turns", help="Run whole conversations, not only first turns.")
-    ] = False,
+    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 512,
+    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, option("--seed", help="The same for every prompt and configuration.")] = 0,
+    concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 1,
+    all_turns: Annotated[bool, option("--all-turns", help="Run whole conversations, not only first turns.")] = False,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write everything to this file, prompt by prompt.")
+        Path | None, option("--json", metavar="OUT", help="Write everything to this file, prompt by prompt.")
     ] = None,
     record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from outpace.cli.bench_table import show
+    from outpace.cli.terminal import progress
     from outpace.files import check_writable, write_json
     from outpace.measure.bench import Bench, Configuration
     from outpace.measure.compare import promises_tokens
@@ -77,15 +63,11 @@ def run(
         return {**head, "interrupted": interrupted, "configs": bench.report(), "runs": runs}
 
     stopped: KeyboardInterrupt | OutpaceError | None = None
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Progress(
-            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        ) as progress:
-            task = progress.add_task("", total=len(rows))
+        with progress("prompts", len(rows)) as advance:
 
             def done(n: int) -> None:
-                progress.advance(task, n)
+                advance(n)
                 if json is not None:
                     write_json(json, value(interrupted=True))  # also for a run that is killed
 
@@ -124,3 +106,6 @@ def _head(bench: Bench, acceptance: str) -> dict[str, Any]:
         "seed": bench.params.seed,
         "acceptance": acceptance,
     }
+
+
+COMMAND = Command("bench", run, "outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json")

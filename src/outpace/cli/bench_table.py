@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+from outpace.cli.terminal import table
 
 _COLUMNS = ("decode tok/s", "end-to-end tok/s", "tokens/step", "accepted", "speedup (95 %)", "identical")
 
@@ -13,39 +14,29 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
 
     ``promised``: whether identical tokens were (not under rejection and typical acceptance, unless greedy).
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     configs = value["configs"]
-    title = (
+    print(
         f"{value['model']}, {value['backend']} {value['dtype']}, {value['threads']} threads, "
         f"{configs[0]['prompts']} answers of at most {value['max_tokens']} tokens, "
         f"temperature {value['temperature']:g}, {value['acceptance']}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("category")
-    table.add_column("drafter")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
     categories = list(configs[0]["by_category"])
+    rows = []
     for category in [None, *(categories if len(categories) > 1 else [])]:
         for i, entry in enumerate(configs):
             figures = entry if category is None else entry["by_category"][category]
-            table.add_row(
-                "" if i else category or "all", entry["name"], *_cells(figures, promised, drafts=entry["size"] != 0)
-            )
-        table.add_section()
-    console.print(table)
+            cells = _cells(figures, promised, drafts=entry["size"] != 0)
+            rows.append(["" if i else category or "all", entry["name"], *cells])
+    print(table(("category", "drafter", *_COLUMNS), rows, left=2))
     if not promised:
-        console.print(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
+        print(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
         return
     for run in value["runs"]:
         difference = run["difference"]
         if difference is not None:
             kind = "near-tie" if difference["near_tie"] else "DIFFERENT"
             gap = "infinite" if difference["gap"] is None else f"{difference['gap']:.2g}"
-            console.print(
+            print(
                 f"{run['config']}, prompt {run['id']}, turn {run['turn'] + 1}: {kind} at token {difference['index']}, "
                 f"score gap {gap}"
             )

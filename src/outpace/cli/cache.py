@@ -5,24 +5,18 @@ from __future__ import annotations
 import json as json_
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common
-
-
-def register(app: typer.Typer) -> None:
-    app.command("cache", epilog="Example: outpace cache --clear")(flatten(run))
 
 
 def run(
     common: Common,
     clear: Annotated[
-        bool, typer.Option("--clear", help="Delete all packed weights; models that are running keep theirs.")
+        bool, option("--clear", help="Delete all packed weights; models that are running keep theirs.")
     ] = False,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="NAME", help="Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable."),
+        option("--remove", metavar="NAME", help="Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable."),
     ] = None,
 ) -> int:
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
@@ -61,3 +55,6 @@ def run(
     total = format_bytes(sum(its.bytes for its in found))
     print(f"{total:>10}  of {format_bytes(limit)} in {where}")
     return 0
+
+
+COMMAND = Command("cache", run, "outpace cache --clear")

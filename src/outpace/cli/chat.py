@@ -7,18 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outpace.cli.command import flatten
+from outpace.cli.command import Command
 from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, spell, system_message
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
-    import typer
-
     from outpace.engine.results import Result
-
-
-def register(app: typer.Typer) -> None:
-    app.command("chat", epilog="Example: outpace chat --system 'Answer in one line.' -T 0.7")(flatten(run))
 
 
 def run(
@@ -79,3 +73,6 @@ def _report(result: Result) -> dict[str, object]:
         "error": result.error,
         "stats": result.stats.to_dict(),
     }
+
+
+COMMAND = Command("chat", run, "outpace chat --system 'Answer in one line.' -T 0.7")

@@ -1,20 +1,23 @@
-"""How a function becomes a command: options from dataclasses, logging, and Ctrl-C as an error like any other.
+"""How a function becomes a command: its parameters say how they are spelled, and argparse reads them.
 
-What a parameter says of itself (``option``, ``argument``) becomes typer's own once typer is needed: importing that
-takes as long as loading a small model, and a plainly spelled command line does without it (plainly.py).
+A command is a function whose parameters are annotated with ``option`` or ``argument``; a parameter whose type is a
+dataclass stands for that dataclass's fields. Importing this must stay quick: a person waits for the first token.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import inspect
 import logging
+import shutil
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-Command = Callable[..., Any]
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 
 class Interrupted(Exception):
@@ -25,92 +28,230 @@ class UsageError(Exception):
     """A command line that means nothing; the message says why, and is empty where help was shown."""
 
 
-class ReaderLeft(Exception):
-    """Whoever read our output has gone, as ``head`` does."""
-
-
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """How a parameter is spelled on the command line. ``names``: none for an argument."""
 
     names: tuple[str, ...]
-    help: str
+    help: str | Callable[[], str]  # a function where making it takes imports
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None
 
-    def for_typer(self) -> Any:
-        """The same in typer's words."""
-        import typer
 
-        if not self.names:
-            return typer.Argument(help=self.help, metavar=self.metavar)
-        return typer.Option(*self.names, help=self.help, metavar=self.metavar, parser=self.parser)
-
-
-def option(*names: str, help: str, metavar: str | None = None, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option's names and what help says of it; ``parser`` makes its value of a text."""
+def option(
+    *names: str,
+    help: str | Callable[[], str],
+    metavar: str | None = None,
+    parser: Callable[[str], Any] | None = None,
+) -> Spelling:
+    """An option's names and its help; ``parser`` makes its value of a text, and raises ValueError with a message."""
     return Spelling(names, help, metavar, parser)
 
 
-def argument(*, help: str, metavar: str | None = None) -> Any:
-    """What help says of an argument."""
+def argument(*, help: str, metavar: str | None = None) -> Spelling:
+    """An argument's help."""
     return Spelling((), help, metavar)
 
 
-def flatten(function: Command) -> Command:
-    """The command of a function, for typer."""
-    command = joined(function)
-    its = inspect.signature(command).parameters.values()
-    parameters = [parameter.replace(annotation=_for_typer(parameter.annotation)) for parameter in its]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return _signed(command, parameters)
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``function`` as the command ``name``; its docstring is the help."""
+
+    name: str
+    function: Callable[..., int]
+    example: str
+
+    @property
+    def about(self) -> str:
+        return inspect.cleandoc(self.function.__doc__ or "")
+
+    def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
+        """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
+        hints = get_type_hints(self.function, include_extras=True)
+        signature = inspect.signature(self.function).parameters
+        parser = _Parser(f"{program} {self.name}", self.about, self.example)
+        for name, parameter in signature.items():
+            for field, hint, default in _fields(name, hints[name], parameter.default):
+                parser.add(field, hint, default)
+        given = vars(parser.read(arguments))
+        verbose = bool(given.get("verbose"))
+        call = {
+            name: hints[name](**{f.name: given[f.name] for f in fields(hints[name])})
+            if is_dataclass(hints[name])
+            else given[name]
+            for name in signature
+        }
+
+        def run() -> int:
+            _log(verbose)
+            return self.function(**call)
+
+        return run
 
 
-def _for_typer(hint: Any) -> Any:
-    if get_origin(hint) is not Annotated:
-        return hint
-    kind, *said = get_args(hint)
-    return Annotated[(kind, *(its.for_typer() if isinstance(its, Spelling) else its for its in said))]
+def _log(verbose: bool) -> None:
+    """Where a person waits, what takes a while is said."""
+    if verbose or sys.stderr.isatty():
+        logging.basicConfig(format="%(message)s", force=True)
+        logging.getLogger("outpace" if verbose else "outpace.control.cost").setLevel(logging.INFO)
 
 
-def joined(function: Command) -> Command:
-    """Let every parameter whose type is a dataclass appear as that dataclass's fields."""
-    hints = get_type_hints(function, include_extras=True)
-    parameters, groups = [], {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints[name]
-        if not (isinstance(hint, type) and is_dataclass(hint)):
-            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        own = get_type_hints(hint, include_extras=True)
-        groups[name] = hint, [f.name for f in fields(hint)]
-        for f in fields(hint):
-            default = f.default if f.default is not MISSING else None
-            parameters.append(
-                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=own[f.name])
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands under one name."""
+
+    name: str
+    about: str
+    example: str
+    commands: tuple[Command, ...]
+
+    def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
+        """See Command.parse."""
+        program = f"{program} {self.name}"
+        known = {command.name: command for command in self.commands}
+        chosen, rest = choose(program, arguments, known, lambda: overview(program, self.about, self.example, known))
+        return known[chosen].parse(program, rest)
+
+
+def choose(
+    program: str, arguments: Sequence[str], known: Collection[str], help: Callable[[], str]
+) -> tuple[str, Sequence[str]]:
+    """The command that ``arguments`` name, and what follows it. Raises UsageError, or SystemExit after ``--help``."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(help())
+        if arguments:
+            raise SystemExit(0)
+        raise UsageError
+    if arguments[0] not in known:
+        kind = "option" if arguments[0].startswith("-") else "command"
+        raise UsageError(f"{program} has no {kind} {arguments[0]}{_meant(arguments[0], known)}")
+    return arguments[0], arguments[1:]
+
+
+def overview(program: str, about: str, example: str, commands: Mapping[str, Command | Group]) -> str:
+    """Help of what has commands."""
+    longest = max(map(len, commands))
+    lines = [f"  {name:<{longest}}  {_sentence(command.about)}" for name, command in commands.items()]
+    return "\n".join([f"usage: {program} COMMAND ...", "", about, "", "commands:", *lines, "", f"Example: {example}"])
+
+
+def _sentence(text: str) -> str:
+    first = " ".join(text.split("\n\n")[0].split())
+    return textwrap.shorten(first.split(". ")[0].rstrip("."), 100, placeholder=" ...") + "."
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _fields(name: str, hint: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The name, annotation and default of each option that a parameter stands for."""
+    if not is_dataclass(hint):
+        yield name, hint, default
+        return
+    own = get_type_hints(hint, include_extras=True)
+    for field in fields(hint):
+        yield field.name, own[field.name], inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+class _Help(argparse.HelpFormatter):
+    """Help with paragraphs kept, as wide as the terminal up to what is easy to read."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 200))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.split("\n") for line in (textwrap.wrap(part, width) or [""])]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+
+
+class _Parser:
+    """argparse, filled from annotations."""
+
+    def __init__(self, program: str, about: str, example: str) -> None:
+        self._parser = _Arguments(
+            program, description=about, epilog=f"Example: {example}", formatter_class=_Help, allow_abbrev=False
+        )
+        self._lazy: list[tuple[argparse.Action, Callable[[], str]]] = []
+
+    def add(self, name: str, hint: Any, default: Any) -> None:
+        """A parameter annotated with ``Annotated[type, Spelling]``."""
+        kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        spelling = next((part for part in rest if isinstance(part, Spelling)), None)
+        assert spelling is not None, f"{name} does not say how it is spelled"
+        if get_origin(kind) is UnionType:
+            (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        many, required = get_origin(kind) is list, default is inspect.Parameter.empty
+        kind = get_args(kind)[0] if many else kind
+        text = spelling.help
+        shown: dict[str, Any] = {"help": "" if callable(text) else text.replace("%", "%%")}
+        if kind is bool:  # one that is on by default has --no-NAME, too
+            flag: Any = argparse.BooleanOptionalAction if default is True else "store_true"
+            action = self._parser.add_argument(*spelling.names, action=flag, default=default, dest=name, **shown)
+        elif not spelling.names:
+            count = "+" if many else None if required else "?"
+            shown["metavar"] = spelling.metavar or name.upper()
+            default = None if required else default
+            action = self._parser.add_argument(name, type=kind, nargs=count, default=default, **shown)
+        else:
+            shown |= {"metavar": spelling.metavar or _METAVARS.get(kind, "TEXT"), "dest": name, "required": required}
+            if not required and default not in (None, "", ()) and "efault:" not in shown["help"]:
+                shown["help"] += f" [{default}]"
+            action = self._parser.add_argument(
+                *spelling.names,
+                type=_typed(spelling.parser) if spelling.parser is not None else kind,
+                action="append" if many else "store",
+                default=None if required else default,
+                **shown,
             )
+        if callable(text):
+            self._lazy.append((action, text))
 
-    @wraps(function)
-    def command(**given: Any) -> Any:
-        for name, (kind, members) in groups.items():
-            given[name] = kind(**{member: given.pop(member) for member in members})
-        common = given.get("common")
-        verbose = common is not None and common.verbose
-        if verbose or sys.stderr.isatty():  # a person waits: what takes a while is said
-            logging.basicConfig(format="%(message)s", force=True)
-            logging.getLogger("outpace" if verbose else "outpace.control.cost").setLevel(logging.INFO)
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Raises UsageError, or SystemExit after ``--help``."""
+        if not {"-h", "--help"}.isdisjoint(arguments):
+            for action, text in self._lazy:
+                action.help = text().replace("%", "%%")
+        found, unknown = self._parser.parse_known_args(arguments)
+        if unknown:
+            name = next((word for word in unknown if word.startswith("-")), None)
+            if name is None:
+                raise UsageError(f"{unknown[0]!r} is one argument too many: quote text that has spaces")
+            name = name.partition("=")[0]
+            raise UsageError(f"there is no option {name}{_meant(name, self._parser.names)}")
+        return found
+
+
+class _Arguments(argparse.ArgumentParser):
+    @property
+    def names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def format_usage(self) -> str:
+        free = [action for action in self._actions if not action.option_strings]
+        words = [f"[{its.metavar}]" if its.nargs == "?" else str(its.metavar) for its in free]
+        needed = [f"{its.option_strings[0]} {its.metavar}" for its in self._actions if its.required and its not in free]
+        return " ".join(["usage:", self.prog, *needed, "[options]", *words]) + "\n"
+
+    def format_help(self) -> str:
+        whole = super().format_help()
+        return self.format_usage() + whole[whole.index("\n\n") + 1 :]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+
+
+def _typed(parser: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
         try:
-            return function(**given)
-        except KeyboardInterrupt as error:  # typer would end on its own terms, and without a word
-            raise Interrupted("interrupted") from error
-        except BrokenPipeError as error:
-            raise ReaderLeft from error
+            return parser(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-    return _signed(command, parameters)
-
-
-def _signed(command: Any, parameters: list[inspect.Parameter]) -> Command:
-    """The command, which says that these are its parameters."""
-    command.__signature__ = inspect.Signature(parameters)
-    signed: Command = command
-    return signed
+    return parsed

@@ -7,35 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, Group, argument, option
 from outpace.cli.options import Load
-from outpace.cli.progress import progress
+from outpace.cli.terminal import progress
 from outpace.errors import ParameterError
-
-app = typer.Typer(help="Make and fill the datastore that --drafter retrieval:PATH searches.", no_args_is_help=True)
-
-
-def register(root: typer.Typer) -> None:
-    root.add_typer(app, name="datastore", epilog="Example: outpace datastore build --corpus notes.txt OUT")
-    app.command("build", epilog="Example: outpace datastore build --corpus answers.jsonl --corpus notes.txt OUT")(
-        flatten(build)
-    )
-    app.command("answers", epilog="Example: outpace datastore answers --prompts prompts.jsonl --limit 500 OUT.jsonl")(
-        flatten(answers)
-    )
 
 
 def build(
     load: Load,
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, argument(help="The folder to make.")],
     corpus: Annotated[
-        list[Path], typer.Option("--corpus", help="Text, or JSON lines with token_ids, text or turns. Repeatable.")
+        list[Path], option("--corpus", help="Text, or JSON lines with token_ids, text or turns. Repeatable.")
     ],
-    add: Annotated[bool, typer.Option("--add", help="Add to a datastore that is there.")] = False,
+    add: Annotated[bool, option("--add", help="Add to a datastore that is there.")] = False,
     segment: Annotated[
-        int, typer.Option("--segment-tokens", help="Tokens indexed at once; memory is about 40 bytes each.")
+        int, option("--segment-tokens", help="Tokens indexed at once; memory is about 40 bytes each.")
     ] = 4_000_000,
 ) -> int:
     """Index files for --drafter retrieval:OUT, with the model's tokenizer. A corpus may be larger than memory."""
@@ -69,11 +55,11 @@ def build(
 
 def answers(
     load: Load,
-    out: Annotated[Path, typer.Argument(help="JSON lines to write, or to go on with.")],
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt.")],
-    limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 200,
-    concurrency: Annotated[int, typer.Option("--concurrency", help="Prompts that run together.")] = 16,
+    out: Annotated[Path, argument(help="JSON lines to write, or to go on with.")],
+    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt.")],
+    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 200,
+    concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 16,
 ) -> int:
     """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
     from outpace.files import check_writable
@@ -94,3 +80,14 @@ def answers(
 
 def _say(what: str) -> None:
     print(f"outpace: {what}", file=sys.stderr)
+
+
+COMMAND = Group(
+    "datastore",
+    "Make and fill the datastore that --drafter retrieval:PATH searches.",
+    "outpace datastore build --corpus notes.txt OUT",
+    (
+        Command("build", build, "outpace datastore build --corpus answers.jsonl --corpus notes.txt OUT"),
+        Command("answers", answers, "outpace datastore answers --prompts prompts.jsonl --limit 500 OUT.jsonl"),
+    ),
+)

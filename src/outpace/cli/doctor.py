@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import typer
-
 from outpace import _fast
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common, Load, spell
 from outpace.errors import OutpaceError
 from outpace.measure import machine
@@ -20,15 +18,11 @@ from outpace.measure import machine
 _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: outpace doctor --model demo --measure")(flatten(run))
-
-
 def run(
     load: Load,
     common: Common,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
+        bool, option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
     ] = False,
 ) -> int:
     """Show versions, CPU features, backends, memory, and what a model's forwards cost here by width."""
@@ -170,56 +164,52 @@ def _amx(found: dict[str, Any]) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from outpace.units import format_bytes
 
-    console = Console(highlight=False, markup=False)  # "outpace[torch]" is no markup
-    console.print(f"python        {found['python']}")
+    print(f"python        {found['python']}")
     for name, version in found["packages"].items():
-        console.print(f"{name:<13} {version or 'not installed'}")
+        print(f"{name:<13} {version or 'not installed'}")
     cpu, memory, model = found["cpu"], found["memory"], found["model"]
-    console.print(
-        f"cpu           {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['features']) or 'features unknown'}"
-    )
+    print(f"cpu           {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['features']) or 'features unknown'}")
     if found["amx"] is not None:
-        console.print(f"amx           {_amx(found['amx'])}", soft_wrap=True)
+        print(f"amx           {_amx(found['amx'])}")
     if memory["total"] is not None:
         free = "unknown" if memory["available"] is None else format_bytes(memory["available"])
-        console.print(f"memory        {format_bytes(memory['total'])}, {free} available")
+        print(f"memory        {format_bytes(memory['total'])}, {free} available")
     for name, state in found["backends"].items():
-        console.print(f"{name:<13} {state}", soft_wrap=True)
+        print(f"{name:<13} {state}")
     if (paths := found["instruction_sets"]) is not None:
         lost = f"; left out of this build: {paths['left_out']}" if paths["left_out"] else ""
         beyond = [path for path in paths["built"] if path not in paths["usable"]]
         idle = f"; built, not for this machine: {', '.join(beyond)}" if beyond else ""
-        console.print(f"paths         {', '.join(paths['usable'])}{idle}{lost}", soft_wrap=True)
+        print(f"paths         {', '.join(paths['usable'])}{idle}{lost}")
     _print_computed(found["computed_in"])
     name = model["name"]
     if model["ok"]:
         path = f", {model['instruction_set']}" if model["instruction_set"] else ""
         threads = "" if model["threads"] is None else f" with {model['threads']} threads"
-        console.print(
+        print(
             f"{name:<13} loads in {model['load_seconds']:.1f} s ({model['backend']} {model['dtype']}{path}), "
             f"decodes at {model['decode_tokens_per_second']:.0f} tokens/s{threads}",
-            soft_wrap=True,
         )
         drafter = model["drafter"]
         why = f": {drafter['why']}" if drafter["why"] else ""
-        console.print(f"drafter       auto stands for {drafter['auto']}{why}", soft_wrap=True)
+        print(f"drafter       auto stands for {drafter['auto']}{why}")
         for note in drafter["notes"]:
-            console.print(f"              {note}", soft_wrap=True)
+            print(f"              {note}")
         if model["team"]:
             team = model["team"]
             awake, asleep = (1e6 * team["hand_over_seconds"][how] for how in ("awake", "asleep"))
-            console.print(
+            print(
                 f"threads       {team['size']} of {model['threads']} in use; handing work over takes "
                 f"{awake:.1f} us, {asleep:.0f} us where they sleep; {team['dropped']} forwards went on with "
                 "fewer, since others used the cores"
                 + ("; cores differ, so threads claim half of their work" if team["claims"] else ""),
-                soft_wrap=True,
             )
         _print_cost(model["cost"])
         _print_learnt(model["learnt"])
     else:
-        console.print(f"{name:<13} FAILED: {model['error']}", soft_wrap=True)
+        print(f"{name:<13} FAILED: {model['error']}")
+
+
+COMMAND = Command("doctor", run, "outpace doctor --model demo --measure")

@@ -8,9 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, argument, option
 from outpace.cli.options import Common
 
 if TYPE_CHECKING:
@@ -18,16 +16,12 @@ if TYPE_CHECKING:
     from outpace.measure.tracefile import Trace
 
 
-def register(app: typer.Typer) -> None:
-    app.command("explain", epilog="Example: outpace explain before.trace after.trace")(flatten(run))
-
-
 def run(
     common: Common,
-    first: Annotated[Path, typer.Argument(metavar="A", help="A trace.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The trace to compare it with.")],
+    first: Annotated[Path, argument(metavar="A", help="A trace.")],
+    second: Annotated[Path, argument(metavar="B", help="The trace to compare it with.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The target, where it is not the one that A names.")
+        str | None, option("--model", "-m", help="The target, where it is not the one that A names.")
     ] = None,
 ) -> int:
     """Find the first difference of two runs and name its cause. Exit code 1 when they differ.
@@ -79,3 +73,6 @@ def _target(trace: Trace, model: str | None, stack: ExitStack) -> Target | None:
         return None
     stack.callback(target.close)
     return target, tokenizer
+
+
+COMMAND = Command("explain", run, "outpace explain before.trace after.trace")

@@ -8,30 +8,21 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, Group, argument, option
 from outpace.cli.options import Common
 from outpace.errors import ParameterError
-
-app = typer.Typer(help="Write a learned drafter for other programs.", no_args_is_help=True)
-
-
-def register(root: typer.Typer) -> None:
-    root.add_typer(app, name="export", epilog="Example: outpace export vllm drafter --model demo --out served")
-    app.command("vllm", epilog="Example: outpace export vllm drafter --model demo --out served")(flatten(vllm))
 
 
 def vllm(
     common: Common,
-    path: Annotated[Path, typer.Argument(help="The drafter: a folder with config.json and safetensors.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The folder to make. Default: PATH-vllm.")] = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="The target that it was trained beside.")] = "demo",
+    path: Annotated[Path, argument(help="The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("--out", help="The folder to make. Default: PATH-vllm.")] = None,
+    model: Annotated[str, option("--model", "-m", help="The target that it was trained beside.")] = "demo",
     verifier: Annotated[
-        str | None, typer.Option("--verifier", help="The target as vLLM serves it: a folder or id. Default: --model.")
+        str | None, option("--verifier", help="The target as vLLM serves it: a folder or id. Default: --model.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens drafted a step (eagle).")] = 4,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    tokens: Annotated[int, option("--tokens", help="Tokens drafted a step (eagle).")] = 4,
+    dtype: Annotated[str, option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
 ) -> int:
     """Write a drafter as vLLM and speculators read it, nothing left to the target, and print how to serve it."""
     from outpace.drafters.learned.checkpoint import read
@@ -58,3 +49,11 @@ def vllm(
     target = served.name or "MODEL"
     print(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json_.dumps(said))}")
     return 0
+
+
+COMMAND = Group(
+    "export",
+    "Write a learned drafter for other programs.",
+    "outpace export vllm drafter --model demo --out served",
+    (Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),),
+)

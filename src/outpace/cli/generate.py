@@ -9,13 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outpace.cli.command import argument, flatten, option
+from outpace.cli.command import Command, argument, option
 from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
-    import typer
-
     from outpace.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
@@ -23,13 +21,6 @@ if TYPE_CHECKING:
     from outpace.params import LogitRule, Prompt, SamplingParams
 
 _PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "generate",
-        epilog="Example: outpace generate 'Write a haiku about rivers.' --compare",
-    )(flatten(run))
 
 
 def run(
@@ -203,9 +194,7 @@ def _summary(engine: Engine, result: Result) -> str:
 def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool) -> int:
     from statistics import median
 
-    from rich.console import Console
-    from rich.text import Text
-
+    from outpace.cli.terminal import coloured
     from outpace.exact.noise import fresh_seed
     from outpace.measure.compare import compare
 
@@ -227,27 +216,20 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         }
         print(json.dumps({**report(engine, drafted), "compare": compared}, ensure_ascii=False))
     else:
-        console = Console(highlight=False)
-        text = Text()
         for piece, source in pieces(engine, drafted, skip_special=params.skip_special_tokens):
-            text.append(piece, style="green" if source != "target" else "")
-        console.print(text)
-        console.print()
-        console.print(
-            Text.assemble(
-                ("green", "green"), f": drafted by {drafted.drafter} and accepted; the rest: the target's own"
-            ),
-        )
+            print(piece if source == "target" else coloured(piece, "green"), end="")
+        print("\n")
+        green = coloured("green", "green")
+        print(f"{green}: drafted by {drafted.drafter} and accepted; the rest: the target's own")
         info = engine.model.info
-        console.print(f"plain        {speeds[1]:7.1f} tokens/s   ({info.name}, {info.backend} {info.dtype})")
+        print(f"plain        {speeds[1]:7.1f} tokens/s   ({info.name}, {info.backend} {info.dtype})")
         ratio = f"   {speeds[0] / speeds[1]:.2f}x" if speeds[1] else ""
         gained = f"{drafted.stats.tokens_per_step:.2f} tokens a step, {drafted.stats.acceptance_rate:.0%} accepted"
-        console.print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}", soft_wrap=True)
+        print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}")
         if engine.adaptive:
-            console.print(f"drafting     {drafted.stats.decision}", soft_wrap=True)
+            print(f"drafting     {drafted.stats.decision}")
         same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
-        style = "bold green" if difference is None else "bold yellow" if difference.near_tie else "bold red"
-        console.print(same, style=style)
+        print(coloured(same, "bold green" if difference is None else "yellow" if difference.near_tie else "red"))
     return 0 if difference is None or difference.near_tie else 1
 
 
@@ -268,3 +250,6 @@ def pieces(engine: Engine, result: Result, *, skip_special: bool = True) -> Iter
         left = left[len(piece) :]
         yield piece, source
     yield left, "target"
+
+
+COMMAND = Command("generate", run, "outpace generate 'Write a haiku about rivers.' --compare")

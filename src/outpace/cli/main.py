@@ -7,9 +7,10 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
+from importlib import import_module
 
-from outpace.cli import plainly
-from outpace.cli.command import Interrupted, ReaderLeft, UsageError
+from outpace.cli.command import Interrupted, UsageError
 from outpace.errors import OutpaceError
 
 _INTERRUPTED = 130
@@ -33,16 +34,11 @@ def main() -> None:
 
 def _run(debug: bool) -> int:
     try:
-        command = plainly.command(sys.argv[1:])
-        if command is None:
-            from outpace.cli import app
-
-            command = app.run
-        return int(command() or 0)
+        return _command()()
     except (Interrupted, KeyboardInterrupt) as error:
         return _fail(str(error) or "interrupted", _INTERRUPTED)
-    except ReaderLeft:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else the interpreter flushes into the pipe at exit
+    except BrokenPipeError:  # whoever read our output has gone, as head does; the interpreter would flush into the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception as error:
         if debug:
@@ -58,6 +54,26 @@ def _run(debug: bool) -> int:
         if isinstance(error, OSError):
             return _fail(f"{error}: check the file, its permissions and the disk", 2)
         return _fail(f"internal error, {type(error).__name__}: {error}: please report what --debug shows", 70)
+
+
+def _command() -> Callable[[], int]:
+    from outpace.cli.app import parse
+
+    if sys.argv[1:2] in (["generate"], ["chat"], ["serve"]):  # a person waits for these
+        _import_numpy()
+    return parse(sys.argv[1:])
+
+
+def _import_numpy() -> None:
+    """Import numpy without the threads that its BLAS would start: nothing here multiplies there."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    os.environ[name] = "1"
+    try:
+        import_module("numpy")
+    finally:
+        del os.environ[name]  # others that we start may need theirs
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses whose fields are options of the command itself (``flatten``)."""
+"""Options that commands share, as dataclasses whose fields are options of the command itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from outpace.cli.command import option
 from outpace.common.parameter import Biases, Texts, TokenIds, Words
-from outpace.drafters.catalogue import listed
 from outpace.errors import Argument, ParameterError
 from outpace.params import PARAMETERS, SamplingParams
 
@@ -99,7 +98,7 @@ class Load:
         from outpace.models.hub import from_name, is_name
 
         if is_name(self.model) and not Path(self.model).expanduser().exists():
-            from outpace.cli.progress import progress
+            from outpace.cli.terminal import progress
 
             from_name(self.model, revision=self.revision, offline=self.load_options().offline, progress=progress)
 
@@ -129,9 +128,7 @@ def _size(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
     except ValueError:
-        import typer
-
-        raise typer.BadParameter("give auto (what pays), or a number of tokens (0 decodes plainly)") from None
+        raise ValueError(f"{text!r}: give auto (what pays), or a number of tokens (0 decodes plainly)") from None
 
 
 SIZE = option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
@@ -140,16 +137,18 @@ RECORD = option("--record", metavar="DIR", help="Keep prompts and answers there,
 ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
 
 
-DRAFTERS = "Who drafts; several are joined by + (options: docs/drafters.md).\n\n" + "\n\n".join(
-    f"{spelled} - {says}." for spelled, says in listed()
-)
+def _drafters() -> str:
+    from outpace.drafters.catalogue import listed
+
+    lines = (f"{spelled} - {says}." for spelled, says in listed())
+    return "\n".join(["Who drafts; several are joined by + (options: docs/drafters.md). [auto]", *lines])
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One drafter."""
 
-    drafter: Annotated[str, option("--drafter", "-d", help=DRAFTERS)] = "auto"
+    drafter: Annotated[str, option("--drafter", "-d", help=_drafters)] = "auto"
     size: Annotated[Any, SIZE] = None
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 

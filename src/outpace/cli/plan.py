@@ -7,33 +7,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.errors import ParameterError
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan", epilog="Example: outpace plan --alpha 0.7 --size 4 --draft-cost 0.1 --width-cost 1.2")(
-        flatten(run)
-    )
 
 
 def run(
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="Acceptance of a drafted token, given the one before it: 0 to 1.")
+        float | None, option("--alpha", help="Acceptance of a drafted token, given the one before it: 0 to 1.")
     ] = None,
-    size: Annotated[int, typer.Option("--size", "-s", help="Tokens drafted a step.")] = 4,
+    size: Annotated[int, option("--size", "-s", help="Tokens drafted a step.")] = 4,
     draft_cost: Annotated[
-        float, typer.Option("--draft-cost", help="Drafting one token, in plain steps of the target.")
+        float, option("--draft-cost", help="Drafting one token, in plain steps of the target.")
     ] = 0.0,
     width_cost: Annotated[
-        float, typer.Option("--width-cost", help="A forward that verifies SIZE tokens, in plain steps.")
+        float, option("--width-cost", help="A forward that verifies SIZE tokens, in plain steps.")
     ] = 1.0,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="BENCH", help="Take all of them from what bench --json wrote.")
+        Path | None, option("--from", metavar="BENCH", help="Take all of them from what bench --json wrote.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Annotated[bool, option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> int:
     """Expected tokens per step, speedup, best size and break-even acceptance of speculative decoding."""
     if (alpha is None) == (source is None):
@@ -91,3 +83,6 @@ def _best(size: int, speedup: float) -> str:
 
 def _break_even(alpha: float | None, size: int) -> str:
     return f"acceptance {alpha:.2f} at size {size}" if alpha is not None else f"size {size} never pays at this cost"
+
+
+COMMAND = Command("plan", run, "outpace plan --alpha 0.7 --size 4 --draft-cost 0.1 --width-cost 1.2")

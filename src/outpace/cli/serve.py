@@ -8,21 +8,14 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from outpace.cli.command import flatten, option
+from outpace.cli.command import Command, option
 from outpace.cli.options import RECORD, Common, Draft, Load
 from outpace.errors import Argument, MissingExtraError, ParameterError
 
-if TYPE_CHECKING:
-    import typer
-
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 _KEYS = "OUTPACE_API_KEYS"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("serve", epilog="Example: outpace serve -m demo --port 8000")(flatten(run))
 
 
 def run(
@@ -152,3 +145,6 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if path is not None and not found:
         raise ParameterError(f"{path} has no key, so that everybody would be let in: write one a line")
     return found
+
+
+COMMAND = Command("serve", run, "outpace serve -m demo --port 8000")

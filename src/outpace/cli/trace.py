@@ -6,22 +6,12 @@ import json as json_
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, Group, argument, option
 from outpace.cli.options import Common
 
-app = typer.Typer(help="Replay or view what outpace generate --trace FILE recorded.", no_args_is_help=True)
-
-FILE = typer.Argument(help="A trace, as outpace generate --trace wrote it.")
-MODEL = typer.Option("--model", "-m", help="The target, where it is not the one that the trace names.")
-THREADS = typer.Option("--threads", "-t", help="CPU threads. Default: as recorded, else the cores there are.")
-
-
-def register(root: typer.Typer) -> None:
-    root.add_typer(app, name="trace", epilog="Example: outpace trace view run.trace")
-    app.command("replay", epilog="Example: outpace trace replay run.trace")(flatten(replay))
-    app.command("view", epilog="Example: outpace trace view run.trace -o run.html")(flatten(view))
+FILE = argument(help="A trace, as outpace generate --trace wrote it.")
+MODEL = option("--model", "-m", help="The target, where it is not the one that the trace names.")
+THREADS = option("--threads", "-t", help="CPU threads. Default: as recorded, else the cores there are.")
 
 
 def replay(
@@ -60,7 +50,7 @@ def view(
     common: Common,
     file: Annotated[Path, FILE],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page to write. Default: beside FILE, with .html.")
+        Path | None, option("--out", "-o", help="The page to write. Default: beside FILE, with .html.")
     ] = None,
 ) -> int:
     """Write one HTML page that shows every step. It holds everything, and asks for nothing outside itself."""
@@ -77,3 +67,14 @@ def view(
         else f"{out}: {size / 1e6:.1f} MB, open it in a browser"
     )
     return 0
+
+
+COMMAND = Group(
+    "trace",
+    "Replay or view what outpace generate --trace FILE recorded.",
+    "outpace trace view run.trace",
+    (
+        Command("replay", replay, "outpace trace replay run.trace"),
+        Command("view", view, "outpace trace view run.trace -o run.html"),
+    ),
+)

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import json as json_
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, Group, option
 from outpace.cli.options import Common, Load
 from outpace.errors import ParameterError
-
-app = typer.Typer(help="Find a drafter's best settings on your own prompts.", no_args_is_help=True)
 
 _TRIED = 7  # numbers of layers, unless they are given
 _LEAST = 1.02  # speed over plain decoding below which nothing is recommended
 
 
-def register(root: typer.Typer) -> None:
-    root.add_typer(app, name="tune", epilog="Example: outpace tune layers --prompts prompts.jsonl")
-    app.command("layers", epilog="Example: outpace tune layers --prompts prompts.jsonl --limit 6")(flatten(layers))
-
-
 def layers(
     load: Load,
     common: Common,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt.")],
-    limit: Annotated[int, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = 6,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 64,
-    size: Annotated[int, typer.Option("--size", "-s", help="Tokens drafted a step while measuring.")] = 4,
+    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt.")],
+    limit: Annotated[int, option("--limit", help="So many rows, spread evenly over the file.")] = 6,
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 64,
+    size: Annotated[int, option("--size", "-s", help="Tokens drafted a step while measuring.")] = 4,
     tried: Annotated[
         list[int] | None,
-        typer.Option("--layers", help="A number of layers to try; repeatable. Default: seven of them."),
+        option("--layers", help="A number of layers to try; repeatable. Default: seven of them."),
     ] = None,
 ) -> int:
     """How many of the target's first layers should draft (--drafter layers:N), or that none of them pay."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from outpace.cli.terminal import progress
     from outpace.measure.bench import Bench, Configuration
     from outpace.measure.plan import from_bench, outlook
     from outpace.measure.prompts import read_prompts
@@ -57,9 +45,8 @@ def layers(
         [Configuration(*pair) for pair in zip(names, engines, strict=True)], SamplingParams(max_tokens=max_tokens)
     )
     try:
-        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("prompts", total=len(rows))
-            bench.run(rows, 1, lambda n: progress.advance(task, n))
+        with progress("prompts", len(rows)) as advance:
+            bench.run(rows, 1, advance)
     finally:
         for engine in engines:
             engine.close()
@@ -92,3 +79,11 @@ def layers(
         )
     print(f"use --drafter {advice}" if advice else "none of them pays here: its layers were not trained to leave early")
     return 0
+
+
+COMMAND = Group(
+    "tune",
+    "Find a drafter's best settings on your own prompts.",
+    "outpace tune layers --prompts prompts.jsonl",
+    (Command("layers", layers, "outpace tune layers --prompts prompts.jsonl --limit 6"),),
+)

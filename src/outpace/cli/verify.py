@@ -7,19 +7,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.errors import Argument, ParameterError
 
 _KEY = "OUTPACE_API_KEY"
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "verify", epilog="Example: outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1"
-    )(flatten(run))
 
 
 def run(
@@ -27,20 +19,18 @@ def run(
     draft: Draft,
     sampling: Sampling,
     common: Common,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines with turns or prompt, id, category.")],
-    limit: Annotated[int | None, typer.Option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt, id, category.")],
+    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
     url: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--url",
             help="An OpenAI-compatible server: alone against crowded, its speculation off and on. Its key is "
             f"{_KEY}; --model names one that it serves, --drafter and what loads a model have no meaning.",
         ),
     ] = None,
-    against: Annotated[
-        str | None, typer.Option("--against", help="With --url: another server, compared with it.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", help="With --url: requests at once in a crowd.")] = 16,
+    against: Annotated[str | None, option("--against", help="With --url: another server, compared with it.")] = None,
+    concurrency: Annotated[int, option("--concurrency", help="With --url: requests at once in a crowd.")] = 16,
 ) -> int:
     """Check that drafting, or a server, changes no token. Exit code 1 when one does: here more than by a near-tie."""
     from outpace.exact.noise import fresh_seed
@@ -140,3 +130,6 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
     else:
         print(f"{identical} identical, {ties} near-ties, {different} different; seed {params.seed}")
     return 1 if different else 0
+
+
+COMMAND = Command("verify", run, "outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1")

@@ -7,26 +7,20 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import Interrupted, flatten
+from outpace.cli.command import Command, Interrupted, argument, option
 from outpace.cli.options import Common
-from outpace.cli.progress import progress
+from outpace.cli.terminal import progress
 from outpace.cli.train.shared import say
-
-
-def register(app: typer.Typer) -> None:
-    app.command("cache", epilog="Example: outpace train cache DIR")(flatten(run))
 
 
 def run(
     common: Common,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that outpace train data or import made.")],
+    folder: Annotated[Path, argument(metavar="DIR", help="A folder that outpace train data or import made.")],
     layer: Annotated[
         list[int] | None,
-        typer.Option("--layer", help="Layers whose outputs are kept, from 0. Default: EAGLE-3's three."),
+        option("--layer", help="Layers whose outputs are kept, from 0. Default: EAGLE-3's three."),
     ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads. Default: the cores.")] = None,
+    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None,
 ) -> int:
     """Compute the hidden states that a drafter reads, once for all training. Run it again to go on after any end."""
     from outpace.training import taps
@@ -55,3 +49,6 @@ def run(
             f"{folder}: {format_bytes(cache.bytes)} of states; {tokens:,} tokens now, {tokens / seconds:,.0f} a second"
         )
     return 0
+
+
+COMMAND = Command("cache", run, "outpace train cache DIR")

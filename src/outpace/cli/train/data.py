@@ -7,20 +7,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common, Load
-from outpace.cli.progress import progress
+from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
 from outpace.errors import ParameterError
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "data",
-        epilog="Example: outpace train data --prompts prompts.jsonl --out DIR -T 0 -T 0.8 --samples 2 --limit 500",
-    )(flatten(run))
 
 
 def run(
@@ -28,21 +19,19 @@ def run(
     common: Common,
     prompts: Annotated[
         Path,
-        typer.Option("--prompts", help="JSON lines with prompt, turns or messages, perhaps id; or .txt, one a line."),
+        option("--prompts", help="JSON lines with prompt, turns or messages, perhaps id; or .txt, one a line."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to make, or to go on with.")],
-    samples: Annotated[int, typer.Option("--samples", metavar="N", help="Answers a prompt where it samples.")] = 1,
+    out: Annotated[Path, option("--out", help="The folder to make, or to go on with.")],
+    samples: Annotated[int, option("--samples", metavar="N", help="Answers a prompt where it samples.")] = 1,
     temperature: Annotated[
-        list[float] | None, typer.Option("--temperature", "-T", help="Repeatable; 0 is greedy, one answer. Default: 0.")
+        list[float] | None, option("--temperature", "-T", help="Repeatable; 0 is greedy, one answer. Default: 0.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens an answer.")] = 256,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Answers that are written together.")] = 16,
-    limit: Annotated[int | None, typer.Option("--limit", help="So many prompts, spread evenly over the file.")] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Keep the hidden states, too, as outpace train cache.")
-    ] = False,
-    shard: Annotated[int, typer.Option("--shard", metavar="N", help="Answers a file.")] = 512,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 256,
+    rows: Annotated[int, option("--rows", metavar="N", help="Answers that are written together.")] = 16,
+    limit: Annotated[int | None, option("--limit", help="So many prompts, spread evenly over the file.")] = None,
+    cache: Annotated[bool, option("--cache", help="Keep the hidden states, too, as outpace train cache.")] = False,
+    shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
+    drafter: Annotated[str, option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
 ) -> int:
     """Let the model answer prompts, with the weights it is served with. Run it again to go on after any end."""
     from outpace.measure.prompts import read_prompts
@@ -89,3 +78,8 @@ def run(
     if cache:
         print(f"  states: {format_bytes(kept_states.bytes)}")
     return 0
+
+
+COMMAND = Command(
+    "data", run, "outpace train data --prompts prompts.jsonl --out DIR -T 0 -T 0.8 --samples 2 --limit 500"
+)

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common
 from outpace.cli.train.training import Training, train
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eagle", epilog="Example: outpace train eagle --data answers --out drafter --epochs 4")(flatten(run))
 
 
 def run(
     its: Training,
     common: Common,
-    steps_ttt: Annotated[int, typer.Option("--steps-ttt", help="Entries that are unrolled in training.")] = 3,
-    share: Annotated[float, typer.Option("--share", help="Of entries that are unrolled beyond the first.")] = 0.5,
-    loss: Annotated[str, typer.Option("--loss", help="ce, kl, reverse, tv, lk, hybrid or length.")] = "ce",
-    decay: Annotated[float, typer.Option("--decay", help="Unrolled entry i counts decay^i.")] = 0.9,
+    steps_ttt: Annotated[int, option("--steps-ttt", help="Entries that are unrolled in training.")] = 3,
+    share: Annotated[float, option("--share", help="Of entries that are unrolled beyond the first.")] = 0.5,
+    loss: Annotated[str, option("--loss", help="ce, kl, reverse, tv, lk, hybrid or length.")] = "ce",
+    decay: Annotated[float, option("--decay", help="Unrolled entry i counts decay^i.")] = 0.9,
     candidates: Annotated[
-        int, typer.Option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
+        int, option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
     ] = 2048,
     taps: Annotated[
         list[int] | None,
-        typer.Option("--tap", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
+        option("--tap", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
     ] = None,
-    init: Annotated[str, typer.Option("--init", help="fresh, layer, now, next, layer+now or layer+next.")] = "next",
+    init: Annotated[str, option("--init", help="fresh, layer, now, next, layer+now or layer+next.")] = "next",
     start: Annotated[
-        str | None, typer.Option("--start", help="A drafter to begin with, such as one trained on fewer answers.")
+        str | None, option("--start", help="A drafter to begin with, such as one trained on fewer answers.")
     ] = None,
-    noise: Annotated[float, typer.Option("--noise", help="In the taps, as a share of their size.")] = 0.0,
-    dropout: Annotated[float, typer.Option("--dropout", help="Share of taps left out.")] = 0.0,
-    depth: Annotated[int, typer.Option("--depth", help="Tokens of a simulated chain.")] = 4,
+    noise: Annotated[float, option("--noise", help="In the taps, as a share of their size.")] = 0.0,
+    dropout: Annotated[float, option("--dropout", help="Share of taps left out.")] = 0.0,
+    depth: Annotated[int, option("--depth", help="Tokens of a simulated chain.")] = 4,
 ) -> int:
     """Train one decoder layer that drafts from the target's hidden states (EAGLE-3.1). Several processes:
     accelerate launch -m outpace train eagle ...
@@ -48,3 +42,6 @@ def run(
         depth=depth,
     )  # fmt: skip
     return train(common, its, open_run(its.job(), EagleShape(init=init, taps=tuple(taps or ()), start=start), options))
+
+
+COMMAND = Command("eagle", run, "outpace train eagle --data answers --out drafter --epochs 4")

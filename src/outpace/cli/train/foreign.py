@@ -6,30 +6,24 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, argument, option
 from outpace.cli.options import Common, Load
-from outpace.cli.progress import progress
+from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
 from outpace.errors import ParameterError
-
-
-def register(app: typer.Typer) -> None:
-    app.command("import", epilog="Example: outpace train import answers.jsonl --model demo --out DIR")(flatten(run))
 
 
 def run(
     load: Load,
     common: Common,
     files: Annotated[
-        list[Path], typer.Argument(help='JSON lines: {"id": ..., "prompt": [ids], "answer": [ids], "finish": "stop"}.')
+        list[Path], argument(help='JSON lines: {"id": ..., "prompt": [ids], "answer": [ids], "finish": "stop"}.')
     ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to make, or to add to.")],
+    out: Annotated[Path, option("--out", help="The folder to make, or to add to.")],
     temperature: Annotated[
-        float, typer.Option("--temperature", "-T", help="At which they were said, where a line does not tell.")
+        float, option("--temperature", "-T", help="At which they were said, where a line does not tell.")
     ] = 0.0,
-    shard: Annotated[int, typer.Option("--shard", metavar="N", help="Answers a file.")] = 512,
+    shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
 ) -> int:
     """Take over answers of the same target, token by token. What the folder has already is not added again."""
     from outpace.training import foreign
@@ -51,3 +45,6 @@ def run(
         else f"{told(out, writer.counts)}; {new:,} of them new, {known:,} known already"
     )
     return 0
+
+
+COMMAND = Command("import", run, "outpace train import answers.jsonl --model demo --out DIR")

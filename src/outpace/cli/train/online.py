@@ -8,49 +8,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from outpace.cli.command import Interrupted, flatten
+from outpace.cli.command import Command, Interrupted, option
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "online", epilog="Example: outpace train online --drafter drafters/mine --data recorded --out drafters/tuned"
-    )(flatten(run))
-
-
 def run(
     common: Common,
-    drafter: Annotated[Path, typer.Option("--drafter", help="An eagle drafter's folder, to begin with.")],
-    data: Annotated[Path, typer.Option("--data", help="What an engine records: --record DIR.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the tuned drafter is; serve eagle:OUT once it is there.")],
+    drafter: Annotated[Path, option("--drafter", help="An eagle drafter's folder, to begin with.")],
+    data: Annotated[Path, option("--data", help="What an engine records: --record DIR.")],
+    out: Annotated[Path, option("--out", help="Where the tuned drafter is; serve eagle:OUT once it is there.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The target; checked against the data. Default: the data's.")
+        str | None, option("--model", "-m", help="The target; checked against the data. Default: the data's.")
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option("--replay", help="Older answers (outpace train data), so that they stay known.")
+        Path | None, option("--replay", help="Older answers (outpace train data), so that they stay known.")
     ] = None,
     replay_share: Annotated[
-        float, typer.Option("--replay-share", help="Tokens of these, as a share of the recorded ones.")
+        float, option("--replay-share", help="Tokens of these, as a share of the recorded ones.")
     ] = 0.5,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="End after so many. Default: go on.")] = None,
-    share: Annotated[float, typer.Option("--share", help="CPU seconds a second, over all threads.")] = 0.1,
+    rounds: Annotated[int | None, option("--rounds", help="End after so many. Default: go on.")] = None,
+    share: Annotated[float, option("--share", help="CPU seconds a second, over all threads.")] = 0.1,
     most_load: Annotated[
-        float, typer.Option("--most-load", help="Load average a core up to which it works. inf: any.")
+        float, option("--most-load", help="Load average a core up to which it works. inf: any.")
     ] = 0.5,
-    least: Annotated[int, typer.Option("--least", help="New tokens that a round waits for.")] = 5_000,
-    steps: Annotated[int, typer.Option("--steps", help="Most steps a round.")] = 40,
-    evaluate: Annotated[int, typer.Option("--evaluate", help="Steps between two evaluations.")] = 20,
-    lr: Annotated[float, typer.Option("--lr", help="Greatest learning rate.")] = 5e-4,
-    held_out: Annotated[float, typer.Option("--held-out", help="Share of recorded prompts it is judged on.")] = 0.2,
-    gain: Annotated[float, typer.Option("--gain", help="Tokens a step more, to replace the drafter.")] = 0.01,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens a batch.")] = 1024,
-    longest: Annotated[int, typer.Option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 1024,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    threads: Annotated[int, typer.Option("--threads", "-t", help="CPU threads.")] = 1,
-    poll: Annotated[float, typer.Option("--poll", help="Seconds between two looks at folder and machine.")] = 10.0,
+    least: Annotated[int, option("--least", help="New tokens that a round waits for.")] = 5_000,
+    steps: Annotated[int, option("--steps", help="Most steps a round.")] = 40,
+    evaluate: Annotated[int, option("--evaluate", help="Steps between two evaluations.")] = 20,
+    lr: Annotated[float, option("--lr", help="Greatest learning rate.")] = 5e-4,
+    held_out: Annotated[float, option("--held-out", help="Share of recorded prompts it is judged on.")] = 0.2,
+    gain: Annotated[float, option("--gain", help="Tokens a step more, to replace the drafter.")] = 0.01,
+    tokens: Annotated[int, option("--tokens", help="Tokens a batch.")] = 1024,
+    longest: Annotated[int, option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 1024,
+    seed: Annotated[int, option("--seed", help="Of all that is drawn.")] = 0,
+    threads: Annotated[int, option("--threads", "-t", help="CPU threads.")] = 1,
+    poll: Annotated[float, option("--poll", help="Seconds between two looks at folder and machine.")] = 10.0,
 ) -> int:
     """Tune an eagle drafter on recorded answers while others serve: niced, on an idle machine, and with a share of a
     core. It is replaced, at once or not at all, where simulated tokens a step rise on held-out recorded answers.
@@ -72,3 +64,6 @@ def run(
     else:
         print(f"{out}: {len(done)} rounds, {sum(its.kept for its in done)} of them with a gain")
     return 0
+
+
+COMMAND = Command("online", run, "outpace train online --drafter drafters/mine --data recorded --out drafters/tuned")

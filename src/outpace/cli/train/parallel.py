@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outpace.cli.command import flatten
+from outpace.cli.command import Command, option
 from outpace.cli.options import Common
 from outpace.cli.train.training import Training, train
 
@@ -16,32 +14,26 @@ if TYPE_CHECKING:
 _COST = 0.1  # of a plain step: what a token more to verify is taken to cost where the confidence cuts drafts
 
 
-def register(app: typer.Typer) -> None:
-    app.command("parallel", epilog="Example: outpace train parallel --data answers --out drafter --epochs 4")(
-        flatten(run)
-    )
-
-
 def run(
     its: Training,
     common: Common,
-    block: Annotated[int, typer.Option("--block", help="Tokens a draft.")] = 7,
-    layers: Annotated[int, typer.Option("--layers", help="Of the network.")] = 2,
-    rank: Annotated[int, typer.Option("--markov-rank", help="Of what the token before adds; 0: nothing.")] = 64,
+    block: Annotated[int, option("--block", help="Tokens a draft.")] = 7,
+    layers: Annotated[int, option("--layers", help="Of the network.")] = 2,
+    rank: Annotated[int, option("--markov-rank", help="Of what the token before adds; 0: nothing.")] = 64,
     mask_token: Annotated[
-        int | None, typer.Option("--mask-token", help="Stands where nothing is known. Default: what is said least.")
+        int | None, option("--mask-token", help="Stands where nothing is known. Default: what is said least.")
     ] = None,
-    anchors: Annotated[float, typer.Option("--anchors", help="Blocks for each token that counts.")] = 0.25,
+    anchors: Annotated[float, option("--anchors", help="Blocks for each token that counts.")] = 0.25,
     candidates: Annotated[
-        int, typer.Option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
+        int, option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
     ] = 2048,
-    slope: Annotated[float, typer.Option("--slope", help="Token k of a block weighs e^(-k / SLOPE).")] = 4.0,
-    cross_entropy: Annotated[float, typer.Option("--cross-entropy", help="Its weight.")] = 0.1,
-    l1: Annotated[float, typer.Option("--l1", help="Weight of the L1 distance from the target.")] = 0.9,
-    length: Annotated[float, typer.Option("--length", help="Weight of the expected accepted length.")] = 0.0,
-    confidence: Annotated[float, typer.Option("--confidence", help="Weight of the confidence head's loss.")] = 1.0,
+    slope: Annotated[float, option("--slope", help="Token k of a block weighs e^(-k / SLOPE).")] = 4.0,
+    cross_entropy: Annotated[float, option("--cross-entropy", help="Its weight.")] = 0.1,
+    l1: Annotated[float, option("--l1", help="Weight of the L1 distance from the target.")] = 0.9,
+    length: Annotated[float, option("--length", help="Weight of the expected accepted length.")] = 0.0,
+    confidence: Annotated[float, option("--confidence", help="Weight of the confidence head's loss.")] = 1.0,
     confidence_of: Annotated[
-        str, typer.Option("--confidence-of", help="agreement (of greedy decoding) or overlap (of sampling).")
+        str, option("--confidence-of", help="agreement (of greedy decoding) or overlap (of sampling).")
     ] = "agreement",
 ) -> int:
     """Train two decoder layers that draft a block at once (DSpark)."""
@@ -58,3 +50,6 @@ def _prefixes(loop: Loop) -> dict[str, Any]:
 
     found, drafted = simulate_prefixes(loop, _COST)
     return {"cut_tokens_per_step": found.tokens_per_step, "cut_drafted": drafted}
+
+
+COMMAND = Command("parallel", run, "outpace train parallel --data answers --out drafter --epochs 4")

@@ -10,9 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-
-from outpace.cli.command import Interrupted
+from outpace.cli.command import Interrupted, option
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
 from outpace.errors import ParameterError
@@ -30,39 +28,37 @@ T = TypeVar("T", bound="DataclassInstance")
 class Training:
     """Where, how long and how fast."""
 
-    data: Annotated[Path, typer.Option("--data", help="A folder that outpace train data or import made.")]
-    out: Annotated[Path, typer.Option("--out", help="The folder to make: what is trained, its curve, snapshots.")]
+    data: Annotated[Path, option("--data", help="A folder that outpace train data or import made.")]
+    out: Annotated[Path, option("--out", help="The folder to make: what is trained, its curve, snapshots.")]
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The target; checked against the data. Default: the data's.")
+        str | None, option("--model", "-m", help="The target; checked against the data. Default: the data's.")
     ] = None
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Train about so long.")] = None
-    epochs: Annotated[float | None, typer.Option("--epochs", help="Train on all answers so often.")] = None
-    steps: Annotated[int | None, typer.Option("--steps", help="Train so many steps.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in OUT.")] = False
+    minutes: Annotated[float | None, option("--minutes", help="Train about so long.")] = None
+    epochs: Annotated[float | None, option("--epochs", help="Train on all answers so often.")] = None
+    steps: Annotated[int | None, option("--steps", help="Train so many steps.")] = None
+    resume: Annotated[bool, option("--resume", help="Go on from the last snapshot in OUT.")] = False
     draft_vocab: Annotated[
-        int, typer.Option("--draft-vocab", metavar="N", help="Tokens it learns to say, the most frequent.")
+        int, option("--draft-vocab", metavar="N", help="Tokens it learns to say, the most frequent.")
     ] = 8192
-    prompts: Annotated[bool, typer.Option("--prompts/--no-prompts", help="Learn from prompts, too.")] = True
-    lr: Annotated[float, typer.Option("--lr", help="Greatest learning rate.")] = 1e-3
-    optimiser: Annotated[str, typer.Option("--optimiser", help="muon or adamw.")] = "muon"
-    weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of matrices.")] = 0.01
-    warm_up: Annotated[int, typer.Option("--warm-up", help="Steps until the greatest learning rate.")] = 40
-    clip: Annotated[float, typer.Option("--clip", help="Greatest norm of a gradient.")] = 1.0
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens a batch.")] = 3072
-    longest: Annotated[int, typer.Option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 2048
-    gather: Annotated[int, typer.Option("--gather", help="Batches a step, of all processes together.")] = 1
-    bfloat16: Annotated[
-        bool, typer.Option("--bfloat16", help="Products in bfloat16, where the processor has them.")
-    ] = False
-    held_out: Annotated[float, typer.Option("--held-out", help="Share of prompts that it is judged on.")] = 0.05
-    judged: Annotated[int, typer.Option("--judged", help="Most tokens of these that are simulated on.")] = 12_000
-    evaluate: Annotated[int, typer.Option("--evaluate", help="Steps between two evaluations.")] = 200
-    patience: Annotated[int, typer.Option("--patience", help="Evaluations without a gain until it stops; 0: none.")] = 0
-    snapshot: Annotated[float, typer.Option("--snapshot", help="Seconds between two snapshots.")] = 300.0
-    report: Annotated[float, typer.Option("--report", help="Seconds between two lines.")] = 10.0
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0
-    threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
-    device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
+    prompts: Annotated[bool, option("--prompts", help="Learn from prompts, too.")] = True
+    lr: Annotated[float, option("--lr", help="Greatest learning rate.")] = 1e-3
+    optimiser: Annotated[str, option("--optimiser", help="muon or adamw.")] = "muon"
+    weight_decay: Annotated[float, option("--weight-decay", help="Of matrices.")] = 0.01
+    warm_up: Annotated[int, option("--warm-up", help="Steps until the greatest learning rate.")] = 40
+    clip: Annotated[float, option("--clip", help="Greatest norm of a gradient.")] = 1.0
+    tokens: Annotated[int, option("--tokens", help="Tokens a batch.")] = 3072
+    longest: Annotated[int, option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 2048
+    gather: Annotated[int, option("--gather", help="Batches a step, of all processes together.")] = 1
+    bfloat16: Annotated[bool, option("--bfloat16", help="Products in bfloat16, where the processor has them.")] = False
+    held_out: Annotated[float, option("--held-out", help="Share of prompts that it is judged on.")] = 0.05
+    judged: Annotated[int, option("--judged", help="Most tokens of these that are simulated on.")] = 12_000
+    evaluate: Annotated[int, option("--evaluate", help="Steps between two evaluations.")] = 200
+    patience: Annotated[int, option("--patience", help="Evaluations without a gain until it stops; 0: none.")] = 0
+    snapshot: Annotated[float, option("--snapshot", help="Seconds between two snapshots.")] = 300.0
+    report: Annotated[float, option("--report", help="Seconds between two lines.")] = 10.0
+    seed: Annotated[int, option("--seed", help="Of all that is drawn.")] = 0
+    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
+    device: Annotated[str, option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
 
     def job(self) -> Job:
         from outpace.training.loop import LoopOptions

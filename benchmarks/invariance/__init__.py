@@ -1,1 +1,0 @@
-"""Does a server say the same, whatever goes on around a request? ``python -m benchmarks.invariance``."""

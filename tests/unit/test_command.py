@@ -1,0 +1,131 @@
+"""The command line: what is given, what is refused with a suggestion, what help shows, and how little is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from outpace.cli import app
+from outpace.cli.command import Command, Group, UsageError, argument, option
+from outpace.params import PARAMETERS
+
+
+@dataclass(frozen=True)
+class Shared:
+    seed: Annotated[int | None, option("--seed", "-s", help="Drawn.")] = None
+    loud: Annotated[bool, option("--loud", "-l", help="100 % loud.")] = False
+
+
+SEEN: dict[str, Any] = {}
+
+
+def some(
+    shared: Shared,
+    out: Annotated[Path, option("--out", help="A file.")],
+    text: Annotated[str | None, argument(help="Words.")] = None,
+    word: Annotated[list[str] | None, option("--word", help="Repeatable.")] = None,
+    share: Annotated[float, option("--share", help="A share.")] = 0.5,
+    wide: Annotated[bool, option("--wide", help="On by default.")] = True,
+    even: Annotated[int, option("--even", parser=lambda text: _even(text), help="An even number.")] = 2,
+) -> int:
+    """Do something. And more.
+
+    A second paragraph.
+    """
+    SEEN.update(shared=shared, out=out, text=text, word=word, share=share, wide=wide, even=even)
+    return 3
+
+
+def _even(text: str) -> int:
+    if int(text) % 2:
+        raise ValueError(f"{text} is odd: give an even number")
+    return int(text)
+
+
+COMMAND = Command("some", some, "outpace some --out x")
+
+
+def given(*arguments: str) -> dict[str, Any]:
+    SEEN.clear()
+    assert COMMAND.parse("outpace", arguments)() == 3
+    return dict(SEEN)
+
+
+def test_what_is_given_arrives_with_its_type() -> None:
+    plain = given("--out", "x")
+    assert plain == {
+        "shared": Shared(), "out": Path("x"), "text": None, "word": None, "share": 0.5, "wide": True, "even": 2
+    }  # fmt: skip
+    found = given("--seed=7", "--word", "a", "hello there", "--word=b=c", "-l", "--share=-1e3", "--no-wide",
+                  "--even", "-4", "--out", "y")  # fmt: skip
+    assert found == {
+        "shared": Shared(7, True), "out": Path("y"), "text": "hello there", "word": ["a", "b=c"], "share": -1000.0,
+        "wide": False, "even": -4,
+    }  # fmt: skip
+    assert given("-ls7", "--out", "x", "--", "--text")["text"] == "--text"
+    assert given("-ls7", "--out", "x")["shared"] == Shared(7, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--out"),
+        (["--out", "x", "--wrod", "a"], "there is no option --wrod: did you mean --word?"),
+        (["--out", "x", "--sha=1"], "there is no option --sha: did you mean --share?"),
+        (["--out", "x", "a", "b"], "'b' is one argument too many: quote text that has spaces"),
+        (["--out", "x", "--seed", "y"], "--seed/-s: invalid int value: 'y'"),
+        (["--out", "x", "--even", "3"], "--even: 3 is odd: give an even number"),
+        (["--out"], "expected one argument"),
+    ],
+)
+def test_what_means_nothing_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        COMMAND.parse("outpace", arguments)
+    assert says in str(caught.value)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        COMMAND.parse("outpace", ["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: outpace some --out PATH [options] [TEXT]\n\nDo something. And more.\n\nA second")
+    for part in ("100 % loud.", "A share. [0.5]", "--wide, --no-wide", "Example: outpace some --out x"):
+        assert part in text
+
+
+def test_a_group_shows_its_commands_and_passes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    group = Group("many", "Does much.", "outpace many some", (COMMAND,))
+    assert group.parse("outpace", ["some", "--out", "x"])() == 3
+    with pytest.raises(UsageError, match=r"outpace many has no command smoe: did you mean some\?"):
+        group.parse("outpace", ["smoe"])
+    with pytest.raises(UsageError, match=r"^$"):
+        group.parse("outpace", [])
+    assert "  some  Do something.\n" in capsys.readouterr().out
+
+
+def test_every_parameter_with_an_option_is_one_of_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.parse(["generate", "--help"])
+    text = capsys.readouterr().out
+    for parameter in PARAMETERS.values():
+        assert all(f"{name}" in text for name in parameter.option)
+
+
+def test_a_command_line_is_read_without_heavy_imports() -> None:
+    code = (
+        "import os, sys\n"
+        "from outpace.cli import main\n"
+        "sys.argv = ['outpace', 'generate', 'a', '-n', '1', '--json']\n"
+        "main._command()\n"
+        "found = {'typer', 'click', 'rich', 'pydantic', 'tokenizers', 'jinja2', 'torch'} & set(sys.modules)\n"
+        "assert not found, found\n"
+        "assert 'OPENBLAS_NUM_THREADS' not in os.environ"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
