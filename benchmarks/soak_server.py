@@ -17,11 +17,10 @@ from starlette.routing import Route
 
 from outpace import AsyncEngine, Engine
 from outpace.allocator import few_arenas
-from outpace.server.fingerprint import system_fingerprint
-from outpace.server.runner import Server, bound
-from outpace.server.service import Service
+from outpace.server.engines.models import SingleModel, system_fingerprint
+from outpace.server.engines.runner import Server, bound
+from outpace.server.engines.service import Service
 from outpace.server.settings import ServerSettings
-from outpace.server.single import SingleModel
 
 KV = 32 << 20  # bytes: what eight rows of the soak's longest answers need and more, so that it is full at times
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import openai
 
 from outpace import AsyncEngine, Engine
-from outpace.server.generation import Observer
-from outpace.server.runner import Server, bound
-from outpace.server.service import Service
+from outpace.server.engines.generation import Observer
+from outpace.server.engines.models import SingleModel
+from outpace.server.engines.runner import Server, bound
+from outpace.server.engines.service import Service
 from outpace.server.settings import ServerSettings
-from outpace.server.single import SingleModel
 
 
 class Running:
@@ -40,6 +40,30 @@ class Running:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(waiting, self.loop).result(timeout)
 
+    @contextmanager
+    def held(self) -> Iterator[threading.Event]:
+        """The engine does not go on from the end of its next step; the event is set once it has come there."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(record: Any) -> None:
+            reached.set()
+            assert go_on.wait(60)
+
+        self.on_step(hold)
+        try:
+            yield reached
+        finally:
+            go_on.set()
+            self.on_step(None)
+
+    def on_step(self, listener: Callable[[Any], None] | None) -> None:
+        """Let the engine call ``listener`` after each step."""
+
+        def listen(engine: Engine) -> None:
+            engine.on_step = listener
+
+        self.call(self.engine.ask(listen))
+
     def at_rest(self, seconds: float = 10) -> None:
         """Wait until nothing runs, and assert that nothing is left."""
 
@@ -56,7 +80,9 @@ class Running:
 
 
 @contextmanager
-def serving(engine: Engine, name: str = "demo", observer: Observer | None = None, **settings: Any) -> Iterator[Running]:
+def serving(
+    engine: Engine, name: str = "demo", observers: Sequence[Observer] = (), **settings: Any
+) -> Iterator[Running]:
     """Serves ``engine``, which is closed at the end."""
     started = threading.Event()
     found: list[Any] = []
@@ -65,7 +91,7 @@ def serving(engine: Engine, name: str = "demo", observer: Observer | None = None
         async def main() -> None:
             its = AsyncEngine(engine)
             options = ServerSettings(**{"port": 0, "drain": 5.0, **settings})
-            service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test", observer=observer)
+            service = Service(SingleModel(name, its), options, fingerprint=lambda its: "test", observers=observers)
             listener = bound(options)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # one who reads nothing is soon noticed
             server = Server(service, listener)

@@ -29,7 +29,8 @@ ASKED: list[dict[str, Any]] = [  # as a request spells it
     {"temperature": 1, "seed": -1, "frequency_penalty": -0.4, "max_completion_tokens": 9},
 ]
 EACH: dict[str, list[Any]] = {  # what may go with anything else
-    "temperature": [0, 0.7, 1.3], "top_p": [0.9], "top_k": [30], "min_p": [0.03], "presence_penalty": [0.6],
+    "temperature": [0, 0.7, 1.3], "top_p": [0.9], "top_k": [30], "min_p": [0.03], "top_n_sigma": [2.5],
+    "presence_penalty": [0.6],
     "frequency_penalty": [-0.3], "repetition_penalty": [1.2], "logit_bias": [{"28": 2, "198": -3}],
     "stop": [[",", "e "]], "stop_token_ids": [[30, 4]], "min_tokens": [3], "bad_words": [["the", "River"]],
     "allowed_token_ids": [list(range(0, 40_000, 2))], "ignore_eos": [True], "include_stop_str_in_output": [True],

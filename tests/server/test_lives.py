@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import logging
@@ -105,20 +104,13 @@ def test_a_client_that_goes_away_frees_its_row_within_a_step(small: Running) -> 
     def watch(record: Any) -> None:
         steps.append(record.index)
 
-    def listen(its: Engine) -> None:
-        its.on_step = watch
-
-    small.call(small.engine.ask(listen))
+    small.on_step(watch)
     connection.close()
     until(small, 0)
     before = len(steps)  # the cancellation is in the engine's inbox by now
     small.at_rest()
     assert len(steps) <= before + 1  # the one that was under way
-
-    def unlisten(its: Engine) -> None:
-        its.on_step = None
-
-    small.call(small.engine.ask(unlisten))
+    small.on_step(None)
 
 
 def test_the_queue_is_bounded(small: Running) -> None:
@@ -145,8 +137,8 @@ def test_a_reader_that_takes_nothing_is_let_go(small: Running) -> None:
     connection.connect(("127.0.0.1", small.server.address[1]))
     body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 2}
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
-    connection.sendall(head + data)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     until(small, 2)
     other = post(small, SHORT)  # others are served meanwhile
     assert other[0] == 200
@@ -160,22 +152,18 @@ def test_a_deadline_ends_an_answer_as_it_is(small: Running) -> None:
     assert status == 200
     choice = answer["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
-    assert 0 < answer["usage"]["completion_tokens"] < 1500
+    assert answer["usage"]["completion_tokens"] < 1500
 
 
 def test_a_stream_shows_signs_of_life(small: Running) -> None:
-    """The second of two rows' worth waits: comments keep its connection open, and clients read past them."""
-    until(small, 0)
-    held = [raw(small, {**LONG, "stream": True}) for _ in range(2)]
-    until(small, 2)
-    waiting = raw(small, {**SHORT, "stream": True})
+    """While a step lasts, comments keep the connection open, and clients read past them."""
     said = b""
-    while b": still working\n\n" not in said:
-        part = waiting.recv(65536)
-        assert part, said
-        said += part
-    for connection in held:
-        connection.close()
+    with small.held():
+        waiting = raw(small, {**LONG, "max_tokens": 40, "stream": True})
+        while b": still working\n\n" not in said:
+            part = waiting.recv(65536)
+            assert part, said
+            said += part
     while not said.endswith(b"0\r\n\r\n"):
         said += waiting.recv(65536)
     waiting.close()
@@ -208,25 +196,6 @@ def test_a_request_that_fails_fails_alone(small: Running, monkeypatch: pytest.Mo
         assert (status, answer["error"]["message"]) == (500, "a rule broke")
         assert good.result()[2]["choices"][0]["message"] == expected
     small.at_rest()
-
-
-def test_a_large_answer_does_not_hold_up_the_loop(small: Running) -> None:
-    """While answers are computed, the loop turns: nothing that takes long runs on it."""
-    worst = 0.0
-
-    async def watch() -> None:
-        nonlocal worst
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.005)
-            worst = max(worst, time.perf_counter() - before)
-
-    watching = asyncio.run_coroutine_threadsafe(watch(), small.loop)
-    body = {**LONG, "max_tokens": 24, "logprobs": True, "top_logprobs": 20, "n": 2}
-    body["messages"] = [{"role": "user", "content": "word " * 200}]
-    assert post(small, body)[0] == 200
-    watching.cancel()
-    assert worst < 1.0  # loose: the machine is shared; a prompt of this size alone takes longer
 
 
 def test_keys(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,14 +239,13 @@ def test_a_flood_of_one_key_holds_up_another_by_one_answer(guarded: Running) -> 
 
 def test_a_flood_of_one_key_leaves_places_to_another(guarded: Running) -> None:
     """Of 300 requests of one key those beyond its share are refused at once; the other's is let in and answered, and
-    whoever was let in stays so: streams end as they would have."""
+    whoever was let in stays so: the first, which is brief, ends as it would have."""
     first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
-    brief = {**LONG, "max_tokens": 24, "stream": True}
-    flood = [raw(guarded, brief, **first) for _ in range(300)]
+    flood = [raw(guarded, {**LONG, "stream": True, "max_tokens": 1500 if i else 24}, **first) for i in range(300)]
     heads = [connection.recv(4096) for connection in flood]  # of a stream it comes at once
     refused = [head for head in heads if head.startswith(b"HTTP/1.1 429 ")]
     assert all(head.startswith(b"HTTP/1.1 200 ") for head in heads if head not in refused)
-    assert 50 < len(refused) <= 99  # 201 have places; some of those have been answered by now
+    assert len(refused) in (98, 99)  # 201 have places; the first of them may have been answered by now
     assert all(b"\r\nretry-after: " in head for head in refused)
     status, headers, answer = post(guarded, {**LONG, "n": 100}, **first)  # more than what has ended meanwhile
     assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_share", "rate_limit_error")
@@ -300,12 +268,14 @@ def test_a_flood_of_one_key_leaves_places_to_another(guarded: Running) -> None:
 
 def test_told_to_stop_it_answers_everybody() -> None:
     """What runs ends; what comes is refused; what takes too long is told so, streamed or not."""
-    with serving(engine(), drain=1.0) as running, ThreadPoolExecutor(4) as threads:
-        brief = threads.submit(post, running, {**LONG, "max_tokens": 4})
-        until(running, 1)  # before the others, or it would wait for one of two rows
-        whole = threads.submit(post, running, LONG)
-        stream = raw(running, {**LONG, "stream": True})
-        until(running, 3)
+    with serving(engine(), drain=2.0) as running, ThreadPoolExecutor(4) as threads:
+        with running.held():
+            brief = threads.submit(post, running, {**LONG, "max_tokens": 4})
+            until(running, 1)  # before the others, or it would wait for one of two rows
+            whole = threads.submit(post, running, LONG)
+            stream = raw(running, {**LONG, "stream": True})
+            until(running, 3)
+        running.on_step(lambda record: time.sleep(0.005))  # so that 1,500 tokens take longer than 2 s anywhere
         running.loop.call_soon_threadsafe(running.server.stop)
         while not running.service.draining:
             time.sleep(0.005)

@@ -19,10 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from outpace import Engine, SamplingParams
 from outpace.engine.statistics import Stats
 from outpace.errors import MissingExtraError, ParameterError
-from outpace.server.logs import JsonLines, Lines, RequestLog, configure
-from outpace.server.metrics import Metrics, decisions
-from outpace.server.observers import Observers
-from outpace.server.spans import Spans, tracer
+from outpace.server.observe.logs import JsonLines, Lines, RequestLog, configure
+from outpace.server.observe.metrics import Metrics, decisions
+from outpace.server.observe.spans import Spans, tracer
 from tests.server.serving import Running, serving
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -58,7 +57,7 @@ SPANS = Recorded()
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     engine = Engine.load("demo", drafter="ngram+suffix", max_length=1024)
-    with serving(engine, observer=Observers(Metrics(), RequestLog(), Spans(SPANS))) as running:
+    with serving(engine, observers=(Metrics(), RequestLog(), Spans(SPANS))) as running:
         yield running
 
 
@@ -78,7 +77,8 @@ def scraped(served: Running) -> dict[str, dict[tuple[str, ...], float]]:
 @pytest.fixture
 def written() -> Iterator[dict[str, io.StringIO]]:
     """What is logged meanwhile, in both forms."""
-    logger, level = logging.getLogger("outpace.server.logs"), logging.getLogger("outpace.server.logs").level
+    logger = logging.getLogger("outpace.server.observe.logs")
+    level = logger.level
     forms = {"json": JsonLines(), "text": Lines("%(message)s")}
     handlers = {name: logging.StreamHandler(io.StringIO()) for name in forms}
     for name, handler in handlers.items():
@@ -99,7 +99,7 @@ def test_counts_are_the_answers(served: Running, written: dict[str, io.StringIO]
         options: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         answer = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": SAID}], max_tokens=32, temperature=0,
-            extra_headers={"x-request-id": f"asked-{stream}"}, **options,
+            extra_headers={"x-request-id": f"asked-{stream}"}, extra_body={"speculation": {"size": 4}}, **options,
         )  # fmt: skip
         told.append(list(answer)[-1].usage if stream else answer.usage)
     with pytest.raises(Exception, match="nobody"):

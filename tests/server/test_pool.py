@@ -14,7 +14,7 @@ import pytest
 from outpace import SamplingParams
 from outpace.engine.aio import AsyncEngine
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError, ParameterError
-from outpace.server.pool import Pool, PooledModel, pooled
+from outpace.server.engines.pool import Pool, PooledModel, pooled
 from tests.native.native_helpers import Tiny
 
 

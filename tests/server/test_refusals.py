@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outpace.server.schema.chat import ChatRequest
-from outpace.server.schema.completions import CompletionRequest
-from outpace.server.schema.responses import ResponsesRequest
-from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
+from outpace.server.api.chat import ChatRequest
+from outpace.server.api.completions import CompletionRequest
+from outpace.server.api.models import DetokenizeRequest, TokenizeRequest
+from outpace.server.api.responses import ResponsesRequest
 from tests.server.serving import Running
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -76,10 +76,8 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop": [""]}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": []}, "functions"),
-        ({"store": True}, "store"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"temprature": 1}, "temprature"),
         ({"speculation": {"drafter": "psychic"}}, "speculation.drafter"),
@@ -105,8 +103,8 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
         ({"stop": [str(i) for i in range(65)]}, "stop"),
         ({"speculation": {"off": True, "acceptance": "rejection"}}, "speculation.off"),
         ({"tools": [{"type": "function", "function": STRICT}]}, "tools"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "a"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "a"}]}, "messages.0.reasoning_content"),
         ({"deadline": 0}, "deadline"),
         ({"priority": 2**31}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),

@@ -13,8 +13,8 @@ from outpace import Engine, Result, SamplingParams
 from outpace.engine.aio import AsyncEngine
 from outpace.errors import ParameterError
 from outpace.models.native.model import NativeModel
-from outpace.server.fingerprint import system_fingerprint
-from outpace.server.replay import Departure, Said, departure, replay
+from outpace.server.api.comparison import Departure, Recorded, departure, measured, prepared, watching
+from outpace.server.engines.models import system_fingerprint
 from tests.native.native_helpers import Tiny
 
 PROMPTS = [[5 + i, 9, 30, 5 + i, 9, 77] for i in range(10)]
@@ -40,6 +40,28 @@ def answers(path: str) -> list[tuple[list[int], SamplingParams, list[Result]]]:
         return [(prompt, params, engine.generate_many([prompt], params)) for prompt in PROMPTS for params in PARAMS]
 
 
+async def replay(
+    serving: AsyncEngine,
+    prompt: list[int],
+    params: SamplingParams,
+    recorded: list[Recorded],
+    acceptance: str = "coupled",
+) -> list[Departure | None]:
+    """What ``POST /v1/replay`` does, on an engine."""
+    again, options = prepared(serving.engine, params, recorded, acceptance)
+    results = await serving.generate(prompt, again, **options)
+    found = [departure(answer, Recorded.of(result)) for answer, result in zip(recorded, results, strict=True)]
+    second = watching(serving.engine, params, recorded, found)
+    if second is None:
+        return found
+    closer, drafted = second
+    await serving.generate(prompt, closer, **options)
+    return [
+        its and measured(i, its, drafted, params, result)
+        for i, (its, result) in enumerate(zip(found, results, strict=True))
+    ]
+
+
 @pytest.mark.parametrize("drafter", ["ngram:size=8", "none"])
 def test_all_are_identical_and_each_altered_token_is_caught(
     path: str, answers: list[tuple[list[int], SamplingParams, list[Result]]], drafter: str
@@ -48,7 +70,7 @@ def test_all_are_identical_and_each_altered_token_is_caught(
 
     async def scenario() -> None:
         async with AsyncEngine(Engine.load(path, drafter=drafter, max_rows=7, prefill_chunk=3)) as engine:
-            recorded = [[Said.of(result) for result in results] for _, _, results in answers]
+            recorded = [[Recorded.of(result) for result in results] for _, _, results in answers]
             for its, (_, params, _) in zip(recorded, answers, strict=True):
                 if not params.wants_logprobs:
                     its[:] = [dataclasses.replace(said, logprobs=None) for said in its]
@@ -93,9 +115,9 @@ def test_all_are_identical_and_each_altered_token_is_caught(
 
 def test_what_else_may_differ(path: str, answers: list[tuple[list[int], SamplingParams, list[Result]]]) -> None:
     prompt, params, (result,) = answers[1]
-    said = Said.of(result)
+    said = Recorded.of(result)
 
-    async def one(engine: AsyncEngine, its: Said) -> Departure | None:
+    async def one(engine: AsyncEngine, its: Recorded) -> Departure | None:
         return (await replay(engine, prompt, params, [its]))[0]
 
     async def scenario() -> None:
@@ -110,10 +132,10 @@ def test_what_else_may_differ(path: str, answers: list[tuple[list[int], Sampling
             found = await one(engine, dataclasses.replace(said, token_ids=said.token_ids[:-1], logprobs=None))
             assert found is not None
             assert (found.what, found.index, found.recorded) == ("token", len(last) - 1, None)
-            found = await one(engine, Said(text=said.text[:-1] + "\u0000"))
+            found = await one(engine, Recorded(text=said.text[:-1] + "\u0000"))
             assert found is not None
             assert (found.what, found.index) == ("text", len(said.text) - 1)
-            assert await one(engine, Said(text=said.text, finish="length")) is None
+            assert await one(engine, Recorded(text=said.text, finish="length")) is None
             found = await one(engine, dataclasses.replace(said, finish="tool_calls"))
             assert found is not None
             assert found.what == "finish"
@@ -122,8 +144,7 @@ def test_what_else_may_differ(path: str, answers: list[tuple[list[int], Sampling
             assert (found.index, found.gap) == (0, None)
             for wrong, message in [
                 (replay(engine, prompt, params.with_(seed=None), [said]), "seed is missing"),
-                (replay(engine, prompt, params, [said, said]), "2 answers for n=1"),
-                (replay(engine, prompt, params, [Said()]), "nothing to replay"),
+                (replay(engine, prompt, params, [Recorded()]), "nothing to replay"),
                 (replay(engine, prompt, params, [said], acceptance="rejection"), "not the same tokens"),
             ]:
                 with pytest.raises(ParameterError, match=message):

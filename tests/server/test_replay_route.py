@@ -123,7 +123,7 @@ def test_responses_are_said_again(demo: Running) -> None:
     assert altered("told", told, lambda its: part(its).update(text="x")) == "output.content.text"
     assert altered("told", told, lambda its: its.update(status="completed")) == "finish"
     assert altered("short", short, lambda its: part(its).update(text="x")) == "text"
-    assert altered("calls", calls, lambda its: its["output"][0].update(arguments="{}")) == "output.arguments"
+    assert altered("calls", calls, lambda its: its["output"][0].update(arguments='{"n": "x"}')) == "output.arguments"
     for request, answer, message in [
         (calls, {**kept["calls"], "token_ids": None}, "ask with return_token_ids"),
         (short, {**kept["short"], "output": [{"type": "message"}]}, "none of this server's"),

@@ -11,9 +11,9 @@ import pytest
 
 from outpace.engine import core
 from outpace.errors import RuleError
-from outpace.server.responses import Items, as_chat
-from outpace.server.schema.responses import ResponsesRequest
-from outpace.server.tools.detect import parser_for
+from outpace.server.api.items import Output
+from outpace.server.api.responses import ResponsesRequest, as_chat
+from outpace.server.conversation.formats import parser_for
 from tests.server import formats
 from tests.server.serving import Running
 
@@ -38,12 +38,11 @@ ANSWER = (
 def said(cuts: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """The answer fed in parts: its output, and its events."""
     parser = parser_for(formats.QWEN3, tools=True, reasoning=True, tool_id=lambda i: f"call_{i}")
-    items, events = Items("x"), []
+    output, events = Output("x"), list[Any]()
     for start, end in itertools.pairwise((0, *cuts, len(ANSWER))):
-        events += json.loads(json.dumps(items.feed(parser.feed(ANSWER[start:end]))))  # as they are at that time
-    events += items.feed(parser.finish())
-    events += items.finish("completed")
-    return items.output, events
+        events += [event.to_dict() for event in output.feed(parser.feed(ANSWER[start:end]))]  # as they are at that time
+    events += [event.to_dict() for event in (*output.feed(parser.finish()), *output.finish("completed"))]
+    return [item.to_dict() for item in output.items], events
 
 
 def rebuilt(events: list[Any]) -> list[Any]:
@@ -97,7 +96,7 @@ def test_answers_go_back_as_they_came() -> None:
         {"role": "user", "content": "Go."}, *output,
         *({"type": "function_call_output", "call_id": f"call_{i}", "output": "sun"} for i in (0, 1)),
     ]  # fmt: skip
-    chat = as_chat(ResponsesRequest.model_validate({"input": sent, "instructions": "Look."}))
+    chat = as_chat(ResponsesRequest.model_validate_json(json.dumps({"input": sent, "instructions": "Look."})))
     assert [message.role for message in chat.messages] == ["system", "user", "assistant", "tool", "tool"]
     answer = chat.messages[2]
     assert answer.reasoning_content == output[0]["content"][0]["text"]
@@ -195,14 +194,13 @@ def test_a_fault_in_mid_stream_is_told(demo: Running, monkeypatch: pytest.Monkey
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input.0.call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools.0"),
         ({"tools": [TOOL], "include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
         ({"text": {"format": {"type": "json_schema", "name": "c", "schema": {"type": "x"}}}}, "text.format"),
         ({"speculation": {"trace": True}}, "speculation.trace"),
         ({"n": 2}, "n"),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import soak
+from outpace.server.api.chat import ChatRequest
 from outpace.server.errors import APIError
-from outpace.server.schema.chat import ChatRequest
-from outpace.server.schema.common import parsed
+from outpace.server.schema import parsed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read in /proc")
 

@@ -25,8 +25,8 @@ from outpace.models.text.token_bytes import TokenBytes
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
-from outpace.server.tools.base import Joined
-from outpace.server.tools.detect import parser_for
+from outpace.server.conversation.formats import parser_for
+from outpace.server.conversation.pieces import Joined
 from tests.server.formats import BOTH, NAMES, PYTHON, TEMPLATES
 
 WIDEST = 8  # tokens a step

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,8 +13,8 @@ import pytest
 from outpace import Engine, Grammars, SamplingParams
 from outpace.engine.grammar_tokens import MARK
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.server.routes import answering
-from outpace.server.schema import common
+from outpace.server.api import route
+from outpace.server.api.chat import ChatCompletion
 from tests.interpreter import lets_others_run
 from tests.server.serving import Running, serving
 
@@ -40,30 +38,17 @@ def post(its: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 def test_while_a_step_lasts_everything_else_is_answered(its: Running) -> None:
     expected = post(its, "/v1/chat/completions", CHAT)[1]["choices"]
-    holding, go_on = threading.Event(), threading.Event()
-
-    def hold(record: Any) -> None:
-        holding.set()
-        assert go_on.wait(60)
-
-    def listen(engine: Engine, listener: Callable[[Any], None] | None) -> None:
-        engine.on_step = listener
-
-    its.call(its.engine.ask(lambda engine: listen(engine, hold)))
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(post, its, "/v1/chat/completions", CHAT)
-        try:
-            assert holding.wait(30)
+        with its.held() as reached:
+            waiting = threads.submit(post, its, "/v1/chat/completions", CHAT)
+            assert reached.wait(30)
             for path in ("/health", "/ready", "/v1/models", "/docs", "/openapi.json", "/"):
                 assert httpx.get(its.url + path, timeout=30).status_code == 200
             assert post(its, "/tokenize", {"messages": MESSAGES})[1]["count"] > 3
             assert post(its, "/v1/chat/completions", {**CHAT, "n": 0})[0] == 400
             assert post(its, "/v1/chat/completions", {**CHAT, "grammar": {"type": "regex", "value": "("}})[0] == 400
             assert not waiting.done()
-        finally:
-            go_on.set()
         assert waiting.result()[1]["choices"] == expected
-    its.call(its.engine.ask(lambda engine: listen(engine, None)))
     its.at_rest()
 
 
@@ -73,7 +58,7 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
     """Templates, tokens, grammars and JSON. What the engine itself tokenises is the next few forced characters."""
     where: dict[str, set[str]] = {}
 
-    def watched(kind: type, name: str) -> None:
+    def watched(kind: Any, name: str) -> None:
         original = getattr(kind, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -85,15 +70,13 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
 
     for kind, name in ((Tokenizer, "encode"), (Tokenizer, "render_chat"), (Grammars, "_compiled"), (Engine, "prepare")):
         watched(kind, name)
-    for module, name in ((common, "loads"), (answering, "dumps")):
-        its_json = SimpleNamespace(loads=json.loads, dumps=json.dumps)
-        monkeypatch.setattr(module, "json", its_json)
-        watched(its_json, name)
+    watched(route, "parsed")
+    watched(ChatCompletion, "to_json")
     tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
     for more in ({"response_format": FORMAT}, {"tools": [tool], "tool_choice": "required"}, {"stream": True}):
         answer = httpx.post(f"{its.url}/v1/chat/completions", json={**CHAT, "ignore_eos": False, **more}, timeout=30)
         assert answer.status_code == 200
-    assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "loads", "dumps"}
+    assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "parsed", "to_json"}
     for name, threads in where.items():
         assert all(thread.startswith("outpace-request") for thread in threads), (name, threads)
 

@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 
 from outpace.errors import ParameterError
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.server.tools.base import Call, Incremental, Joined, OutputParser, Plain
-from outpace.server.tools.definitions import checked, names_of, tool_grammar
-from outpace.server.tools.detect import Kind, format_of, parser_for, thoughts_end, thoughts_opened
-from outpace.server.tools.messages import conversation
-from outpace.server.tools.prompts import written
+from outpace.server.conversation.formats import Kind, format_of, parser_for, thoughts_end, thoughts_opened
+from outpace.server.conversation.messages import Message, conversation
+from outpace.server.conversation.pieces import Call, Incremental, Joined, OutputParser, Plain
+from outpace.server.conversation.tools import (
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    calls_text,
+    checked,
+    names_of,
+    tool_grammar,
+)
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER
 
@@ -215,7 +223,7 @@ keywords = st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), v
 @given(st.sampled_from(KINDS), st.lists(keywords, min_size=1, max_size=3), st.integers(1, 9))
 def test_calls_come_back_as_they_were_written(kind: Kind, arguments: list[dict[str, Any]], step: int) -> None:
     calls = [{"function": {"name": "now", "arguments": its}} for its in arguments]
-    texts = [written(kind, calls)]
+    texts = [calls_text(kind, calls)]
     if kind == "gemma3":
         texts.append("[" + ", ".join(f"now({', '.join(f'{k}={v!r}' for k, v in a.items())})" for a in arguments) + "]")
     for text in texts:
@@ -241,6 +249,21 @@ def test_nothing_said_is_kept_longer_than_needed() -> None:
 
 
 # Templates.
+
+
+def messages(*given: dict[str, Any]) -> list[Message]:
+    return [Message.model_validate_json(json.dumps(each)) for each in given]
+
+
+def tools(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    return checked([Tool.model_validate_json(json.dumps(each)) for each in given])
+
+
+def named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=name))
+
+
+HELLO = messages({"role": "user", "content": "hi"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -291,7 +314,7 @@ HISTORY: list[dict[str, Any]] = [
 def test_a_conversation_with_calls_is_told_whole(kind: str) -> None:
     """Every template takes it, in order, and the calls in it are those that the format's parser reads."""
     template = {**TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS}[kind]
-    given_ = conversation(HISTORY, template, checked([WEATHER, NOW]))
+    given_ = conversation(messages(*HISTORY), template, tools(WEATHER, NOW))
     prompt = ChatTemplate(template, BOS).render(given_.messages, tools=given_.tools)
     told_ = ["kind.", "Weather?", "get_weather", "now", "noon", "Thanks."]
     if kind == "llama3":  # each call with its own result
@@ -309,13 +332,9 @@ def test_a_conversation_with_calls_is_told_whole(kind: str) -> None:
 
 def test_no_tools_are_offered_under_none() -> None:
     for template in TEMPLATES.values():
-        found = conversation([{"role": "user", "content": "hi"}], template, checked([WEATHER]), "none")
+        found = conversation(HELLO, template, tools(WEATHER), "none")
         assert found.tools is None
         assert found.messages == [{"role": "user", "content": "hi"}]
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -324,52 +343,27 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 @pytest.mark.parametrize(
     ("make_", "parameter", "word"),
     [
-        (lambda: conversation([], None), "messages", "empty"),
-        (lambda: conversation([{"role": "robot", "content": "x"}], None), "messages[0].role", "robot"),
-        (lambda: conversation(user(None), None), "messages[0].content", "text"),
+        (lambda: conversation(messages({"role": "user"}), None), "messages.0.content", "text"),
         (
-            lambda: conversation(user([{"type": "image_url", "image_url": {}}]), None),
-            "messages[0].content[0].type",
-            "image_url",
-        ),
-        (lambda: conversation(user([{"type": "text"}]), None), "messages[0].content[0].text", "text"),
-        (
-            lambda: conversation([{"role": "tool", "content": "x", "tool_call_id": "z"}], None),
-            "messages[0].tool_call_id",
+            lambda: conversation(messages({"role": "tool", "content": "x", "tool_call_id": "z"}), None),
+            "messages.0.tool_call_id",
             "z",
         ),
         (
-            lambda: conversation([{"role": "user", "content": "x", "tool_calls": [CALL]}], None),
-            "messages[0].tool_calls",
+            lambda: conversation(messages({"role": "user", "content": "x", "tool_calls": [CALL]}), None),
+            "messages.0.tool_calls",
             "assistant",
         ),
+        (lambda: conversation(HELLO, None, tools(NOW)), "tools", "template"),
         (
-            lambda: conversation([{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}], None),
-            "messages[0].tool_calls[0].id",
-            "id",
+            lambda: conversation(messages({"role": "assistant", "tool_calls": [CALL]}), "{{ messages }}"),
+            "messages",
+            "template",
         ),
-        (
-            lambda: conversation(
-                [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}], None
-            ),
-            "messages[0].tool_calls[0].function.arguments",
-            "JSON",
-        ),
-        (lambda: conversation(user("x"), None, checked([NOW])), "tools", "template"),
-        (lambda: conversation([{"role": "assistant", "tool_calls": [CALL]}], "{{ messages }}"), "messages", "template"),
-        (lambda: conversation(user("x"), formats.QWEN3, None, "required"), "tool_choice", "needs"),
-        (lambda: conversation(user("x"), formats.QWEN3, checked([NOW]), "maybe"), "tool_choice", "auto"),
-        (
-            lambda: tool_grammar("qwen3", checked([NOW]), {"type": "function", "function": {"name": "g"}}),
-            "tool_choice",
-            "now",
-        ),
-        (lambda: tool_grammar("none", checked([NOW]), "required"), "tool_choice", "template"),
-        (lambda: checked([{"type": "web_search"}]), "tools[0].type", "web_search"),
-        (lambda: checked([{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "a b"),
-        (lambda: checked([{"type": "function", "name": "f", "x": 1}]), "tools[0].x", "supported"),
-        (lambda: checked([NOW, NOW]), "tools[1].function.name", "twice"),
-        (lambda: checked([{"type": "function", "name": "f", "parameters": []}]), "tools[0].parameters", "schema"),
+        (lambda: conversation(HELLO, formats.QWEN3, (), "required"), "tool_choice", "needs"),
+        (lambda: tool_grammar("qwen3", tools(NOW), named("g")), "tool_choice", "now"),
+        (lambda: tool_grammar("none", tools(NOW), "required"), "tool_choice", "template"),
+        (lambda: tools(NOW, NOW), "tools.1.function.name", "twice"),
     ],
 )
 def test_what_is_refused_is_named(make_: Callable[[], Any], parameter: str, word: str) -> None:
@@ -400,10 +394,10 @@ def allows() -> Callable[[str | None, str], bool]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str], bool]) -> None:
-    tools = checked([WEATHER, NOW])
+    both = tools(WEATHER, NOW)
 
     def calls(*which: tuple[str, dict[str, Any]]) -> str:
-        return written(kind, [{"function": {"name": name, "arguments": its}} for name, its in which])
+        return calls_text(kind, [{"function": {"name": name, "arguments": its}} for name, its in which])
 
     right, now = calls(("get_weather", {"city": "Zürich"})), calls(("now", {}))
     two = calls(("get_weather", {"city": "日", "days": 1}), ("now", {}))
@@ -416,14 +410,11 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
         right[:-1],
         calls(("now", {"a": 1})),
     ]
-    named = {"type": "function", "function": {"name": "now"}}
-    for choice, parallel, words in (
-        ("required", True, False),
-        ("required", False, False),
-        ("auto", True, True),
-        ("auto", False, True),
-    ):
-        grammar = tool_grammar(kind, tools, choice, parallel=parallel)
+    choices: list[tuple[ToolChoice, bool, bool]] = [
+        ("required", True, False), ("required", False, False), ("auto", True, True), ("auto", False, True)
+    ]  # fmt: skip
+    for choice, parallel, words in choices:
+        grammar = tool_grammar(kind, both, choice, parallel=parallel)
         assert allows(grammar, right)
         assert allows(grammar, now)
         assert allows(grammar, two) == parallel
@@ -433,15 +424,15 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
             assert not allows(grammar, "Words, then <function=now>{}</function>")
         else:
             assert allows(grammar, "Words, then:\n" + two) == (words and parallel)
-    for choice in (named, {"type": "function", "name": "now"}):
-        grammar = tool_grammar(kind, tools, choice)
-        assert allows(grammar, now)
-        assert not any(allows(grammar, each) for each in (right, two, "words", ""))
-    assert tool_grammar(kind, tools, "none") is tool_grammar(kind, checked([NOW]), "auto") is None
-    assert told(make(kind, names=names_of(tools)), list(two)).calls[1] == Call("c1", "now", "{}")
+    grammar = tool_grammar(kind, both, named("now"))
+    assert allows(grammar, now)
+    assert not any(allows(grammar, each) for each in (right, two, "words", ""))
+    assert tool_grammar(kind, both, "none") is tool_grammar(kind, tools(NOW), "auto") is None
+    assert told(make(kind, names=names_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
 
 
 def test_what_is_not_strict_may_have_a_schema_that_no_grammar_knows(allows: Callable[[str | None, str], bool]) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "integer"}}, "if": {"required": ["a"]}}
-    grammar = tool_grammar("qwen3", checked([{"type": "function", "name": "f", "parameters": odd}]), "required")
+    function = {"type": "function", "function": {"name": "f", "parameters": odd}}
+    grammar = tool_grammar("qwen3", tools(function), "required")
     assert allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')

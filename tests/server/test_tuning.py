@@ -16,7 +16,7 @@ from outpace.drafters.learned.checkpoint import read
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.errors import ParameterError
 from outpace.models.options import LoadOptions
-from outpace.server.tuning import Apart, recorded, renewed
+from outpace.server.engines.tuning import Apart, recorded, renewed
 from outpace.training import export
 from outpace.training.data import Answers
 from tests.server.serving import Running, serving
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_new_weights_is_told_once(
     with serving(Engine.load("demo", drafter="ngram", max_length=512)) as running, caplog.at_level(logging.INFO):
         assert post(running, {**BODY, "model": "demo"})[0] == 200
         running.call(looked(running, said))
-    told = [record.getMessage() for record in caplog.records if record.name == "outpace.server.tuning"]
+    told = [record.getMessage() for record in caplog.records if record.name == "outpace.server.engines.tuning"]
     keeps = "keeps the weights that it has"
     assert [line.removeprefix("demo: its drafter ") for line in told] == [
         "has new weights", f"{keeps}: one", f"{keeps}: two", "has new weights",

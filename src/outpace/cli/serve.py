@@ -81,21 +81,20 @@ def run(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),
     )  # fmt: skip
-    from outpace.server.logs import RequestLog, configure
-    from outpace.server.metrics import Metrics
-    from outpace.server.observers import Listener, Observers
-    from outpace.server.spans import Spans, tracer
+    from outpace.server.engines.generation import Observer
+    from outpace.server.observe.logs import RequestLog, configure
+    from outpace.server.observe.metrics import Metrics
+    from outpace.server.observe.spans import Spans, tracer
 
-    listeners: list[Listener] = [RequestLog(), *([Spans(tracer())] if otel else [])]
+    observers: list[Observer] = [Metrics(), RequestLog(), *([Spans(tracer())] if otel else [])]
     configure(log_format)
     few_arenas()
     from outpace.engine.aio import AsyncEngine
-    from outpace.server.fingerprint import system_fingerprint
-    from outpace.server.pool import Pool, pooled
-    from outpace.server.runner import Server, bound
-    from outpace.server.service import Service
-    from outpace.server.single import Models, SingleModel
-    from outpace.server.tuning import recorded, renewed
+    from outpace.server.engines.models import Models, SingleModel, system_fingerprint
+    from outpace.server.engines.pool import Pool, pooled
+    from outpace.server.engines.runner import Server, bound
+    from outpace.server.engines.service import Service
+    from outpace.server.engines.tuning import recorded, renewed
 
     with ExitStack() as held:
         listener = held.enter_context(bound(settings))  # before a model is loaded for nothing
@@ -117,7 +116,7 @@ def run(
                 models(),
                 settings,
                 fingerprint=lambda its: system_fingerprint(its, load.load_options()),
-                observer=Observers(Metrics(), *listeners),
+                observers=observers,
             )
             server = Server(service, listener)
             where, at = server.address

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,30 +13,15 @@ from starlette.responses import Response
 
 from outpace import __version__
 from outpace.errors import OutpaceError
-from outpace.server.errors import APIError
-from outpace.server.middleware import Guard, refusal
-from outpace.server.routes import (
-    chat,
-    completions,
-    docs,
-    health,
-    metrics,
-    models,
-    page,
-    replay,
-    responses,
-    tokenize,
-    traces,
-)
-from outpace.server.routes.described import describe
-from outpace.server.schema.chat import ChatRequest
-from outpace.server.schema.completions import CompletionRequest
-from outpace.server.schema.replay import ReplayRequest
-from outpace.server.schema.responses import ResponsesRequest
-from outpace.server.schema.tokens import DetokenizeRequest, TokenizeRequest
-from outpace.server.service import Service
+from outpace.server.api import chat, completions, models, operations, page, replay, responses
+from outpace.server.auth import Guard, refusal
+from outpace.server.engines.service import Service
+from outpace.server.errors import APIError, Refusal
 
-_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, ReplayRequest)
+_ROUTERS = (
+    chat.router, completions.router, responses.router, replay.router, models.router, models.bodies, operations.router,
+    page.router,
+)  # fmt: skip
 
 
 def create_app(service: Service) -> FastAPI:
@@ -48,13 +32,21 @@ def create_app(service: Service) -> FastAPI:
         yield
         await service.close()
 
-    app = _App(title="Outpace", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Outpace",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={status: {"model": Refusal} for status in ("4XX", "5XX")},
+        separate_input_output_schemas=False,
+    )
     app.state.service = service
-    for route in (chat, completions, responses, replay, traces, models, tokenize, health, metrics, docs, page):
-        app.include_router(route.router)
-    app.add_exception_handler(APIError, _told)
-    app.add_exception_handler(OutpaceError, _told)
-    app.add_exception_handler(HTTPException, _routing)
+    for router in _ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(APIError, _refused)
+    app.add_exception_handler(OutpaceError, _refused)
+    app.add_exception_handler(HTTPException, _not_routed)
     app.add_middleware(Guard, service=service)
     if service.settings.cors:
         app.add_middleware(
@@ -67,20 +59,11 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-class _App(FastAPI):
-    """Its document has the bodies that routes read themselves."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            self.openapi_schema = describe(super().openapi(), _BODIES)
-        return self.openapi_schema
-
-
-async def _told(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     return refusal(error, request.app.state.service, f"{request.method} {request.url.path}")
 
 
-async def _routing(request: Request, error: Exception) -> Response:
+async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
-    return refusal(told, request.app.state.service, told.message)
+    refused = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
+    return refusal(refused, request.app.state.service, refused.message)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from pydantic import BaseModel
 
 from outpace.errors import (
     Argument,
@@ -13,18 +14,30 @@ from outpace.errors import (
     NoTokenAllowedError,
     OutpaceError,
 )
+from outpace.params import PARAMETERS
 
 CLIENT, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 
-_NAMES = {  # our parameters, as a request spells them
-    "stop_ids": "stop_token_ids",
-    "allowed_tokens": "allowed_token_ids",
-    "include_stop": "include_stop_str_in_output",
+_SPELLED = {  # parameters of SamplingParams and of engines, as requests spell them
+    **{its.name: its.request for its in PARAMETERS.values() if its.request is not None},
     "drafter": "speculation.drafter",
     "size": "speculation.size",
     "acceptance": "speculation.acceptance",
 }
 Names = Mapping[str, str]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """The body of an answer that is an error."""
+
+    error: ErrorBody
 
 
 class APIError(Exception):
@@ -45,12 +58,13 @@ class APIError(Exception):
         self.kind = kind or (SERVER if status >= 500 else CLIENT)
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+    @property
+    def body(self) -> Refusal:
+        """What the client reads."""
+        return Refusal(error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
 
 
-def spell(argument: Argument, names: Names = _NAMES) -> str:
+def spell(argument: Argument, names: Names = _SPELLED) -> str:
     """An argument as a request spells it, whose own ``names`` for ours are given."""
     if argument.name == "raw":  # what it asks for is a route here
         return "/v1/completions"
@@ -59,9 +73,9 @@ def spell(argument: Argument, names: Names = _NAMES) -> str:
 
 
 def of(error: BaseException, names: Names | None = None) -> APIError:
-    """What a client is told of ``error``: all of what it can mend, nothing of our insides. ``names``: of parameters
-    that the request spells otherwise than chats do."""
-    named = _NAMES if names is None else {**_NAMES, **names}
+    """What a client reads of ``error``: all that it can mend, nothing internal. ``names``: spellings of parameters that
+    differ from those of chats."""
+    named = _SPELLED if names is None else {**_SPELLED, **names}
 
     def spell_(argument: Argument) -> str:
         return spell(argument, named)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import Any
@@ -23,17 +22,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ALIVE = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # dumps would make one for every event
 
-
-def event(value: Any, name: str | None = None) -> bytes:
-    """One event with ``value`` as JSON."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {_JSON.encode(value)}\n\n".encode()
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One event with ``data``, JSON."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return b"%sdata: %s\n\n" % (head, data)
 
 
 def _failed(error: APIError) -> bytes:
-    return event(error.body()) + DONE
+    return event(error.body.model_dump_json().encode()) + DONE
 
 
 async def gone(receive: Receive) -> None:
@@ -43,9 +40,9 @@ async def gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends ``events``, then ends. What they raise is told as a last event. ``close`` is called whatever happens.
-    ``write_timeout``: seconds that a reader may take for what was written, after which it is let go. ``failed``: how
-    an error is told; default: as chats and completions have it."""
+    """Sends ``events``, then ends. An error that they raise is the last event. ``close`` is called whatever happens.
+    ``write_timeout``: seconds that a reader may take for what was written, after which it is disconnected. ``failed``:
+    the event of an error; default: that of chats and completions."""
 
     def __init__(
         self,
@@ -87,10 +84,10 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:
-            told = errors.of(error)
-            if told is not error and told.status >= 500:
+            refused = errors.of(error)
+            if refused is not error and refused.status >= 500:
                 log.exception("a stream failed")
-            await _send(send, self._failed(told), patience)
+            await _send(send, self._failed(refused), patience)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

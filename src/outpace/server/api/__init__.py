@@ -1,0 +1,1 @@
+"""One file a feature: its request, its answer, its route."""

@@ -1,0 +1,282 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+
+from outpace.engine.grammar import LIMITS
+from outpace.errors import GrammarError
+from outpace.models.text.chat_template import variables_of
+from outpace.params import LogitRule
+from outpace.server.api.answers import (
+    Choice,
+    ChosenToken,
+    Chunk,
+    Completed,
+    choice_fields,
+    chosen_tokens,
+    chunk_fields,
+    head,
+    last_events,
+    tail,
+)
+from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
+from outpace.server.api.sampling import (
+    Grammar,
+    ResponseFormat,
+    Sampling,
+    check_length,
+    check_logprobs,
+    engine_options,
+    grammar_rules,
+    sampling,
+)
+from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
+from outpace.server.conversation.messages import Messages, conversation
+from outpace.server.conversation.pieces import OutputParser, Piece, Reasoning, Text, ToolStart
+from outpace.server.conversation.tools import ToolChoice, Tools, checked, names_of, tool_grammar
+from outpace.server.engines.generation import Generation, Work, seeded
+from outpace.server.engines.models import Served
+from outpace.server.engines.parts import Part, Whole
+from outpace.server.errors import APIError
+from outpace.server.schema import Answer
+from outpace.server.settings import ServerSettings
+from outpace.server.streaming import EventStream, event
+
+router = APIRouter(route_class=Route)
+
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")  # of templates: they have fields
+
+
+class ChatRequest(Sampling):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
+    modalities: list[Literal["text"]] | None = None
+
+
+class Function(Answer):
+    name: str | None = Field(default=None, description="In a stream: with the call's first delta.")
+    arguments: str
+
+
+class Call(Answer):
+    index: int | None = Field(default=None, description="In a stream: which of the calls this is.")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: Function
+
+
+class AnswerMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Delta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class ChatLogprobs(Answer):
+    content: list[ChosenToken]
+    refusal: None
+
+
+class ChatChoice(Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Completed):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ChatChunk(Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
+async def chat_completions(request: Request, body: ChatRequest) -> ChatCompletion | EventStream:
+    """Answer a conversation."""
+    service = service_of(request)
+    generation = await begun(request, body.model, "chatcmpl-", partial(work, body, service.settings))
+    if body.stream:
+        return _stream(request, generation, body)
+    wholes = await whole(request, generation)
+
+    def completion() -> ChatCompletion:
+        choices = [choice(generation, each, body) for each in wholes]
+        return ChatCompletion(**head(generation), object="chat.completion", choices=choices, **tail(generation, body))
+
+    return await service.work(completion)
+
+
+def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
+    """What an engine is asked. Raises ParameterError, RuleError or APIError."""
+    top = body.top_logprobs or 0
+    if top and not body.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
+    check_logprobs("top_logprobs", top, settings)
+    template = model.tokenizer.chat_template
+    tools = checked(body.tools)
+    choice = body.tool_choice or ("auto" if tools else "none")
+    if not tools and choice == "auto":
+        choice = "none"
+    talk = conversation(body.messages, template, tools, choice)
+    variables = template_variables(body.chat_template_kwargs, template)
+    prompt = model.tokenizer.render_chat(talk.messages, tools=talk.tools, **variables)
+    tokens = model.tokenizer.encode(prompt, add_special=False, parse_special=True)
+    check_length(tokens, model, "messages")
+    after = thoughts_end(template, prompt)
+    rules = grammar_rules(body.response_format, body.grammar, model, after)
+    offered = bool(tools) and choice != "none"
+    if rules and offered:
+        raise APIError(
+            400, "tools and a format of the whole answer exclude each other: leave one out, or say tool_choice none",
+            param="tools",
+        )  # fmt: skip
+    if offered:
+        parallel = body.parallel_tool_calls is not False
+        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel)
+        rules = [] if text is None else [_calls_rule(text, model, after)]
+    params = seeded(
+        sampling(
+            body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
+        )
+    )
+    digest = hashlib.sha256(tokens.tobytes() + str(params.seed).encode())
+
+    def parser(index: int) -> OutputParser:
+        def name(call: int) -> str:
+            its = digest.copy()
+            its.update(f"/{index}/{call}".encode())
+            return f"call_{its.hexdigest()[:24]}"
+
+        names = names_of(tools) if offered else None
+        return parser_for(template, tools=offered, reasoning=True, tool_id=name, prompt=prompt, names=names)
+
+    return Work(
+        prompts=[tokens], params=params, options=engine_options(body, settings, scope), parser=parser,
+        trace=body.traced, user=body.user,
+    )  # fmt: skip
+
+
+def _calls_rule(text: str, model: Served, after: str | None) -> LogitRule:
+    """The rule of ``tool_grammar``'s text, in which only the functions' schemas are the client's own."""
+    try:
+        return model.grammars.lark(text, after=after, items=LIMITS["max_items_in_row"])
+    except GrammarError as error:
+        raise APIError(400, f"tools cannot be used: {error}", param="tools") from error
+
+
+def _most_tokens(body: ChatRequest) -> int | None:
+    both = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(both) > 1:
+        raise APIError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+    return both.pop() if both else None
+
+
+def template_variables(given: Mapping[str, Any] | None, template: str | None) -> Mapping[str, Any]:
+    """``chat_template_kwargs``. Raises APIError for what this template does not know."""
+    known = frozenset() if template is None else variables_of(template)
+    for name in given or ():
+        if name in _OWN_VARIABLES or name not in known:
+            raise APIError(
+                400, f"chat_template_kwargs.{name} is no variable of this model's chat template: leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )  # fmt: skip
+    return given or {}
+
+
+def choice(generation: Generation, its: Whole, body: ChatRequest) -> ChatChoice:
+    """A choice of an answer that is not streamed."""
+    said = its.said
+    extras: dict[str, Any] = {}
+    if said.reasoning:
+        extras["reasoning_content"] = said.reasoning
+    if said.calls:
+        extras["tool_calls"] = [
+            Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
+            for call in said.calls
+        ]
+    content = None if said.calls and not said.text else said.text
+    message = AnswerMessage(role="assistant", content=content, refusal=None, **extras)
+    return ChatChoice(message=message, logprobs=_logprobs(generation, its, body), **choice_fields(its, body))
+
+
+def _logprobs(generation: Generation, its: Whole | Part, body: ChatRequest) -> ChatLogprobs | None:
+    if not body.logprobs:
+        return None
+    return ChatLogprobs(content=chosen_tokens(its.logprobs, body.top_logprobs or 0, generation.model), refusal=None)
+
+
+def _stream(request: Request, generation: Generation, body: ChatRequest) -> EventStream:
+    top = {**head(generation, body), "object": "chat.completion.chunk"}
+    begun_: set[int] = set()
+
+    def first(index: int) -> bytes:
+        begun_.add(index)
+        delta = Delta(role="assistant", content="")
+        choices = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)]
+        prompt = {"prompt_token_ids": generation.work.prompts[0].tolist()} if body.return_token_ids else {}
+        return event(ChatChunk(**top, choices=choices, **prompt).to_json())
+
+    def chunk(part: Part) -> bytes:
+        choices = [
+            ChunkChoice(
+                delta=_delta(part.pieces), logprobs=_logprobs(generation, part, body), **choice_fields(part, body)
+            )
+        ]
+        return event(ChatChunk(**top, choices=choices, **chunk_fields(generation, part, body)).to_json())
+
+    def written(parts: list[Part]) -> bytes:
+        return b"".join((b"" if part.index in begun_ else first(part.index)) + chunk(part) for part in parts)
+
+    return stream(request, generation, written, last_events(generation, body, ChatChunk, top))
+
+
+def _delta(pieces: Sequence[Piece]) -> Delta:
+    """Neighbouring pieces of a kind are one."""
+    delta: dict[str, Any] = {}
+    calls: list[Call] = []
+    for piece in pieces:
+        if isinstance(piece, Text):
+            delta["content"] = delta.get("content", "") + piece.text
+        elif isinstance(piece, Reasoning):
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+        elif isinstance(piece, ToolStart):
+            function = Function(name=piece.name, arguments="")
+            calls.append(Call(index=piece.index, id=piece.id, type="function", function=function))
+        elif calls and calls[-1].index == piece.index:
+            calls[-1].function.arguments += piece.text
+        else:
+            calls.append(Call(index=piece.index, function=Function(arguments=piece.text)))
+    if calls:
+        delta["tool_calls"] = calls
+    return Delta(**delta)

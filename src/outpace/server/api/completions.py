@@ -1,0 +1,209 @@
+"""``POST /v1/completions``: texts that go on, without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from outpace.arrays import I32
+from outpace.exact.sampling import TokenLogprob
+from outpace.server.api.answers import (
+    Choice,
+    Chunk,
+    Completed,
+    choice_fields,
+    chunk_fields,
+    head,
+    last_events,
+    tail,
+)
+from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
+from outpace.server.api.sampling import (
+    Grammar,
+    ResponseFormat,
+    Sampling,
+    check_length,
+    check_logprobs,
+    engine_options,
+    grammar_rules,
+    sampling,
+)
+from outpace.server.conversation.pieces import Joined
+from outpace.server.engines.generation import Generation, Work
+from outpace.server.engines.models import Served
+from outpace.server.engines.parts import Part, Whole
+from outpace.server.errors import APIError
+from outpace.server.schema import Answer, Items
+from outpace.server.settings import ServerSettings
+from outpace.server.streaming import EventStream, event
+
+router = APIRouter(route_class=Route)
+
+
+class CompletionRequest(Sampling):
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+
+
+class ListedLogprobs(Answer):
+    """One entry a token. ``text_offset``: the character of the choice's text at which it begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Choice):
+    text: str
+    logprobs: ListedLogprobs | None
+
+
+class TextCompletion(Completed):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class TextChunk(Chunk):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+@router.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
+async def completions(request: Request, body: CompletionRequest) -> TextCompletion | EventStream:
+    """Go on with a text, or with each of several."""
+    service = service_of(request)
+    generation = await begun(request, body.model, "cmpl-", partial(work, body, service.settings))
+    if body.stream:
+        return _stream(request, generation, body)
+    wholes = await whole(request, generation)
+
+    def completion() -> TextCompletion:
+        choices = [choice(generation, each, body) for each in wholes]
+        return TextCompletion(**head(generation), object="text_completion", choices=choices, **tail(generation, body))
+
+    return await service.work(completion)
+
+
+def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
+    """What an engine is asked. Raises ParameterError, RuleError or APIError."""
+    if body.logprobs is not None:
+        check_logprobs("logprobs", body.logprobs, settings)
+    prompts, texts = _prompts(body, model, settings)
+    echo = bool(body.echo)
+    nothing = body.max_tokens == 0 and echo
+    params = sampling(
+        body, settings,
+        max_tokens=1 if nothing else 16 if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
+        prompt_logprobs=body.logprobs if echo else None,
+        rules=grammar_rules(body.response_format, body.grammar, model, None),
+    )  # fmt: skip
+    return Work(
+        prompts=prompts, params=params, options=engine_options(body, settings, scope), trace=body.traced,
+        nothing=nothing, texts=texts if echo else [], user=body.user,
+    )  # fmt: skip
+
+
+def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -> tuple[list[I32], list[str]]:
+    """Token ids and texts of all prompts. Raises APIError."""
+    given = body.prompt
+    empty = APIError(400, "prompt is empty: give some text, or token ids", param="prompt")
+    many: Sequence[str | list[int]]
+    if isinstance(given, str):
+        many = [given]
+    elif not given:
+        raise empty
+    elif isinstance(given[0], int):
+        many = [[token for token in given if isinstance(token, int)]]
+    else:
+        many = [each for each in given if not isinstance(each, int)]
+    if len(many) > settings.max_prompts:
+        most = settings.max_prompts
+        raise APIError(400, f"prompt has {len(many)} prompts: this server takes at most {most}", param="prompt")
+    prompts, texts = [], []
+    for each in many:
+        if not each:
+            raise empty
+        if isinstance(each, str):
+            tokens, text = model.tokenizer.encode(each), each
+        else:
+            tokens = model.ids(each, "prompt")
+            text = model.tokenizer.decode(tokens)
+        check_length(tokens, model, "prompt")
+        prompts.append(tokens)
+        texts.append(text)
+    return prompts, texts
+
+
+class _Text:
+    """The text and log-probabilities of one choice as they come: the prompt first, where it is repeated."""
+
+    def __init__(self, generation: Generation, index: int, body: CompletionRequest) -> None:
+        work, prompt = generation.work, index // generation.work.params.n
+        self._model, self._top, self._body = generation.model, body.logprobs, body
+        self._echo = work.texts[prompt] if work.texts else ""
+        self._first = int(work.prompts[prompt][0])
+        self._begun = False
+        self._offset = 0
+
+    def choice(self, its: Whole | Part) -> TextChoice:
+        """What ``its`` adds."""
+        said = its.said if isinstance(its, Whole) else Joined()
+        if isinstance(its, Part):
+            said.add(its.pieces)
+        text, entries = said.text, list[TokenLogprob | None](its.logprobs)
+        if not self._begun:
+            text, entries = self._echo + text, [*its.prompt_logprobs, *entries]
+        self._begun = True
+        logprobs = None if self._top is None else self._listed(entries, self._top)
+        return TextChoice(text=text, logprobs=logprobs, **choice_fields(its, self._body))
+
+    def _listed(self, entries: Sequence[TokenLogprob | None], most: int) -> ListedLogprobs:
+        """None stands for the prompt's first token, which follows nothing."""
+        found = ListedLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for entry in entries:
+            token = self._first if entry is None else entry.token
+            text = self._model.text_of(token)
+            found.tokens.append(text)
+            found.token_logprobs.append(None if entry is None else entry.logprob)
+            found.text_offset.append(self._offset)
+            self._offset += 0 if token in self._model.tokenizer.special_ids else len(text)
+            if entry is None or not most:
+                found.top_logprobs.append(None)
+                continue
+            top: dict[str, float] = {}
+            for other in entry.top[:most]:
+                top.setdefault(other.text or "", other.logprob)  # tokens may look alike: the likelier one stays
+            top.setdefault(text, entry.logprob)
+            found.top_logprobs.append(top)
+        return found
+
+
+def choice(generation: Generation, its: Whole, body: CompletionRequest) -> TextChoice:
+    """A choice of an answer that is not streamed."""
+    return _Text(generation, its.index, body).choice(its)
+
+
+def _stream(request: Request, generation: Generation, body: CompletionRequest) -> EventStream:
+    top: dict[str, Any] = {**head(generation, body), "object": "text_completion"}
+    texts: dict[int, _Text] = {}
+
+    def chunk(part: Part) -> bytes:
+        if part.index not in texts:
+            texts[part.index] = _Text(generation, part.index, body)
+        choices = [texts[part.index].choice(part)]
+        return event(TextChunk(**top, choices=choices, **chunk_fields(generation, part, body)).to_json())
+
+    def written(parts: list[Part]) -> bytes:
+        return b"".join(chunk(part) for part in parts)
+
+    return stream(request, generation, written, last_events(generation, body, TextChunk, top))

@@ -1,0 +1,142 @@
+"""``GET /v1/models``; ``POST /tokenize`` and ``POST /detokenize``: text to a model's token ids and back."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from outpace.arrays import I32
+from outpace.server.api.chat import template_variables
+from outpace.server.api.route import Route, service_of
+from outpace.server.conversation.messages import Messages, conversation
+from outpace.server.conversation.tools import Tools, checked
+from outpace.server.engines.models import Served
+from outpace.server.engines.service import Service
+from outpace.server.errors import APIError
+from outpace.server.schema import Answer, Body, Items
+
+router = APIRouter()
+bodies = APIRouter(route_class=Route)
+
+
+class Model(Answer):
+    """``max_model_len`` and ``drafters`` are known once the model has been used."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None = None
+    drafters: list[str] | None = None
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+@router.get("/v1/models", response_model_exclude_unset=True)
+async def list_models(request: Request) -> ModelList:
+    """The models that are served."""
+    service = service_of(request)
+    return ModelList(object="list", data=[_model(service, name) for name in service.models.names()])
+
+
+@router.get("/v1/models/{name:path}", response_model_exclude_unset=True)
+async def one_model(request: Request, name: str) -> Model:
+    """One of them."""
+    service = service_of(request)
+    if name not in service.models.names():
+        raise APIError(404, f"the model {name!r} is not served", param="model", code="model_not_found")
+    return _model(service, name)
+
+
+def _model(service: Service, name: str) -> Model:
+    known = service.known(name)
+    more: dict[str, Any] = {}
+    if known is not None:
+        more = {"max_model_len": known.info.max_length, "drafters": list(known.serving.engine.drafters)}
+    return Model(id=name, object="model", created=service.started, owned_by="outpace", **more)
+
+
+class TokenizeRequest(Body):
+    """A text (``prompt``), or a conversation as the model's template writes it (``messages``)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Items[int]
+    skip_special_tokens: bool = False
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+@bodies.post("/tokenize", response_model=Tokenized)
+async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
+    """The token ids of a text, or of a conversation."""
+    service = service_of(request)
+    async with AsyncExitStack() as held:
+        model = await service.model(body.model, held)
+
+        def tokenized() -> Tokenized:
+            tokens = _tokens(body, model).tolist()
+            more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
+            return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
+
+        return await service.work(tokenized)
+
+
+@bodies.post("/detokenize", response_model=Detokenized)
+async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
+    """The text of token ids."""
+    service = service_of(request)
+    async with AsyncExitStack() as held:
+        model = await service.model(body.model, held)
+
+        def detokenized() -> Detokenized:
+            tokens = model.ids(body.tokens, "tokens")
+            return Detokenized(prompt=model.tokenizer.decode(tokens, skip_special=body.skip_special_tokens))
+
+        return await service.work(detokenized)
+
+
+_OF_CHATS, _OF_TEXTS = ("tools", "chat_template_kwargs", "add_generation_prompt"), ("add_special_tokens",)
+
+
+def _tokens(body: TokenizeRequest, model: Served) -> I32:
+    """Token ids int32 [n]. Raises ParameterError or APIError."""
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError(400, "give either prompt or messages", param="prompt")
+    kind, others = ("prompt", _OF_CHATS) if body.messages is None else ("messages", _OF_TEXTS)
+    for name in others:
+        if name in body.model_fields_set and getattr(body, name) is not None:
+            raise APIError(400, f"{name} means nothing beside {kind}: leave it out", param=name)
+    if body.prompt is not None:
+        return model.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+    template, tools = model.tokenizer.chat_template, checked(body.tools)
+    talk = conversation(body.messages or (), template, tools, "auto" if tools else "none")
+    variables = template_variables(body.chat_template_kwargs, template)
+    return model.tokenizer.encode_chat(
+        talk.messages, tools=talk.tools, add_generation_prompt=body.add_generation_prompt, **variables
+    )

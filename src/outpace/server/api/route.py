@@ -1,0 +1,168 @@
+"""What routes share: bodies read in bounds, and validated and answered off the event loop; waiting for an answer unless
+the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar, get_type_hints
+
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from outpace.server.engines.generation import Caller, Generation, Work
+from outpace.server.engines.models import Served
+from outpace.server.engines.parts import Part, Whole
+from outpace.server.engines.service import Service
+from outpace.server.errors import APIError
+from outpace.server.schema import Answer, parsed
+from outpace.server.streaming import ALIVE, EventStream, gone
+
+T = TypeVar("T")
+
+_GONE = 499  # nginx's for a client that went away; nobody reads it
+STREAMED: dict[int | str, dict[str, Any]] = {  # ``responses`` of a route whose answer may be a stream
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+class Route(APIRoute):
+    """A route whose endpoint is ``endpoint(request, body: a Body) -> Answer | Response``, with neither path nor query.
+
+    FastAPI describes it. The body is read in bounds first; validating it and writing the answer, which may be large,
+    happens in the service's threads, where FastAPI would do both in the event loop.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
+
+        async def handle(request: Request) -> Response:
+            service = service_of(request)
+            body = await service.work(parsed, kind, await _read(request, service))
+            answer: Answer | Response = await endpoint(request, body)
+            if isinstance(answer, Response):
+                return answer
+            return Response(await service.work(answer.to_json), media_type="application/json")
+
+        return handle
+
+
+def service_of(request: Request) -> Service:
+    """The app's."""
+    service: Service = request.app.state.service
+    return service
+
+
+def scope_of(request: Request) -> str:
+    """Whose request this is."""
+    scope: str = request.scope.get("outpace.scope", "")
+    return scope
+
+
+async def _read(request: Request, service: Service) -> bytes:
+    """The body. Raises APIError: 413 beyond ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
+    most = service.settings.max_body
+    too_large = APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > most:
+        raise too_large
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(service.settings.body_timeout):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > most:
+                    raise too_large
+                pieces.append(piece)
+    except TimeoutError:
+        raise APIError(408, "the body took too long to arrive: send it again") from None
+    except ClientDisconnect:
+        raise APIError(_GONE, "the client went away") from None
+    return b"".join(pieces)
+
+
+async def begun(request: Request, model: str | None, kind: str, work: Callable[[Served, str], Work]) -> Generation:
+    """A generation of what ``work`` makes of the model and the caller's scope. ``kind``: prefix of the answer's id.
+
+    Raises APIError or OutpaceError.
+    """
+    service, scope = service_of(request), scope_of(request)
+    caller = Caller(kind, request.scope.get("outpace.request_id", ""), scope)
+    beginning = service.begin(model, lambda served: work(served, scope), caller)
+    return await _unless_gone(request, beginning, Generation.aclose)
+
+
+async def whole(request: Request, generation: Generation) -> list[Whole]:
+    """Every choice, whole, in order; the generation is closed. Raises APIError."""
+    wholes: dict[int, Whole] = {}
+
+    def add(part: Part) -> None:
+        wholes.setdefault(part.index, Whole(part.index)).add(part)
+
+    await each_part(request, generation, add)
+    return [wholes[index] for index in sorted(wholes)]
+
+
+async def each_part(request: Request, generation: Generation, take: Callable[[Part], object]) -> None:
+    """Give every part to ``take``; then the generation is closed. Raises APIError."""
+
+    async def all_parts() -> None:
+        while generation.left:
+            for part in await generation.parts():
+                take(part)
+
+    async with aclosing(generation):
+        await _unless_gone(request, all_parts())
+
+
+async def _unless_gone(
+    request: Request, waiting: Awaitable[T], dispose: Callable[[T], Awaitable[None]] | None = None
+) -> T:
+    """What ``waiting`` gives; when the client goes away first, it is cancelled, which raises APIError. ``dispose`` gets
+    a result that came too late."""
+    task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(gone(request.receive))
+    taken = False
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            taken = True
+            return task.result()
+    finally:
+        for future in (task, leaving):
+            future.cancel()
+        found = (await asyncio.gather(task, leaving, return_exceptions=True))[0]
+        if dispose is not None and not taken and not isinstance(found, BaseException):
+            await dispose(found)
+    raise APIError(_GONE, "the client went away")
+
+
+def stream(
+    request: Request,
+    generation: Generation,
+    written: Callable[[list[Part]], bytes],
+    last: Callable[[], Awaitable[bytes]],
+    *,
+    first: bytes = b"",
+    failed: Callable[[APIError], bytes] | None = None,
+) -> EventStream:
+    """A stream of ``first``, of what ``written`` makes of parts as they come, and of ``last``; it closes the
+    generation. ``failed``: the event of an error, where it is not that of chats."""
+    settings = service_of(request).settings
+
+    async def events() -> AsyncGenerator[bytes]:
+        if first:
+            yield first
+        while generation.left:
+            parts = await generation.parts(settings.keep_alive)
+            if not parts:
+                yield ALIVE
+            elif data := written(parts):
+                yield data
+        yield await last()
+
+    return EventStream(events(), generation.aclose, settings.write_timeout, failed)

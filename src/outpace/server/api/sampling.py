@@ -1,0 +1,209 @@
+"""The fields that all requests for an answer share, and what an engine is asked for because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from pydantic import Field, create_model
+
+from outpace.arrays import I32
+from outpace.common.parameter import Parameter
+from outpace.errors import GrammarError
+from outpace.params import PARAMETERS, Acceptance, LogitRule, SamplingParams
+from outpace.server.engines.models import Served
+from outpace.server.errors import APIError
+from outpace.server.schema import KNOWN, Body, Items
+from outpace.server.settings import ServerSettings
+
+_MOST_STOPS = 64  # strings: every token of an answer is looked through for each
+# parameters by their names in requests; responses have no ``n``
+REQUESTED = {its.request: its for its in PARAMETERS.values() if its.request is not None and its.name != "n"}
+
+
+class Speculation(Body):
+    """Who drafts, how much, and by which rule; ``off``: plain decoding. None of it changes a token (docs/exactness.md)
+    but ``acceptance``."""
+
+    drafter: str | None = None
+    size: int | Literal["auto"] | None = None
+    acceptance: Acceptance | None = None
+    off: bool = False
+    trace: bool = Field(default=False, description="Every chunk says who wrote its tokens.")
+
+
+class StreamOptions(Body):
+    """They change nothing of an answer that is not streamed."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(Body):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Grammar(Body):
+    """What the answer must match: a regular expression, or a grammar of llguidance's Lark."""
+
+    type: Literal["regex", "lark"]
+    value: str = Field(min_length=1)
+
+
+_LISTS: Any = Items
+
+
+def _field(parameter: Parameter) -> Any:
+    """A parameter's field in a request; null is the server's default."""
+    hint = parameter.values.json
+    if get_origin(hint) is list:
+        hint = _LISTS[get_args(hint)[0]]  # which end at their first error
+    default = {"temperature": " Default: 1."}.get(parameter.name, "")
+    return hint | None, Field(default=None, description=parameter.meaning + default)
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        """Of the fields that SamplingParams defines, those that the server reads itself."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+        seed: int | None = None
+        stop: str | list[str] | None = None
+else:
+    SamplingFields = create_model(
+        "SamplingFields", __base__=Body, **KNOWN, **{name: _field(its) for name, its in REQUESTED.items()}
+    )
+
+
+class Parameters(SamplingFields):
+    """The parameters of sampling, and of serving, that all requests for an answer share."""
+
+    model: str | None = Field(default=None, description="Default: the server's first.")
+    return_token_ids: bool | None = Field(default=None, description="The answer has its token ids, and the prompt's.")
+    stream: bool | None = None
+    user: str | None = Field(default=None, max_length=512, description="Named in the server's log.")
+    speculation: Speculation | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31, description="Higher runs first. Default: 0.")
+    deadline: float | None = Field(default=None, gt=0, description="Seconds; then the answer ends as it is.")
+    reuse_prefix: bool | None = Field(default=None, description="False: KV is shared with no other request.")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=512, description="KV is shared within it.")
+
+    @property
+    def traced(self) -> bool:
+        return self.speculation is not None and self.speculation.trace
+
+
+class Sampling(Parameters):
+    """What chats and completions share beside them."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def sampling(body: Sampling, settings: ServerSettings, **more: Any) -> SamplingParams:
+    """The body's parameters, with ``more``. Raises ParameterError or APIError."""
+    if body.n is not None and body.n > settings.max_n:
+        raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")
+    if isinstance(body.stop, list) and len(body.stop) > _MOST_STOPS:
+        raise APIError(400, f"stop has {len(body.stop)} strings: give at most {_MOST_STOPS}", param="stop")
+    given = {"temperature": 1.0, "n": 1 if body.n is None else body.n, **more}
+    for name, parameter in REQUESTED.items():
+        if (value := getattr(body, name)) is not None:
+            given[parameter.name] = value
+    if "logit_bias" in given:
+        given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
+    if body.seed is not None and -(2**63) <= body.seed < 0:
+        given["seed"] = body.seed % 2**64
+    return SamplingParams(**given)
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 11):
+        raise APIError(400, f"logit_bias has {text!r}, which is no token id: give ids as keys", param="logit_bias")
+    return int(text)
+
+
+def engine_options(body: Parameters, settings: ServerSettings, scope: str) -> dict[str, Any]:
+    """Options of ``Engine.prepare``. ``scope``: whose KV may be shared. Raises APIError."""
+    options: dict[str, Any] = {"cache_scope": scope if body.cache_salt is None else f"{scope}/{body.cache_salt}"}
+    bounds = [bound for bound in (body.deadline, settings.request_timeout) if bound is not None]
+    if bounds:
+        options["deadline"] = min(bounds)
+    if body.priority is not None:
+        options["priority"] = body.priority
+    if body.reuse_prefix is not None:
+        options["reuse_prefix"] = body.reuse_prefix
+    wish = body.speculation
+    if wish is not None:
+        if wish.off and (wish.drafter, wish.size, wish.acceptance) != (None, None, None):
+            raise APIError(
+                400, "speculation.off leaves nothing to draft: leave drafter, size and acceptance out",
+                param="speculation.off",
+            )  # fmt: skip
+        options["drafter"] = False if wish.off else wish.drafter
+        options["size"], options["acceptance"] = wish.size, wish.acceptance
+    return options
+
+
+def grammar_rules(
+    wanted: ResponseFormat | None, grammar: Grammar | None, model: Served, after: str | None
+) -> Sequence[LogitRule]:
+    """The rule of the answer's format. ``after``: the text that ends what comes before the answer proper.
+
+    Raises GrammarError (a ParameterError) or APIError.
+    """
+    if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
+        place = "response_format.json_schema"
+        raise APIError(400, f"{place} needs the type json_schema, not {wanted.type}", param=place)
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is not None and grammar is not None:
+        raise APIError(400, "response_format and grammar both say what is allowed: give one of them", param="grammar")
+    if wanted is None and grammar is None:
+        return []
+    try:
+        if grammar is not None:
+            compiled = model.grammars.regex if grammar.type == "regex" else model.grammars.lark
+            return [compiled(grammar.value, after=after)]
+        if wanted is None or wanted.type == "json_object":
+            return [model.grammars.json_object(after=after)]
+        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
+        if schema is None:
+            place = "response_format.json_schema.schema"
+            raise APIError(400, f"{place} is missing: give it", param=place)
+        return [model.grammars.json_schema(schema, after=after)]
+    except GrammarError as error:
+        raise APIError(400, str(error), param="grammar" if wanted is None else "response_format") from error
+
+
+def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
+    if wanted > settings.max_logprobs:
+        most = settings.max_logprobs
+        raise APIError(400, f"{name}={wanted} is more than this server's {most}: ask for fewer", param=name)
+
+
+def check_length(tokens: I32, model: Served, param: str) -> None:
+    if len(tokens) >= model.info.max_length:
+        raise APIError(
+            400,
+            f"the prompt has {len(tokens)} tokens, but the context holds {model.info.max_length}, the answer included: "
+            "shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )

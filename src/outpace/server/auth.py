@@ -1,0 +1,103 @@
+"""What every request passes first: its id, and its API key.
+
+Keys are compared in constant time and never logged; each is a scope of its own for what requests may share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from outpace.server import errors
+from outpace.server.errors import APIError
+from outpace.server.observe.logs import REQUEST_ID
+from outpace.server.streaming import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from outpace.server.engines.service import Service
+
+log = logging.getLogger(__name__)
+
+OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")  # paths that need no key
+_OPEN_BELOW = "/page/"
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
+
+
+class Keys:
+    """``keys``: none lets everybody in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def scope(self, path: str, authorization: Sequence[str]) -> str:
+        """Whose request this is, from its Authorization headers: "" without keys. Raises APIError (400, 401)."""
+        if not self._digests or path in OPEN or path.startswith(_OPEN_BELOW):
+            return ""
+        if len(authorization) > 1:
+            raise APIError(400, f"the request has {len(authorization)} Authorization headers: send one")
+        scheme, _, key = "".join(authorization).partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = -1
+        for i, digest in enumerate(self._digests):
+            found = i if hmac.compare_digest(digest, given) else found
+        if scheme.lower() != "bearer" or found < 0:
+            raise APIError(
+                401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+        return f"key-{found}"
+
+
+def refusal(error: Exception, service: Service, what: str) -> Response:
+    """The answer to a request that failed: all that its client can mend, and nothing internal."""
+    refused = errors.of(error)
+    for observer in service.observers:
+        observer.refused(refused)
+    if refused.status >= 500 and refused is not error:
+        log.error("%s failed", what, exc_info=error)
+    return Response(
+        refused.body.model_dump_json(), refused.status, headers=refused.headers, media_type="application/json"
+    )
+
+
+class Guard:
+    """The middleware: pure ASGI, so that routes notice a client that goes away."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service, self._keys = app, service, Keys(service.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.lower(), []).append(value.decode("latin-1"))
+        given = headers.get(b"x-request-id", [""])[-1]
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope["outpace.request_id"] = request_id
+        REQUEST_ID.set(request_id)
+        begun = False
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            scope["outpace.scope"] = self._keys.scope(scope["path"], headers.get(b"authorization", ()))
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if begun:
+                raise
+            await refusal(error, self._service, f"{scope['method']} {scope['path']}")(scope, receive, send_with_id)

@@ -1,0 +1,1 @@
+"""Conversations as a template takes them, and answers taken apart while they are written."""

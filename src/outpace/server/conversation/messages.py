@@ -1,0 +1,204 @@
+"""Conversations in OpenAI's form, typed, and made what chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outpace.errors import Argument, ParameterError
+from outpace.server.conversation.formats import Format, format_of
+from outpace.server.conversation.tools import ToolChoice, calls_text, choice_name, instructions, result_text
+from outpace.server.schema import Body, Items
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = Field(default=None, description="Changes nothing: prefixes are cached anyway.")
+
+
+class FunctionCall(Body):
+    name: str = Field(min_length=1)
+    arguments: str = Field(description="JSON text.")
+    parsed_arguments: Any = Field(default=None, description="Changes nothing: openai's helpers add it.")
+
+
+class ToolCall(Body):
+    id: str = Field(min_length=1)
+    type: Literal["function"]
+    function: FunctionCall
+    index: int | None = Field(default=None, description="Changes nothing: deltas have it.")
+
+
+class Message(Body):
+    """Of a conversation. Answers may be sent back as they came: ``refusal`` and what follows it change nothing."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="The model's reasoning, as answers have it.")
+    reasoning: str | None = Field(default=None, description="The same, as others call it.")
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+
+    @property
+    def thoughts(self) -> str | None:
+        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Arguments of ``ChatTemplate.render``. ``tools``: None where the template is not to know of any."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+def conversation(
+    messages: Sequence[Message],
+    template: str | None,
+    tools: Sequence[dict[str, Any]] = (),
+    choice: ToolChoice = "auto",
+) -> Conversation:
+    """A request's messages and its tools (``tools.checked``) as this template takes them.
+
+    Content parts become one text, with a line break between them; ``developer`` becomes ``system``; a call's arguments
+    become a mapping, where they are a JSON object. With ``choice`` "none" the prompt mentions no tools. A function
+    without parameters or description has empty ones, which templates read.
+    Raises ParameterError that names what is refused.
+    """
+    found = format_of(template)
+    offered = list(tools) if choice != "none" else []
+    if offered and found.kind == "none":
+        raise ParameterError(
+            Argument("tools"),
+            " cannot be offered: this model's chat template writes calls in no way that is known; leave them out",
+        )
+    choice_name(choice, offered)
+    plain = _plain(messages)
+    if found.kind == "llama3" and found.takes_tools:
+        plain = _one_call_each(plain)
+    if found.takes_tools:
+        return Conversation(plain, [_complete(tool) for tool in offered] or None)
+    if offered or any("tool_calls" in m or m["role"] == "tool" for m in plain):
+        plain = _in_text(plain, found, offered)
+    return Conversation(plain)
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    """With all that a function may say: Hermes's template raises for what is not there."""
+    function = {**tool["function"]}
+    function.setdefault("description", "")
+    function["parameters"] = {**function.get("parameters", {})}
+    function["parameters"].setdefault("type", "object")
+    function["parameters"].setdefault("properties", {})
+    return {**tool, "function": function}
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates take them. What a role may say is checked here."""
+    found: list[dict[str, Any]] = []
+    open_calls: dict[str, str] = {}  # of the last assistant message, by id: the function's name
+    for i, message in enumerate(messages):
+        role, calls = message.role, message.tool_calls or ()
+        for name, value, owner in (
+            ("tool_calls", calls or None, "assistant"),
+            ("reasoning_content", message.thoughts, "assistant"),
+            ("tool_call_id", message.tool_call_id, "tool"),
+        ):
+            if value is not None and role != owner:
+                raise ParameterError(
+                    Argument(f"messages.{i}.{name}"), f" belongs to messages of the {owner}: leave it out of a {role}'s"
+                )
+        if message.content is None and not calls:
+            raise ParameterError(Argument(f"messages.{i}.content"), " is missing: give text, or a list of text parts")
+        content = message.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+        if role == "tool":
+            if message.tool_call_id not in open_calls:
+                raise ParameterError(
+                    Argument(f"messages.{i}.tool_call_id", message.tool_call_id),
+                    " answers no call of the assistant's message before it: give the id of one",
+                )
+            plain |= {"tool_call_id": message.tool_call_id, "name": open_calls[message.tool_call_id]}
+        else:
+            open_calls = {call.id: call.function.name for call in calls}
+            if message.name is not None:
+                plain["name"] = message.name
+        if calls:
+            plain["tool_calls"] = [_call(call) for call in calls]
+        if message.thoughts is not None:
+            plain["reasoning_content"] = message.thoughts
+        found.append(plain)
+    return found
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _mapping(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _mapping(arguments: str) -> dict[str, Any] | str:
+    """Templates iterate over arguments. What the model once wrote wrongly stays the text that it was."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Llama 3's template takes one call a message: each gets its own, its result right after it."""
+    found: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls", [])
+        if not calls and message["role"] != "tool":
+            found.append(message)
+        results = list(takewhile(lambda m: m["role"] == "tool", messages[i + 1 :]))
+        for j, call in enumerate(calls):
+            found.append({**message, "content": "" if j else message["content"], "tool_calls": [call]})
+            found += [its for its in results if its["tool_call_id"] == call["id"]]
+    return found
+
+
+def _in_text(messages: list[dict[str, Any]], form: Format, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools in the system message, calls in the assistant's text, results in messages of the user."""
+    found: list[dict[str, Any]] = []
+    results = False  # whether the last message holds results
+    for message in messages:
+        text, role = message["content"], message["role"]
+        if calls := message.get("tool_calls"):
+            if form.kind == "none":
+                raise ParameterError(
+                    Argument("messages"), " hold tool calls, which this model's chat template cannot write: drop them"
+                )
+            text = "\n".join(part for part in (text, calls_text(form.kind, calls)) if part)
+        if role == "tool":
+            role, text = "user", result_text(text)
+        if role == "user" and results:  # templates want turns to alternate
+            found[-1]["content"] += "\n" + text
+        else:
+            found.append({"role": role, "content": text})
+        results = message["role"] == "tool" or (role == "user" and results)
+    if tools:
+        listed = instructions(form.kind, tools)
+        if found[0]["role"] == "system":
+            found[0]["content"] = "\n\n".join(part for part in (found[0]["content"], listed) if part)
+        else:
+            found.insert(0, {"role": "system", "content": listed})
+    return found

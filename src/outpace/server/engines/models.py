@@ -1,0 +1,124 @@
+"""The models of a server: one that is always there, what requests need of a loaded one, and its fingerprint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from outpace import __version__, _fast
+from outpace.arrays import I32
+from outpace.engine.aio import AsyncEngine
+from outpace.engine.grammar import Grammars
+from outpace.engine.text import TextReader
+from outpace.errors import ModelError
+from outpace.measure.machine import path_of
+from outpace.models.base import ModelInfo
+from outpace.models.fingerprint import fingerprint_of
+from outpace.models.options import BACKENDS, LoadOptions
+from outpace.models.text.token_bytes import TokenBytes, token_texts
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.server.admission import Admission
+from outpace.server.engines.parts import Colours
+from outpace.server.errors import APIError
+
+
+class Models(Protocol):
+    """The models of a server, by name. The first name is the one that requests get who name none."""
+
+    def names(self) -> list[str]: ...
+    def lease(self, name: str) -> Any:
+        """``async with`` it: the model's AsyncEngine, which stays loaded meanwhile."""
+
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """By name, what is known of each; "state" is "loaded" or another."""
+
+    async def close(self) -> None: ...
+
+
+class SingleModel:
+    """``engine`` under ``name``; it is closed with this."""
+
+    def __init__(self, name: str, engine: AsyncEngine) -> None:
+        self._name, self._engine = name, engine
+
+    def names(self) -> list[str]:
+        return [self._name]
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[AsyncEngine]:
+        yield self._engine
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {self._name: {"state": "loaded"}}
+
+    async def close(self) -> None:
+        await self._engine.__aexit__(None, None, None)
+
+
+class Served:
+    """A model as requests need it: engine, tokenizer, grammars, admission.
+
+    ``queue``: samples that may wait beyond those that run; ``shared``: there are several API keys. Raises ModelError.
+    """
+
+    def __init__(self, name: str, serving: AsyncEngine, *, queue: int, shared: bool, fingerprint: str) -> None:
+        engine = serving.engine
+        if engine.tokenizer is None:
+            raise ModelError(f"{name} has no tokenizer, which a server needs: add its tokenizer.json")
+        self.name, self.serving, self.fingerprint = name, serving, fingerprint
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.info: ModelInfo = engine.model.info
+        self.created = int(time.time())
+        self.admission = Admission(engine.options.max_rows, queue, shared=shared)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for this model's tokens, made when the first is asked for."""
+        return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids)
+
+    def ids(self, given: Sequence[int], param: str) -> I32:
+        """Token ids int32 [n]. Raises APIError for one that the model does not have."""
+        for its in given:
+            if not 0 <= its < self.info.vocab_size:
+                most = self.info.vocab_size - 1
+                raise APIError(400, f"{param} has token id {its}, but this model's go from 0 to {most}", param=param)
+        return np.array(given, np.int32)
+
+    def colours(self, skip_special: bool) -> Colours:
+        """For one choice: who writes what."""
+        return Colours(TextReader(self.tokenizer, skip_special=skip_special))
+
+    @cached_property
+    def text_of(self) -> Callable[[int], str]:
+        """A token's own text."""
+        return token_texts(self.tokenizer)
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], list[int] | None]:
+        """A token's bytes as JSON has them; None where the tokenizer's tokens have none of their own."""
+        if self.tokenizer.spelling is None:
+            return lambda token: None
+        code = TokenBytes(self.tokenizer)
+        return lambda token: list(code.of(token))
+
+
+def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) -> str:
+    """What an answer's bits depend on beside its request: the model's files, what computes with them, and in what.
+
+    ``load``: how the model was loaded, where a revision matters. As in
+    ``fp_5f2a...-avx512_vnni-0.1.0.6-bfloat16-kv23040``: 16 digits of the model ("none": it has no files), the
+    instruction-set path (elsewhere the device), the version of Outpace and of its kernels' interface, the weights' type
+    and the bytes of a position's keys and values. Reads pieces of the model's files: not for the event loop. Raises
+    OSError.
+    """
+    model = serving.engine.model
+    info = model.info
+    files = fingerprint_of(info.name, load or LoadOptions()) if info.backend in BACKENDS else None
+    path = path_of(model) or info.device
+    version = f"{__version__}.{_fast.INTERFACE}"
+    return f"fp_{files or 'none'}-{path}-{version}-{info.dtype}-kv{info.kv_bytes_per_position}"

@@ -1,0 +1,199 @@
+"""The service behind the routes: models, admission, requests from their beginning to their end, and shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from outpace import allocator
+from outpace.engine.aio import AsyncEngine
+from outpace.server.admission import Places
+from outpace.server.engines.generation import Caller, Generation, Observer, Work, seeded
+from outpace.server.engines.models import Models, Served
+from outpace.server.errors import APIError
+from outpace.server.observe.traces import Traces
+from outpace.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WORKERS = 4  # threads for templates, tokens, grammars and large JSON
+_LAST = 2.0  # seconds that readers have to take the final error
+
+
+class Service:
+    """``models``: what is served, closed with the service. ``fingerprint``: of a loaded model. ``observers``: metrics,
+    logs, spans. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        models: Models,
+        settings: ServerSettings,
+        *,
+        fingerprint: Callable[[AsyncEngine], str],
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.models, self.settings, self.observers = models, settings, tuple(observers)
+        self._fingerprint = fingerprint
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="outpace-request")
+        self._served: dict[str, Served] = {}
+        self._generations: set[Generation] = set()
+        self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
+        self._loading: set[asyncio.Timeout] = set()  # of requests that wait for their model
+        self._over: asyncio.Event | None = None
+        self.draining = self._refusing = False  # nothing new is taken; nothing that has not begun goes on
+        self.traces = Traces(settings.traces) if settings.traces else None
+        self.started = int(time.time())
+
+    async def work(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function`` off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)
+
+    async def begin(self, name: str | None, translate: Callable[[Served], Work], caller: Caller) -> Generation:
+        """A request, running. Raises what translating or queueing it raises; then nothing of it is left."""
+        self.check_open()
+        async with AsyncExitStack() as held:
+            self.enter(held)
+            model = await self.model(name, held)
+            places = held.enter_context(closing(Places(model.admission, caller.scope)))
+            places.hold(1)
+            work = await self.work(translate, model)
+            places.hold(work.samples)
+            work = replace(work, params=seeded(work.params))
+            engine = model.serving.engine
+
+            def prepared() -> list[Any]:
+                return [
+                    engine.prepare(its.tolist(), work.params, owner=caller.scope, **work.options)
+                    for its in work.prompts
+                ]
+
+            requests = await self.work(prepared)
+            if self._refusing:
+                raise _ending()
+            running = await model.serving.open(requests)
+            held.callback(running.close)
+            generation = Generation(model, work, running, caller, self.observers)
+            self._generations.add(generation)
+            held.callback(self._generations.discard, generation)
+            if self.traces is not None:
+                self.traces.began(generation.id, caller.scope, engine, running.ids, work.samples)
+            for observer in self.observers:
+                observer.began(generation)
+            generation.held = held.pop_all()
+            return generation
+
+    def enter(self, held: AsyncExitStack) -> None:
+        """Count a request as in flight until ``held`` closes."""
+        self.inside += 1
+        self.came += 1
+        held.callback(self._left)
+
+    async def model(self, name: str | None, held: AsyncExitStack) -> Served:
+        """The model of that name, leased until ``held`` closes. Raises APIError (404) for one that there is not."""
+        names = self.models.names()
+        name = names[0] if name is None else name
+        if name not in names:
+            there = ", ".join(names)
+            raise APIError(404, f"the model {name!r} is not served: use {there}", param="model", code="model_not_found")
+        serving = await self._leased(name, held)
+        known = self._served.get(name)
+        if known is None or known.serving is not serving:
+            fingerprint = await self.work(self._fingerprint, serving)
+            if self.traces is not None:
+                await self.traces.watch(serving)
+            known = self._served.get(name)
+        if known is None or known.serving is not serving:
+            shared = len(self.settings.api_keys) > 1
+            known = Served(name, serving, queue=self.settings.queue, shared=shared, fingerprint=fingerprint)
+            self._served[name] = known
+        return known
+
+    async def _leased(self, name: str, held: AsyncExitStack) -> AsyncEngine:
+        """Raises APIError (503) when the server ends before the model is there."""
+        patience = asyncio.timeout(0 if self._refusing else None)
+        self._loading.add(patience)
+        try:
+            async with patience:
+                serving: AsyncEngine = await held.enter_async_context(self.models.lease(name))
+        except TimeoutError:
+            if patience.expired():
+                raise _ending() from None
+            raise
+        finally:
+            self._loading.discard(patience)
+        return serving
+
+    def known(self, name: str) -> Served | None:
+        """A model that has served; None: not yet."""
+        return self._served.get(name)
+
+    def check_ready(self) -> None:
+        """Raise APIError (503) unless requests are taken."""
+        self.check_open()
+        lost = [its.name for its in self._served.values() if not its.serving.alive]
+        if lost and set(lost) == set(self.models.names()):
+            raise APIError(503, f"the engine of {lost[0]} has stopped", code="engine_stopped")
+
+    def check_open(self) -> None:
+        """Raise APIError (503) while the server ends."""
+        if self.draining:
+            raise APIError(503, "the server is shutting down: try another", code="shutting_down")
+
+    def _left(self) -> None:
+        self.inside -= 1
+        if self._over is not None and not self.inside:
+            self._over.set()
+
+    async def drain(self) -> None:
+        """Take nothing new; give what runs ``settings.drain`` seconds to end, then end it with an error."""
+        self.draining = True
+        self._over = asyncio.Event()
+        if not self.inside:
+            return
+        log.info("shutting down: %d requests have %g s to end", self.inside, self.settings.drain)
+        try:
+            async with asyncio.timeout(self.settings.drain):
+                await self._over.wait()
+        except TimeoutError:
+            log.warning("%d requests did not end in time and are refused", self.inside)
+            self._refusing = True
+            for patience in self._loading:
+                patience.reschedule(asyncio.get_running_loop().time())
+            for generation in list(self._generations):
+                generation.abort(_ending())
+            try:
+                async with asyncio.timeout(_LAST):
+                    await self._over.wait()
+            except TimeoutError:
+                log.warning("%d requests were not told: their readers take nothing", self.inside)
+
+    async def close(self) -> None:
+        """Unload the models."""
+        await self.models.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _ending() -> APIError:
+    return APIError(503, "the server is shutting down", code="shutting_down")
+
+
+async def trimmed(service: Service) -> None:
+    """Until the server ends: give free pages back to the system once no request was in flight for ``settings.idle``
+    seconds, or up to twice that; again after further requests."""
+    seen, done = 0, -1  # requests so far, a look ago and when it was trimmed
+    while True:
+        await asyncio.sleep(service.settings.idle)
+        if service.draining:
+            return
+        if not service.inside and service.came == seen != done:
+            await service.work(allocator.trim)
+            done = seen
+        seen = service.came

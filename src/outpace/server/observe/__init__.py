@@ -1,0 +1,1 @@
+"""What the server reports: metrics, log lines, spans, traces of steps."""

@@ -1,1 +1,0 @@
-"""One thin file a route: what it takes, what it answers."""

@@ -1,1 +1,0 @@
-"""Tools and reasoning: conversations as a template takes them, and answers taken apart while they are written."""

@@ -1,0 +1,100 @@
+"""Answers are what the openai package's types say, but for the fields that are ours (docs/serving.md)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.server.serving import Running
+
+OURS = {
+    "prompt_token_ids", "reasoning_content", "seed", "speculation", "stop_reason", "system_fingerprint", "token_ids",
+    "max_model_len", "drafters",
+    "store", "bytes", "name",  # OpenAI's answers and events have them, too
+}  # fmt: skip
+TOOL = {"name": "paint", "parameters": {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}}
+MESSAGES = [{"role": "user", "content": "Count to ten."}]
+CHATS: list[dict[str, Any]] = [
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required", "parallel_tool_calls": False},
+    {"return_token_ids": True, "speculation": {"trace": True}},
+]
+TEXTS: list[dict[str, Any]] = [{"prompt": ["One, two,", "A, b,"], "logprobs": 2}, {"prompt": "One", "echo": True}]
+RESPONSES: list[dict[str, Any]] = [
+    {
+        "instructions": "Be brief.",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+        "metadata": {"a": "b"},
+    },
+    {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "paint"}, "user": "me"},
+    {"text": {"format": {"type": "json_schema", "name": "c", "schema": TOOL["parameters"]}}, "return_token_ids": True},
+]
+
+
+def more(value: Any) -> set[str]:
+    """Names of all fields, however deep, that openai's types do not have."""
+    if isinstance(value, BaseModel):
+        found = set(value.model_extra or ())
+        return found.union(*(more(getattr(value, name)) for name in type(value).model_fields))
+    return set().union(*map(more, value)) if isinstance(value, list) else set()
+
+
+def check(kind: Any, value: Any) -> None:
+    parsed = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    assert more(parsed) <= OURS
+
+
+def post(demo: Running, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(demo.url + path, json={"max_tokens": 40, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(demo: Running, path: str, body: dict[str, Any]) -> list[Any]:
+    answer = httpx.post(demo.url + path, json={"max_tokens": 40, "stream": True, **body}, timeout=60)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize("body", CHATS)
+def test_chats(demo: Running, body: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES, **body}
+    check(ChatCompletion, post(demo, "/v1/chat/completions", body))
+    for chunk in events(demo, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}):
+        check(ChatCompletionChunk, chunk)
+
+
+@pytest.mark.parametrize("body", TEXTS)
+def test_completions(demo: Running, body: dict[str, Any]) -> None:
+    check(Completion, post(demo, "/v1/completions", body))
+    for chunk in events(demo, "/v1/completions", body):
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = (
+                choice["finish_reason"] or "stop"
+            )  # OpenAI's own streams say null, its type does not
+        check(Completion, chunk)
+
+
+@pytest.mark.parametrize("body", RESPONSES)
+def test_responses(demo: Running, body: dict[str, Any]) -> None:
+    body = {"input": "Count to ten.", "max_output_tokens": 40, **body}
+    answer = httpx.post(f"{demo.url}/v1/responses", json=body, timeout=60).json()
+    check(Response, answer)
+    streamed = httpx.post(f"{demo.url}/v1/responses", json={**body, "stream": True}, timeout=60).text
+    for line in streamed.splitlines():
+        if line.startswith("data: "):
+            check(ResponseStreamEvent, json.loads(line.removeprefix("data: ")))
+
+
+def test_models(demo: Running) -> None:
+    for model in httpx.get(f"{demo.url}/v1/models").json()["data"]:
+        check(Model, model)
