@@ -1,9 +1,9 @@
-// What Python sees of drafting: searches for `ngram`, `suffix` and `retrieval`.
+// What Python sees of drafting: the drafters that look tokens up, and what they search.
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <numeric>
+#include <deque>
 #include <stdexcept>
 #include <system_error>
 
@@ -43,13 +43,32 @@ struct HeldDatastore {
     Datastore store;
 };
 
+// rows: (row, request, its prompt's tokens, committed tokens int32 [L], most nodes). Tokens, parents, gains and sources of a tree each.
+nb::list trees_of(Lookup& lookup, const nb::list& rows) {
+    std::vector<Asked> asked;
+    std::deque<IntView> tokens;
+    for (const nb::handle row : rows) {
+        const nb::tuple its = nb::borrow<nb::tuple>(row);
+        if (its.size() != 5) throw std::invalid_argument("a row is (row, request, prompt, tokens, size)");
+        const IntView& view = tokens.emplace_back(nb::handle(its[3]).ptr());
+        asked.push_back({nb::cast<int64_t>(its[0]), nb::cast<int64_t>(its[1]), nb::cast<int64_t>(its[2]), view.data(),
+                         static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
+    }
+    std::vector<SourcedTree> trees;
+    lookup.propose(asked, trees);
+    nb::list found;
+    for (const SourcedTree& tree : trees) found.append(nb::make_tuple(tree.tokens, tree.parents, tree.gains, tree.sources));
+    return found;
+}
+
 // What drafts in steps that need no Python; see step.cpp.
 void bind_lookups(nb::module_& m) {
     nb::class_<Lookup>(m, "Lookup")
+        .def("trees", &trees_of, "rows"_a)
         .def_prop_ro("taps", [](const Lookup& x) { return nb::tuple(nb::cast(x.taps())); })
         .def_prop_ro("stepwise", &Lookup::stepwise);
     nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
-        .def(nb::init<int, int, std::vector<double>>(), "least"_a, "most"_a, "hit"_a);
+        .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
     nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")
         .def("__init__",
              [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) { new (self) RetrievalLookup(held.store, places, least); },
@@ -70,12 +89,6 @@ void bind_lookups(nb::module_& m) {
                  new (self) SuffixRows(capacity, most, {nearest, few, {std::move(weights), doubt}}, wide, history);
              },
              "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a, "wide"_a, "history"_a.none(), nb::keep_alive<1, 9>())
-        .def("tree",
-             [](SuffixRows& x, int64_t row, int64_t request, int64_t prompt, const nb::object& tokens, int size) {
-                 const IntView view(tokens.ptr());
-                 return tuple_of(x.tree({row, request, prompt, view.data(), static_cast<size_t>(view.size()), size}));
-             },
-             "row"_a, "request"_a, "prompt"_a, "tokens"_a, "size"_a)
         .def("bound", &SuffixRows::bound)
         .def("release", &SuffixRows::release, "row"_a)
         .def_prop_ro("places", &SuffixRows::places)
@@ -90,16 +103,6 @@ void bind_lookups(nb::module_& m) {
 }  // namespace
 
 void bind_drafting(nb::module_& m) {
-    m.def(
-        "newest_chain",
-        [](const nb::object& tokens, int least, int most, int size, const std::vector<double>& hit) {
-            const IntView view(tokens.ptr());
-            const Chain chain = newest_chain(view.data(), static_cast<size_t>(view.size()), least, most, size, hit);
-            std::vector<int> parents(chain.tokens.size());
-            std::iota(parents.begin(), parents.end(), -1);
-            return nb::make_tuple(chain.tokens, parents, chain.gains, std::vector<int>(parents.size(), 0));
-        },
-        "tokens"_a, "least"_a, "most"_a, "size"_a, "hit"_a);
     m.def(
         "merge",
         [](const nb::list& proposals, int budget) {

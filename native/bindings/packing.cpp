@@ -63,7 +63,6 @@ bool truth(const nb::list& list, size_t i) {
 
 int32_t number(const nb::list& list, size_t i) { return static_cast<int32_t>(whole(PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i)))); }
 
-// models.base.pack_reference
 nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::list& starts_at, const nb::list& wanted,
                      const nb::list& trees, bool last_only) {
     const size_t b = rows.size();
@@ -84,7 +83,6 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
     return packed(each);
 }
 
-// models.base.pack_step_reference
 nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::list& pending, const nb::object& tokens,
                     const nb::object& widths, const nb::object& parents, const nb::list& chunks, const nb::list& wanted) {
     const size_t b = pending.size(), c = chunks.size();
@@ -111,7 +109,7 @@ nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::l
     return packed(each);
 }
 
-// exact.drafts.fault_reference
+// What is wrong with a proposal: "width", "token" or "parent"; "" when nothing is.
 const char* draft_fault(const nb::object& tokens, const nb::object& widths, const nb::object& parents, const nb::list& most, int vocab) {
     const IntCopy token(tokens.ptr(), 2), width(widths.ptr());
     std::optional<IntCopy> parent;
@@ -138,7 +136,7 @@ nb::object list_of(PyObject* tree, PyObject* name) {
     return list;
 }
 
-// exact.tree.pack_reference: tokens, widths, parents (None: chains), confidence, source (None: one source).
+// Tokens, widths, parents (None: chains), confidence, source (None: one source).
 nb::tuple pack_trees(const nb::list& trees, bool sourced) {
     const auto b = static_cast<Py_ssize_t>(trees.size());
     std::vector<nb::object> lists[3];

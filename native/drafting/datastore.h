@@ -1,5 +1,5 @@
-// The search of `retrieval` in a datastore's arrays; drafters/lookup/datastore.py writes them and is the reference, number for
-// number.
+// The search of `retrieval` in a datastore's arrays, which drafters/lookup/datastore.py writes. tests/oracles/datastore.py has it in
+// plain Python, number for number.
 #pragma once
 
 #include <cstddef>

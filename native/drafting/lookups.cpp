@@ -1,10 +1,10 @@
 #include "drafting/lookups.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 #include "drafting/lookup.h"
+#include "runtime/mapped.h"
 
 namespace outpace {
 namespace {
@@ -22,13 +22,30 @@ std::pair<const int32_t*, size_t> context_of(const Asked& asked, size_t most) {
 
 }  // namespace
 
+NgramLookup::NgramLookup(int least, int most, int candidates, std::vector<double> hit, double older)
+    : least_(least), most_(most), candidates_(static_cast<size_t>(candidates)), hit_(std::move(hit)), older_(older) {
+    if (candidates < 1 || hit_.empty()) throw std::invalid_argument("candidates must be at least 1 and hit not empty");
+}
+
 void NgramLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
     trees.clear();
     for (const Asked& asked : rows) {
-        Chain chain = newest_chain(asked.tokens, asked.n, least_, most_, asked.size, hit_);
-        std::vector<int32_t> parents(chain.tokens.size());
-        std::iota(parents.begin(), parents.end(), -1);
-        trees.push_back(unsourced({std::move(chain.tokens), std::move(parents), std::move(chain.gains)}));
+        std::vector<SourcedTree> chains;
+        double left = 1.0;
+        for (const Match& match : matches(asked.tokens, asked.n, least_, most_, candidates_)) {
+            const size_t period = asked.n - match.next;  // a match that runs into the end is a loop: its next turn is another one
+            TokenTree chain;
+            double gain = left;
+            for (int i = 0; i < asked.size; ++i) {
+                gain *= hit_[std::min(static_cast<size_t>(match.length + i), hit_.size() - 1)];
+                chain.tokens.push_back(asked.tokens[match.next + static_cast<size_t>(i) % period]);
+                chain.parents.push_back(i - 1);
+                chain.gains.push_back(gain);
+            }
+            chains.push_back(unsourced(std::move(chain)));
+            left *= older_;
+        }
+        trees.push_back(chains.empty() ? SourcedTree() : chains.size() == 1 ? std::move(chains[0]) : merge(chains, asked.size));
     }
 }
 
@@ -86,6 +103,7 @@ int64_t SuffixRows::release(int64_t row) {
 
 void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
     trees.clear();
+    Mapped::guard();
     for (const Asked& asked : rows) {
         const auto [context, n] = context_of(asked, Datastore::kDepth);
         trees.push_back(unsourced(store_.propose(context, n, places_, least_, asked.size)));

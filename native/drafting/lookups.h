@@ -1,5 +1,4 @@
-// Drafters for whole steps in C++: what drafters/lookup/* and drafters/composed.py do with the same searches, row for row.
-// Those are the reference. Learned ones, which hear what became final, are in learned.h.
+// The drafters that look tokens up, and compositions of drafters. Learned ones, which hear what became final, are in learned.h.
 #pragma once
 
 #include <cstddef>
@@ -56,15 +55,19 @@ public:
 
 class NgramLookup : public Lookup {
 public:
-    NgramLookup(int least, int most, std::vector<double> hit) : least_(least), most_(most), hit_(std::move(hit)) {}
+    // Matches of `least` to `most` tokens, at most `candidates` of them, as one tree. `hit[l]`: how often the token after a match
+    // of l tokens was right (the last for all longer ones); `older`: the share of what newer matches leave that the next one gets.
+    NgramLookup(int least, int most, int candidates, std::vector<double> hit, double older);
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
 
 private:
     int least_, most_;
+    size_t candidates_;
     std::vector<double> hit_;
+    double older_;
 };
 
-// The indexes of rows that `suffix` drafts for, and its history; drafters/lookup/suffix_rows.py is the reference.
+// The indexes of rows that `suffix` drafts for, and its history.
 class SuffixRows : public Lookup {
 public:
     // `history` may be null, and must outlive this. `most`: longest match. Throws std::invalid_argument.
@@ -72,8 +75,6 @@ public:
     SuffixRows(const SuffixRows&) = delete;
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    // One row's; `bound` has to follow.
-    TokenTree tree(const Asked& asked);
     // Forget until everything fits: the history first, then the older half of the largest row.
     void bound();
     // The row is gone; tokens of its prompt, or -1 if it was unknown.
@@ -88,6 +89,8 @@ public:
     const std::vector<Row>& rows() const { return rows_; }
 
 private:
+    TokenTree tree(const Asked& asked);  // one row's; `bound` has to follow
+
     int64_t capacity_;
     int most_;
     SuffixRules rules_;

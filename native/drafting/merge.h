@@ -1,4 +1,4 @@
-// Several proposals as one tree, best expected gain first; exact/tree.py has the reference.
+// Several proposals as one tree, best expected gain first.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,7 @@
-// The index and the best-first tree of the drafter `suffix`; drafters/lookup/suffix_index.py is the reference, number for number.
+// The index and the best-first tree of the drafter `suffix`. Instead of a suffix tree with counts, which has to update every
+// ancestor for every token, positions are chained by the pair of tokens that ends there, and the counts of SuffixDecoding's tree
+// (arXiv 2411.04975, section 3) are taken lazily: a tree node is the set of earlier places that its path continues, and its
+// children are what stands next in them. tests/oracles/suffix.py has it in plain Python, number for number.
 #pragma once
 
 #include <cstddef>
@@ -10,20 +13,20 @@
 
 namespace outpace {
 
-// What the reference's module constants say; see there.
 struct SuffixRules {
-    int nearest;
-    int few;
+    int nearest;  // newest places looked at for the last pair of tokens
+    int few;      // with fewer than that, also so many newest places of the last token alone
     VoteRules votes;
 };
 
+// At most `capacity` tokens; when it is full, the older half is forgotten. `most`: tokens of a context that count.
 class SuffixIndex {
 public:
     // Throws std::invalid_argument.
     SuffixIndex(int64_t capacity, int most, SuffixRules rules);
 
     void append(const int32_t* tokens, size_t n);
-    void shrink(int64_t n);
+    void shrink(int64_t n);  // forgets all but the newest n tokens
     TokenTree propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others,
                       bool wide) const;
     const std::vector<int32_t>& tokens() const { return held_; }
@@ -33,6 +36,7 @@ public:
         int64_t at;  // where what follows stands
         int length;  // of the match
     };
+    // Adds the places that end like the context, newest first; the context itself, which the index ends with, is none.
     void places(const int32_t* context, size_t n, std::vector<Place>& found) const;
 
 private:

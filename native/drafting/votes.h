@@ -1,5 +1,5 @@
 // What followed earlier places, as a tree: the best-first search that the drafters `suffix` and `retrieval` share.
-// drafters/lookup/votes.py is the reference, number for number.
+// tests/oracles/votes.py has it in plain Python, number for number.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,6 @@ namespace outpace {
 
 constexpr int32_t kEnd = -1;  // stands between sequences: nothing is matched or continued across it
 
-// What the reference's module constants say; see there.
 struct VoteRules {
     std::vector<double> weights;  // by length of the match; the last counts for all longer ones
     double doubt;                 // the weight of "something else"

@@ -1,44 +1,28 @@
-"""The one place that chooses between the C++ extension and Python references of what is hot, and says what it chose.
+"""The C++ extension, ``outpace._native``, which every part of the package needs: loaded and checked in one place.
 
-A module that has both asks ``pick(name, reference)``: the extension's function or class of that name, or the
-reference where there is no extension. An extension from before this Python is an error, never a silent fallback.
+A missing extension and one that was built before this Python are errors with their remedy.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import importlib
+from typing import Any
 
 from outpace.errors import ModelError
 
-INTERFACE = 7  # raised with every change of what the extension offers; native/bindings/module.cpp says its own
-REMEDY = "build it again: ./scripts/setup, or pip install --no-build-isolation -e ."
-
-T = TypeVar("T")
-
-try:
-    from outpace import _native
-except ImportError:  # no C++ compiler at installation
-    _native = None  # type: ignore[assignment]
-
-_chosen: dict[str, str] = {}
+INTERFACE = 8  # raised with every change of what the extension offers; native/bindings/module.cpp has the same number
+REMEDY = "build it again with a C++17 compiler: ./scripts/setup, or pip install --no-build-isolation -e ."
 
 
-def _checked(native: Any) -> Any:
-    built = getattr(native, "INTERFACE", 1)
+def _load() -> Any:
+    try:
+        extension = importlib.import_module("outpace._native")
+    except ImportError as error:
+        raise ModelError(f"the C++ extension of outpace does not load ({error}): {REMEDY}") from error
+    built = getattr(extension, "INTERFACE", 1)
     if built != INTERFACE:
         raise ModelError(f"the native extension is of interface {built}, this Python needs {INTERFACE}: {REMEDY}")
-    return native
+    return extension
 
 
-native: Any = None if _native is None else _checked(_native)
-
-
-def pick(name: str, reference: T) -> T:
-    """The extension's ``name``, or ``reference`` where there is no extension."""
-    _chosen[name] = "python" if native is None else "native"
-    return reference if native is None else getattr(native, name)
-
-
-def chosen() -> dict[str, str]:
-    """What was picked so far, by name: "native" or "python"."""
-    return dict(_chosen)
+native: Any = _load()

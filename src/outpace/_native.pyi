@@ -1,4 +1,4 @@
-"""The C++ runtime (native/bindings/). models/native uses it, ``_fast`` picks from it, tests and benchmarks."""
+"""The C++ runtime (native/bindings/). ``_fast`` loads it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -251,7 +251,7 @@ class Parallel:
         """What the Markov head knows of tokens [n, rank], and what that adds to logits [n, D]."""
 
 class SuffixIndex:
-    """The index of ``suffix``; see drafters/lookup/suffix_index.py, the reference. Raises ValueError."""
+    """The index of ``suffix``: at most ``capacity`` tokens. See native/drafting/suffix.h. Raises ValueError."""
 
     def __init__(
         self, capacity: int, most: int, nearest: int, few: int, weights: tuple[float, ...], doubt: float
@@ -275,7 +275,7 @@ class Mapped:
     def __init__(self, path: str) -> None: ...
 
 class Datastore:
-    """See ``Search`` of drafters/lookup/datastore.py, the reference. Keeps its arrays. Raises ValueError."""
+    """The search of ``retrieval``: tokens, order and keys of segments, which it keeps. Raises ValueError."""
 
     def __init__(
         self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float, vocab: int
@@ -284,7 +284,13 @@ class Datastore:
         """Tokens, parents and gains of the tree."""
 
 class Lookup:
-    """A drafter for ``Stepper``; see native/drafting/lookups.h. drafters/ has the references."""
+    """A drafter in C++; see native/drafting/lookups.h."""
+
+    def trees(
+        self, rows: list[tuple[int, int, int, _I32, int]]
+    ) -> list[tuple[list[int], list[int], list[float], list[int]]]:
+        """rows: row, request, tokens of its prompt, committed tokens int32 [L], most nodes. Tokens, parents, gains and
+        sources of a tree for each. Raises ValueError, RuntimeError."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -322,7 +328,9 @@ class EagleRows(Lookup):
     def release(self, row: int) -> None: ...
 
 class NgramLookup(Lookup):
-    def __init__(self, least: int, most: int, hit: Sequence[float]) -> None: ...
+    """See native/drafting/lookups.h. Raises ValueError."""
+
+    def __init__(self, least: int, most: int, candidates: int, hit: Sequence[float], older: float) -> None: ...
 
 class RetrievalLookup(Lookup):
     def __init__(self, datastore: Datastore, places: int, least: int) -> None: ...
@@ -334,7 +342,7 @@ class ComposedLookup(Lookup):
     def __init__(self, parts: list[Lookup], fallback: list[bool], sure: float, deep: int) -> None: ...
 
 class SuffixRows(Lookup):
-    """See drafters/lookup/suffix_rows.py, the reference. Raises ValueError."""
+    """The indexes of rows, with ``history`` at most ``capacity`` tokens. Raises ValueError."""
 
     def __init__(
         self,
@@ -347,9 +355,6 @@ class SuffixRows(Lookup):
         wide: bool,
         history: SuffixIndex | None,
     ) -> None: ...
-    def tree(
-        self, row: int, request: int, prompt: int, tokens: _I32, size: int
-    ) -> tuple[list[int], list[int], list[float]]: ...
     def bound(self) -> None: ...
     @property
     def places(self) -> int: ...
@@ -485,18 +490,15 @@ def pack_batch(
     trees: list[_I32 | None],
     last_only: bool,
 ) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]:
-    """See models/base.py, the reference: token, row, position, parent, starts, wanted."""
+    """``Batch.pack`` of models/base.py: token, row, position, parent, starts, wanted."""
 
 def pack_trees(trees: list[Tree], sourced: bool) -> tuple[_I32, _I32, _I32 | None, _F32, _U8 | None]:
-    """See exact/tree.py, the reference: tokens, widths, parents, confidence, source."""
+    """``pack`` of exact/tree.py: tokens, widths, parents, confidence, source."""
 
 def gguf_strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]: ...
 def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
-    """See exact/tree.py, the reference: tokens, parents, gains and sources."""
+    """``merge`` of exact/tree.py: tokens, parents, gains and sources."""
 
-def newest_chain(
-    tokens: _I32, least: int, most: int, size: int, hit: Sequence[float]
-) -> tuple[list[int], list[int], list[float], list[int]]: ...
 def draft_fault(tokens: _I32, widths: _I32, parents: _I32 | None, most: list[int], vocab: int) -> str: ...
 def pack_step(
     rows: list[int],

@@ -15,7 +15,6 @@ from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.errors import DrafterError
 from outpace.models.load import load
-from outpace.models.native import model as native
 from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
 from tests.driving import finished
@@ -87,8 +86,6 @@ def test_a_number_of_layers_that_cannot_draft_is_refused(layers: int) -> None:
 
 @pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_the_demo_model(backend: str) -> None:
-    if backend == "native" and not native.available():
-        pytest.skip("the native backend was not built")
     options = LoadOptions(
         backend=backend, device="cpu", dtype="float32" if backend == "transformers" else "auto", threads=1
     )  # type: ignore[arg-type]

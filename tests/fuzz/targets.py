@@ -14,7 +14,7 @@ from outpace import _fast
 from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.head import Ask
 from outpace.drafters.learned.native_head import NativeHead
-from outpace.drafters.lookup.datastore import Datastore, Search
+from outpace.drafters.lookup.datastore import Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
@@ -22,6 +22,7 @@ from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
 from outpace.models.weights.gguf import GGUFFile
 from tests.fuzz import seeds
+from tests.oracles.datastore import Search
 
 VOCAB = 6  # below a datastore's greatest token
 

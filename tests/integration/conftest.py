@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outpace.models.base import Model
-from outpace.models.native import model as native
 from outpace.models.weights.gguf import GGUFFile
 from tests.native.native_helpers import Tiny
 
@@ -26,9 +25,7 @@ def tiny() -> Iterator[Tiny]:
 @pytest.fixture(
     params=[
         "transformers",
-        pytest.param(
-            "native", marks=pytest.mark.skipif(not native.available(), reason="the native backend is not built")
-        ),
+        "native",
     ]
 )
 def load(request: pytest.FixtureRequest, tiny: Tiny) -> Load:

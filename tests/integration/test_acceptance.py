@@ -19,8 +19,6 @@ from tests.native.native_helpers import Tiny
 
 VOCAB = 190  # tokens of a byte-level tokenizer
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend is not built")
-
 
 @pytest.fixture(scope="module")
 def gguf(tiny: Tiny) -> Path:

@@ -14,7 +14,6 @@ from outpace.exact.noise import Noise
 from outpace.files import cache_dir
 from outpace.measure.compare import NEAR_TIE, compare, first_difference, scores_after
 from outpace.models import demo
-from outpace.models.native import model as native
 from outpace.params import SamplingParams
 from tests.truncate import truncated
 
@@ -27,7 +26,7 @@ PROMPTS = [
     "List the planets of the solar system, then list them again in reverse order.",
     "What is 12 times 12? Explain step by step, and check the result.",
 ]
-BACKENDS = ["transformers", *(["native"] if native.available() else [])]
+BACKENDS = ["transformers", "native"]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -33,8 +33,6 @@ from tests.driving import finished
 from tests.integration.conftest import SIZES, VOCAB
 from tests.native.native_helpers import Tiny
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend is not built")
-
 
 @pytest.fixture(scope="module")
 def gguf(tiny: Tiny) -> Path:

@@ -19,7 +19,6 @@ from outpace.errors import DataError, ParameterError
 from outpace.models.base import Batch
 from outpace.models.fingerprint import identity
 from outpace.models.load import load
-from outpace.models.native import model as native
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from outpace.training import folder as folders
@@ -28,8 +27,6 @@ from outpace.training.data import Answer, Answers
 from outpace.training.states import TapSource
 from outpace.training.writer import Writer
 from tests.integration.test_cli import outpace, spawn, wait_for
-
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend was not built")
 
 LENGTHS = (5, 31, 64, 2, 300, 17)
 LAYERS = (1, 14, 26, 29)

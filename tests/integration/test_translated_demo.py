@@ -9,10 +9,7 @@ import pytest
 
 from outpace import Engine, SamplingParams
 from outpace.errors import DrafterError
-from outpace.models.native import model as native
 from tests.driving import finished
-
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native backend was not built")
 
 PAIRS = [("demo", "demo-gemma"), ("demo-gemma", "demo")]
 PROSE = "Once upon a time, there was a king who lived in a big castle with his"

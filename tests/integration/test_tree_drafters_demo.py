@@ -9,13 +9,11 @@ from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.models.load import load
-from outpace.models.native import model as native
 from outpace.models.options import LoadOptions
 
 PROMPTS = ["Repeat three times: the quick brown fox jumps over the lazy dog.", "Count from one to ten, twice."]
 
 
-@pytest.mark.skipif(not native.available(), reason="the native backend was not built")
 def test_every_tree_drafter_says_what_plain_decoding_says_natively() -> None:
     options = LoadOptions(backend="native")
     model, tokenizer = load("demo", options)

@@ -101,20 +101,24 @@ def test_what_would_change_sums_is_refused(tmp_path: Path) -> None:
     assert "cannot keep sums as written (-ffp-contract=off): use GCC 9" in said
 
 
-def test_a_compiler_that_fails_is_an_error_and_none_is_not(tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    (tmp_path / "a").mkdir()
-    code, said, _ = configure(tmp_path / "a", CXX=str(broken))
+    code, said, _ = configure(tmp_path, CXX=str(broken))
     assert code != 0
     assert "is not able to compile" in said
 
+
+@pytest.mark.parametrize(
+    ("named", "looked_for"), [({}, "c++, g++, clang++"), ({"CXX": "no-such-c++ -O2"}, "no-such-c++")]
+)
+def test_no_compiler_is_an_error_with_the_remedy(tmp_path: Path, named: dict[str, str], looked_for: str) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "ninja").write_text(f'#!/bin/sh\nexec {shutil.which("ninja")} "$@"\n')
     (tools / "ninja").chmod(0o755)
-    (tmp_path / "b").mkdir()
-    code, said, plan = configure(tmp_path / "b", "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", PATH=str(tools))
-    assert (code, "kernels" in plan) == (0, False)
-    assert "no C++ compiler (c++, g++, clang++) was found" in said
+    code, said, plan = configure(tmp_path, PATH=str(tools), **named)
+    assert (code != 0, plan) == (True, "")
+    assert f"no C++ compiler was found ({looked_for}). Outpace's extension needs one" in said
+    assert "apt install g++" in said

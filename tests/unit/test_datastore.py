@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import _fast
+from outpace import _native
 from outpace.drafters.lookup import datastore
-from outpace.drafters.lookup.datastore import DEPTH, Datastore, Place, Search
+from outpace.drafters.lookup.datastore import DEPTH, Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS, RetrievalDrafter
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.errors import DrafterError, ParameterError
 from outpace.measure.corpus import sequences
 from outpace.params import SamplingParams
+from tests.oracles.datastore import Place, Search
 from tests.toy import ToyModel, ToyTokenizer
 from tests.unit.test_registry import context
 
@@ -86,16 +87,14 @@ def test_places_are_those_of_a_search_by_hand(
     st.integers(1, 9),
     st.sampled_from([7, 40, 10_000]),
 )
-def test_the_search_in_cpp_equals_the_reference(
+def test_the_search_is_its_oracle(
     texts: list[list[int]], contexts: list[list[int]], places: int, least: int, budget: int, segment: int
 ) -> None:
     import tempfile
 
-    if _fast.native is None:
-        pytest.skip("the extension was not built")
     with tempfile.TemporaryDirectory() as folder:
         store = make(Path(folder) / "store", texts, segment=segment)
-        native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+        native = _native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
         for wanted in (*contexts, *(text[:-1] for text in texts)):
             context = np.array(wanted, np.int32)
             expected = search(store).propose(context, places, least, budget)
@@ -186,8 +185,6 @@ def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> 
     """Whatever stands in the arrays, both searches say the same, and only tokens of the vocabulary."""
     import tempfile
 
-    if _fast.native is None:
-        pytest.skip("the extension was not built")
     wild = st.one_of(st.integers(-3, 12), st.integers(-(2**31), 2**31 - 1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
@@ -198,7 +195,7 @@ def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> 
                 (tokens, order)[array][place] = data.draw(wild)
         saved(path, tokens=tokens, order=order, keys=keys)
         damaged = Datastore(path)
-        native = _fast.native.Datastore(damaged.arrays, WEIGHTS, DOUBT, 4)
+        native = _native.Datastore(damaged.arrays, WEIGHTS, DOUBT, 4)
         reference = Search(damaged.arrays, WEIGHTS, DOUBT, 4)
         context = np.array([*data.draw(st.lists(wild, min_size=1, max_size=6)), 1, 2], np.int32)
         found = native.propose(context, 5, 1, 6)
@@ -208,11 +205,9 @@ def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> 
 
 def test_a_search_keeps_what_it_reads(tmp_path: Path) -> None:
     """The files may be gone, and whoever opened them."""
-    if _fast.native is None:
-        pytest.skip("the extension was not built")
     make(tmp_path / "store", [[1, 2, 3, 4]])
     store = Datastore(tmp_path / "store")
-    native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+    native = _native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
     expected = native.propose(np.array([1, 2], np.int32), 4, 1, 2)
     del store
     gc.collect()

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace import _fast
 from tests.fuzz.__main__ import fuzz
 from tests.fuzz.child import KEPT, _too_long, attempt, chosen, peak
 from tests.fuzz.mutations import Edit, applied
 from tests.fuzz.targets import TARGETS, Target
-
-pytestmark = pytest.mark.skipif(_fast.native is None, reason="the extension was not built")
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace import _native
 from outpace.errors import ModelError
 from outpace.models.fingerprint import fingerprint
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch import gguf as gguf_transformers
-from outpace.models.weights import gguf as gguf_files
-from outpace.models.weights.gguf import TYPES, GGUFFile, strings_reference
+from outpace.models.weights.gguf import TYPES, GGUFFile
 
 WORDS = ["<s>", "</s>", "a", "b", "c", "ab", "Ġ", "Ġa"]
 
@@ -209,6 +209,17 @@ def test_mutations_only_raise_model_errors(
     assert refused > 30
 
 
+def strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]:
+    found: list[str] = []
+    while len(found) < count and at + 8 <= len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+        if end > len(data):
+            break
+        found.append(data[at + 8 : end].decode())
+        at = end
+    return found, at
+
+
 @given(
     st.lists(st.binary(max_size=6), max_size=6), st.integers(0, 40), st.integers(0, 7), st.integers(0, 12),
     st.integers(0, 2**64 - 1),
@@ -225,7 +236,7 @@ def test_native_and_python_read_the_same_strings(
             except UnicodeDecodeError as error:
                 return str(error)
 
-        assert read(gguf_files._strings) == read(strings_reference)
+        assert read(_native.gguf_strings) == read(strings)
 
 
 def test_shards_are_one_model(tmp_path: Path, path: Path) -> None:

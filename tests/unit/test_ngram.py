@@ -7,29 +7,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import _fast
 from outpace.drafters.base import RowView
-from outpace.drafters.lookup.ngram import HIT, NgramDrafter, matches, newest, newest_chain
+from outpace.drafters.lookup.ngram import HIT, OLDER, NgramDrafter
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
+from outpace.exact.tree import Tree
 from outpace.params import SamplingParams
+from tests.oracles.tree import merge
+
+
+def view(tokens: list[int], row: int = 0) -> RowView:
+    return RowView(row, row, np.array(tokens, np.int32), 99, Chooser(SamplingParams(), Noise(0), 0), "coupled")
 
 
 def chain(tokens: list[int], size: int, least: int, most: int) -> list[int]:
-    view = RowView(0, 0, np.array(tokens, np.int32), 99, Chooser(SamplingParams(), Noise(0), 0), "coupled")
-    return NgramDrafter(least, most).propose([view], np.array([size], np.int32)).row(0).tokens.tolist()
+    return NgramDrafter(least, most).propose([view(tokens)], np.array([size], np.int32)).row(0).tokens.tolist()
 
 
-def slow_lookup(tokens: list[int], size: int, least: int, most: int) -> list[int]:
-    """The longest end, ``least`` to ``most`` long, that occurs earlier; the newest occurrence; loops unrolled."""
-    for n in range(min(most, len(tokens) - 1), least - 1, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[len(tokens) - n :]:
-                grown = list(tokens)
-                for i in range(size):
-                    grown.append(grown[start + n + i])
-                return grown[len(tokens) :]
-    return []
+def defined(tokens: list[int], size: int, least: int, most: int, candidates: int) -> Tree:
+    """The longest ends, ``least`` to ``most`` long, that occur earlier, the newest first; loops unrolled."""
+    places = []
+    for start in range(len(tokens) - 1, 0, -1):
+        length = 0
+        while length < min(most, start) and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length >= least:
+            places.append((length, start))
+    chains, left = [], 1.0
+    for length, start in sorted(places, key=lambda place: -place[0])[:candidates]:
+        grown, gains = list(tokens), [left]
+        for i in range(size):
+            grown.append(grown[start + i])
+            gains.append(gains[-1] * HIT[min(length + i, len(HIT) - 1)])
+        chains.append(Tree.chain(grown[len(tokens) :], gains[1:]))
+        left *= OLDER
+    return merge(chains, size)
 
 
 @settings(deadline=None, max_examples=500)
@@ -38,15 +50,11 @@ def slow_lookup(tokens: list[int], size: int, least: int, most: int) -> list[int
     st.integers(1, 12),
     st.integers(1, 4),
     st.integers(0, 6),
+    st.integers(1, 5),
 )
-def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more: int) -> None:
-    assert chain(tokens, size, least, least + more) == slow_lookup(tokens, size, least, least + more)
-    ids = np.array(tokens, np.int32)
-    found = newest(ids, least, least + more)
-    assert ([] if found is None else [found]) == matches(ids, least, least + more, 1)
-    if _fast.native is not None:
-        arguments = (ids, least, least + more, size, HIT)
-        assert _fast.native.newest_chain(*arguments) == newest_chain(*arguments)
+def test_lookup_is_its_definition(tokens: list[int], size: int, least: int, more: int, candidates: int) -> None:
+    (found,) = NgramDrafter(least, least + more, candidates).trees([view(tokens)], [size])
+    assert found == defined(tokens, size, least, least + more, candidates)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +72,7 @@ def test_examples(tokens: list[int], expected: list[int]) -> None:
 
 
 def test_a_batch_is_its_rows_and_no_row_exceeds_its_size() -> None:
-    texts = [[1, 2, 1, 2, 1], [5, 6, 7], [3, 3, 3]]
-    chooser = Chooser(SamplingParams(), Noise(0), 0)
-    views = [RowView(i, i, np.array(t, np.int32), 99, chooser, "coupled") for i, t in enumerate(texts)]
+    views = [view(tokens, i) for i, tokens in enumerate([[1, 2, 1, 2, 1], [5, 6, 7], [3, 3, 3]])]
     drafts = NgramDrafter().propose(views, np.array([1, 5, 3], np.int32))
     assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[2], [], [3, 3, 3]]
     assert drafts.q is None

@@ -1,4 +1,4 @@
-"""The policy at its seam: what it may never do, whatever it thinks; what it says; and what stands in for it."""
+"""The policy at its seam: what it may never do, whatever it thinks, and what it says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import _fast
-from outpace.control import auto
 from outpace.control.adaptive import Adaptive
-from outpace.control.auto import AUTO_SIZE, FEW, policy_for
+from outpace.control.auto import AUTO_SIZE
 from outpace.control.cost import Cost
 from outpace.control.policy import Load
 from outpace.drafters.base import DraftCost, RowView
@@ -195,16 +193,3 @@ def test_nonsense_is_refused() -> None:
         policy.learn([], Drafts.empty(0), Verdicts.of([]), SECONDS)
     with pytest.raises(ValueError, match=r"more was accepted|leaves the draft"):
         policy.learn([view()], Drafts.empty(1), verdicts([1]), SECONDS)
-
-
-def test_without_the_extension_auto_drafts_a_few_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_fast, "native", None)
-    assert auto._fast is _fast
-    policy = policy_for(CPU)
-    assert "was not built" in caplog.text
-    assert policy.plan([view(), view(1, adaptive=False)], [9, 9], Load([5, 5])).nodes == [FEW, 9]
-    kept, decisions = policy.trim([view()], chains([3], [0.5]), Load([5]))
-    assert kept.widths.tolist() == [3]
-    assert "not built" in decisions[0].why

@@ -12,6 +12,7 @@ from outpace.drafters.registry import _BUILDERS, build, parse
 from outpace.errors import DrafterError
 from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
+from tests.unit.test_ngram import view as ngram_view
 
 
 @pytest.mark.parametrize(
@@ -96,4 +97,5 @@ def test_built_drafters() -> None:
     assert isinstance(build(parse("none"), context()), NoDrafter)
     drafter = build(parse("ngram:min=2,max=3"), context())
     assert isinstance(drafter, NgramDrafter)
-    assert (drafter._least, drafter._most) == (2, 3)
+    found = drafter.trees([ngram_view([1, 2, 1]), ngram_view([1, 2, 5, 1, 2])], [1, 1])
+    assert [tree.tokens for tree in found] == [[], [5]]  # one token is too short a match

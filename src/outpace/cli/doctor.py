@@ -35,7 +35,6 @@ def run(
         "backends": _backends(),
         "instruction_sets": _instruction_sets(),
         "model": _model(load, measure, _silent if common.json else _say),
-        "computed_in": _fast.chosen(),  # by what the model's run has needed
     }
     if common.json:
         print(json.dumps(found))
@@ -62,18 +61,13 @@ def _version(name: str) -> str | None:
 
 
 def _backends() -> dict[str, str]:
-    from outpace.models.native import model as native
-
-    out = {"native": "available" if native.available() else "not built: install a C++17 compiler and reinstall outpace"}
     installed = _version("torch") and _version("transformers")
-    out["transformers"] = "available" if installed else "not installed: pip install 'outpace[torch]'"
-    return out
+    other = "available" if installed else "not installed: pip install 'outpace[torch]'"
+    return {"native": "available", "transformers": other}
 
 
-def _instruction_sets() -> dict[str, Any] | None:
+def _instruction_sets() -> dict[str, Any]:
     """Paths that the extension has and that this machine can run, best first; what its compiler could not build."""
-    if _fast.native is None:
-        return None
     left_out = _fast.native.left_out_isas()
     return {"built": _fast.native.built_isas(), "usable": _fast.native.usable_isas(), "left_out": left_out or None}
 
@@ -147,12 +141,6 @@ def _print_learnt(learnt: dict[str, Any] | None) -> None:
         print(f"  {line}  {more or 'nothing was drafted'}")
 
 
-def _print_computed(computed: dict[str, str]) -> None:
-    slow = sorted(name for name, where in computed.items() if where != "native")
-    said = f"{len(computed) - len(slow)} hot functions in C++"
-    print(f"{'hot paths':<13} {said}" + (f"; in Python: {', '.join(slow)}" if slow else ""))
-
-
 def _amx(found: dict[str, Any]) -> str:
     """Whether products go through tiles, why not, or from how many tokens."""
     if found["off"]:
@@ -178,12 +166,11 @@ def _print(found: dict[str, Any]) -> None:
         print(f"memory        {format_bytes(memory['total'])}, {free} available")
     for name, state in found["backends"].items():
         print(f"{name:<13} {state}")
-    if (paths := found["instruction_sets"]) is not None:
-        lost = f"; left out of this build: {paths['left_out']}" if paths["left_out"] else ""
-        beyond = [path for path in paths["built"] if path not in paths["usable"]]
-        idle = f"; built, not for this machine: {', '.join(beyond)}" if beyond else ""
-        print(f"paths         {', '.join(paths['usable'])}{idle}{lost}")
-    _print_computed(found["computed_in"])
+    paths = found["instruction_sets"]
+    lost = f"; left out of this build: {paths['left_out']}" if paths["left_out"] else ""
+    beyond = [path for path in paths["built"] if path not in paths["usable"]]
+    idle = f"; built, not for this machine: {', '.join(beyond)}" if beyond else ""
+    print(f"paths         {', '.join(paths['usable'])}{idle}{lost}")
     name = model["name"]
     if model["ok"]:
         path = f", {model['instruction_set']}" if model["instruction_set"] else ""

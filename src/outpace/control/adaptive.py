@@ -55,8 +55,6 @@ class Adaptive:
 
     ``stretch``: the longest that a step with drafts may take where it holds up several rows, or one beside prompts, in
     plain steps of its rows (None: any; at least 1, else ValueError). Rows with a size of their own are not held to it.
-
-    Raises ModelError where the extension was not built: ask ``policy_for``.
     """
 
     def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:

@@ -163,3 +163,21 @@ class TreeDrafter(Drafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         return pack(self.trees(rows, sizes.tolist()), (self.name,))
+
+
+class LookupDrafter(TreeDrafter):
+    """Base of methods that look tokens up in C++: ``lookup`` proposes for every row, whoever drives the step."""
+
+    def __init__(self, lookup: Any) -> None:
+        self.lookup, self.names = lookup, (self.name,)
+
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+        return [
+            Tree(*lists)
+            for lists in self.lookup.trees(
+                [
+                    (view.row, view.request, len(view.tokens) - view.chooser.index, view.tokens, size)
+                    for view, size in zip(rows, sizes, strict=True)
+                ]
+            )
+        ]

@@ -33,8 +33,6 @@ from outpace.models.base import Model, Taps
 from outpace.models.native.model import NativeModel
 from outpace.models.native.output import NativeOutput, describe
 
-_Stepper: Any = _fast.pick("Stepper", None)
-
 
 class NativeComputed:
     """A step before it is applied, as ``Computed``. What only records read is made when one reads it, in this step."""
@@ -71,12 +69,12 @@ class NativeSteps:
     def __init__(self, model: NativeModel, drafting: Drafting) -> None:
         self._model, self._drafting = model, drafting
         self.served = 0  # steps
-        self._stepper: Any = _Stepper(model.info.layers, TARGET, list(drafting.needs.taps))
+        self._stepper: Any = _fast.native.Stepper(model.info.layers, TARGET, list(drafting.needs.taps))
 
     @staticmethod
     def of(model: Model, drafting: Drafting) -> NativeSteps | None:
         """None where the model is not the native one, whose calls nobody watches."""
-        if _Stepper is None or type(model) is not NativeModel or "forward" in vars(model):
+        if type(model) is not NativeModel or "forward" in vars(model):
             return None
         return NativeSteps(model, drafting)
 

@@ -220,30 +220,13 @@ class Verdicts:
 
 def check_drafts(drafts: Drafts, most: Sequence[int], vocab: int) -> None:
     """Raise ValueError when a proposal cannot be verified. ``most`` [B]: nodes that were asked for."""
-    fault = _fault(drafts.tokens, drafts.widths, drafts.parents, list(most), vocab)
+    fault = _fast.native.draft_fault(drafts.tokens, drafts.widths, drafts.parents, list(most), vocab)
     if fault == "width":
         raise ValueError(f"it proposed {drafts.widths.tolist()} nodes where {list(most)} were asked for")
     if fault == "token":
         raise ValueError(f"it proposed a token that is not in the vocabulary of {vocab}")
     if fault == "parent":
         raise ValueError("it proposed a tree in which a node stands before its parent")
-
-
-def fault_reference(tokens: I32, widths: I32, parents: I32 | None, most: list[int], vocab: int) -> str:
-    """What is wrong with a proposal: "width", "token" or "parent"; "" when nothing is."""
-    within = zip(widths.tolist(), most, strict=False)
-    if len(widths) != len(most) or any(not 0 <= width <= min(n, tokens.shape[1]) for width, n in within):
-        return "width"
-    for i, width in enumerate(widths.tolist()):
-        for n in range(width):
-            if not 0 <= tokens[i, n] < vocab:
-                return "token"
-            if parents is not None and not -1 <= parents[i, n] < n:
-                return "parent"
-    return ""
-
-
-_fault = _fast.pick("draft_fault", fault_reference)
 
 
 def depths(parents: I32) -> I32:

@@ -22,10 +22,10 @@ def cpu() -> dict[str, Any]:
 
 def amx() -> dict[str, Any] | None:
     """Intel's tiles: present; off: why they are not used, "" where they are; from: file type -> tokens from which its
-    products use them, 0: never. None without the native extension."""
+    products use them, 0: never."""
     from outpace import _fast
 
-    found: dict[str, Any] | None = None if _fast.native is None else _fast.native.amx()
+    found: dict[str, Any] | None = _fast.native.amx()
     return found
 
 

@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from outpace import _fast
 from outpace.arrays import F32, I32
-from outpace.exact.drafts import Drafts, Verdicts, depths
+from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
+
+_Packed = tuple[I32, I32, I32, I32, I32, I32]  # token, row, position, parent, starts, wanted of a Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class Batch:
         ``parents[b]`` as in the class (None: a chain).
         """
         trees = [None] * len(rows) if parents is None else parents
-        arrays = _pack(list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only)
+        arrays: _Packed = _fast.native.pack_batch(
+            list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only
+        )
         return Batch(*arrays, taps=taps, tapped=tapped, features=features, layers=layers)
 
     @staticmethod
@@ -95,7 +99,7 @@ class Batch:
 
         ``rows`` and ``starts_at`` [B + C] are of both; logits are needed of decoding rows and of ``wanted`` chunks.
         """
-        arrays = _pack_step(
+        arrays: _Packed = _fast.native.pack_step(
             list(rows), list(starts_at), list(pending), drafts.tokens, drafts.widths, drafts.parents, list(chunks),
             list(wanted),
         )  # fmt: skip
@@ -108,60 +112,6 @@ class Batch:
         """Whether row b's new tokens follow one another."""
         parent = self.parent[self.starts[b] : self.starts[b + 1]]
         return bool((parent == np.arange(-1, len(parent) - 1)).all())
-
-
-def pack_reference(
-    rows: Sequence[int],
-    tokens: Sequence[I32],
-    starts_at: Sequence[int],
-    wanted: Sequence[bool],
-    trees: Sequence[I32 | None],
-    last_only: bool,
-) -> tuple[I32, I32, I32, I32, I32, I32]:
-    """``Batch.pack`` without the extension: token, row, position, parent, starts, wanted."""
-    counts = [len(t) for t in tokens]
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    parent = [
-        np.arange(-1, n - 1, dtype=np.int32) if tree is None else tree for n, tree in zip(counts, trees, strict=True)
-    ]
-    position = [first + depths(its) for first, its in zip(starts_at, parent, strict=True)]
-    asked = np.repeat(np.asarray(wanted, bool), counts)
-    if last_only:
-        asked &= np.isin(np.arange(starts[-1]), starts[1:] - 1)
-    none = np.zeros(0, np.int32)
-    return (
-        np.concatenate([none, *tokens]).astype(np.int32),
-        np.repeat(np.asarray(rows, np.int32), counts),
-        np.concatenate([none, *position]).astype(np.int32),
-        np.concatenate([none, *parent]).astype(np.int32),
-        starts,
-        np.flatnonzero(asked).astype(np.int32),
-    )
-
-
-def pack_step_reference(
-    rows: Sequence[int],
-    starts_at: Sequence[int],
-    pending: Sequence[int],
-    tokens: I32,
-    widths: I32,
-    parents: I32 | None,
-    chunks: Sequence[I32],
-    wanted: Sequence[bool],
-) -> tuple[I32, I32, I32, I32, I32, I32]:
-    """``Batch.pack_step`` without the extension."""
-    packed, trees = [], []
-    for i, token in enumerate(pending):
-        k = int(widths[i])
-        packed.append(np.append(np.int32(token), tokens[i, :k]))
-        trees.append(None if parents is None else np.append(np.int32(-1), parents[i, :k] + 1).astype(np.int32))
-    asked = [*([True] * len(pending)), *wanted]
-    return pack_reference(rows, [*packed, *chunks], starts_at, asked, [*trees, *([None] * len(chunks))], False)
-
-
-_pack = _fast.pick("pack_batch", pack_reference)
-_pack_step = _fast.pick("pack_step", pack_step_reference)
 
 
 class Taps(Protocol):

@@ -139,11 +139,8 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
         need_torch(source.name)
         return "transformers"
     from outpace.models.native import build
-    from outpace.models.native import model as native
 
     try:
-        if not native.available():
-            raise ModelError("the native backend was not built (no C++ compiler at installation)")
         if options.device not in ("auto", "cpu"):
             raise ModelError("the native backend does not run on ", Argument("device", options.device))
         if gguf is None and not list(source.path.glob("*.safetensors")):
@@ -154,7 +151,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
         need_torch(source.name, error)
         if explain:
-            (log.info if native.available() else log.warning)("%s; using transformers", error)
+            log.info("%s; using transformers", error)
         return "transformers"
     if options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace import _fast
-from outpace.drafters.base import RowView, TreeDrafter
-from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore, Search
+from outpace.drafters.base import LookupDrafter, RowView
+from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree
-
-_Search = _fast.pick("Datastore", Search)
 
 # Odds that one place with a match of 0, 1, 2, ... tokens is right; DOUBT is "something else" (docs/notebook.md).
 WEIGHTS = (0.0, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 DOUBT = 0.4
 
 
-class RetrievalDrafter(TreeDrafter):
+class RetrievalDrafter(LookupDrafter):
     """``places``: how many places of the datastore vote, those with the longest matches; ``least``: tokens that a match
     has at least; ``vocab``: tokens of the target are below. Raises DrafterError."""
 
@@ -32,16 +30,11 @@ class RetrievalDrafter(TreeDrafter):
             raise DrafterError(f"retrieval: places={places} is out of range: give 1 to 1024")
         if not 1 <= least <= DEPTH:
             raise DrafterError(f"retrieval: min={least} is out of range: give 1 to {DEPTH} tokens")
-        self._places, self._least = places, least
         self._datastore = datastore
-        self._search = _Search(datastore.arrays, WEIGHTS, DOUBT, vocab)
-        if type(self) is RetrievalDrafter and _fast.native is not None:
-            self.lookup, self.names = _fast.native.RetrievalLookup(self._search, places, least), (self.name,)
+        search = _fast.native.Datastore(datastore.arrays, WEIGHTS, DOUBT, vocab)
+        super().__init__(_fast.native.RetrievalLookup(search, places, least))
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
-        found = [
-            self._search.propose(view.tokens[-DEPTH:], self._places, self._least, size)
-            for view, size in zip(rows, sizes, strict=True)
-        ]
+        found = super().trees(rows, sizes)
         self._datastore.check()  # after the search: what it read was there
-        return [Tree(*lists, [0] * len(lists[0])) for lists in found]
+        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,25 +23,6 @@ _HEADER = re.compile(
 )
 _LONGEST = 256  # bytes of a header
 _SEGMENT = re.compile(r"\d{5,10}")
-
-
-class Opened(Protocol):
-    """A file whose bytes are read in place: uint8 [n]. ``torn``: it has lost some since it was opened."""
-
-    bytes: npt.NDArray[np.uint8]
-    torn: bool
-
-
-class _Whole:
-    """A file's bytes in memory, where there is no extension to read them in place."""
-
-    torn = False
-
-    def __init__(self, path: str) -> None:
-        self.bytes = np.fromfile(path, np.uint8)
-
-
-_open = _fast.pick("Mapped", _Whole)
 
 
 def read_manifest(path: Path, form: int) -> dict[str, Any]:
@@ -64,8 +45,8 @@ def read_manifest(path: Path, form: int) -> dict[str, Any]:
     return found
 
 
-def open_arrays(path: Path) -> tuple[Arrays, list[Opened]]:
-    """The arrays of a segment and the files that they lie in. Raises DrafterError."""
+def open_arrays(path: Path) -> tuple[Arrays, list[Any]]:
+    """The arrays of a segment and the files that they lie in (``_native.Mapped``). Raises DrafterError."""
     (tokens, a), (order, b), (keys, c) = (
         _array(f"{path}.{name}.npy", kind) for name, kind in (("tokens", "<i4"), ("order", "<i4"), ("keys", "<i8"))
     )
@@ -74,9 +55,9 @@ def open_arrays(path: Path) -> tuple[Arrays, list[Opened]]:
     return (tokens, order, keys), [a, b, c]
 
 
-def _array(path: str, kind: str) -> tuple[Any, Opened]:
+def _array(path: str, kind: str) -> tuple[Any, Any]:
     try:
-        file: Opened = _open(path)
+        file = _fast.native.Mapped(path)
     except OSError as error:
         raise DrafterError(f"{path} is damaged or missing ({error.strerror}): build the datastore anew") from error
     header = _HEADER.match(file.bytes[:_LONGEST].tobytes())

@@ -11,24 +11,31 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from outpace import _fast
 from outpace.arrays import I32
-from outpace.drafters.base import RowView, TreeDrafter
-from outpace.drafters.lookup.suffix_index import PLACE_BYTES, SuffixIndex, new_index
-from outpace.drafters.lookup.suffix_rows import new_rows
-from outpace.drafters.lookup.votes import END
+from outpace.drafters.base import LookupDrafter
+from outpace.drafters.lookup.datastore import END
 from outpace.errors import DrafterError
-from outpace.exact.tree import Tree
 from outpace.files import write_bytes
 
 MAGIC = b"OUTPACE-SUFFIX-1"
 _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32
 
+NEAREST = 32  # newest places looked at for the last pair of tokens
+FEW = 8  # with fewer than that, also so many newest places of the last token alone
+PLACE_BYTES = 400  # what a token takes at most, with its share of the tables
 
-class SuffixDrafter(TreeDrafter):
+# Each place where the context appeared votes with the odds that one place with a match of that length (0 to 12 and
+# more tokens) is right, measured on outputs of the demo model (docs/notebook.md); DOUBT is "something else".
+WEIGHTS = (0.0, 0.25, 1.0, 1.4, 2.2, 2.4, 2.8, 3.5, 4.0, 5.0, 5.0, 6.0, 19.0)
+DOUBT = 1.0
+
+
+class SuffixDrafter(LookupDrafter):
     """Trees (or chains) by counting continuations. ``memory``: bytes that all indexes may take together.
 
     ``most``: longest match that counts; ``vocab``: size of the target's vocabulary. Raises DrafterError.
@@ -54,26 +61,18 @@ class SuffixDrafter(TreeDrafter):
             raise DrafterError(f"suffix: file={file} keeps the history, which is off: add history=1")
         self._vocab, self._file = vocab, file
         self._capacity = memory // PLACE_BYTES
-        self._history = new_index(self._capacity, most) if history else None
-        self._rows = new_rows(self._capacity, most, tree, self._history)
-        if type(self) is SuffixDrafter and _fast.native is not None:
-            self.lookup, self.names = self._rows, (self.name,)
+        index = (self._capacity, most, NEAREST, FEW, WEIGHTS, DOUBT)
+        self._history = _fast.native.SuffixIndex(*index) if history else None
+        self._rows = _fast.native.SuffixRows(*index, tree, self._history)
+        super().__init__(self._rows)
         if file is not None and Path(file).exists():
             self.load(file)
-
-    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
-        trees = []
-        for view, size in zip(rows, sizes, strict=True):
-            prompt = len(view.tokens) - view.chooser.index
-            found = self._rows.tree(view.row, view.request, prompt, view.tokens, size)
-            trees.append(Tree(*found, [0] * len(found[0])))
-        self._rows.bound()
-        return trees
 
     @property
     def places(self) -> int:
         """Tokens indexed or kept now; each takes at most ``PLACE_BYTES``."""
-        return self._rows.places
+        places: int = self._rows.places
+        return places
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         """With a history, the output of a row that ended well and was ever asked to draft goes into it."""
@@ -129,7 +128,7 @@ class SuffixDrafter(TreeDrafter):
         history.append(tokens.astype(np.int32))
         self._rows.bound()
 
-    def _kept(self) -> SuffixIndex:
+    def _kept(self) -> Any:
         if self._history is None:
             raise DrafterError("suffix keeps no history: add history=1 to save or load it")
         return self._history

@@ -19,7 +19,7 @@ from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.processors import usable_cores
 from outpace.models.weights.gguf import GGUFFile
 
-_native = _fast.native  # None where there is no compiler; available() says so
+_native = _fast.native
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,6 @@ MOST_THREADS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("bfloat16", "float32", "int8")
 QUANTIZE = ("int8", "int4")
-
-
-def available() -> bool:
-    """Whether the extension was built, so that this backend can be used."""
-    return _native is not None
 
 
 def load_native(
@@ -60,9 +55,6 @@ def load_native(
     working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
-    if _native is None:
-        other = Argument("backend", "transformers")
-        raise ModelError("the native backend was not built (no C++ compiler at installation): use ", other)
     _option("kv_dtype", kv_dtype, KV_DTYPES)
     _option("dtype", dtype, DTYPES)
     if quantize is not None:

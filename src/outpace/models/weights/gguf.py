@@ -220,24 +220,6 @@ def shards(path: Path) -> list[Path]:
     return [shard for shard in every if shard.is_file()]
 
 
-def strings_reference(data: bytearray, at: int, count: int) -> tuple[list[str], int]:
-    """Up to ``count`` strings from byte ``at`` on, as far as they are whole in ``data``, and where the next one starts.
-
-    Raises UnicodeDecodeError.
-    """
-    found: list[str] = []
-    while len(found) < count and at + 8 <= len(data):
-        end = at + 8 + _LENGTH.unpack_from(data, at)[0]
-        if end > len(data):
-            break
-        found.append(data[at + 8 : end].decode())
-        at = end
-    return found, at
-
-
-_strings = _fast.pick("gguf_strings", strings_reference)  # a vocabulary has up to half a million of them
-
-
 class _Reader:
     """Walks the header once, front to back."""
 
@@ -340,7 +322,7 @@ class _Reader:
         out: list[str] = []
         at = self._at
         while True:
-            found, at = _strings(self._data, at, count - len(out))
+            found, at = _fast.native.gguf_strings(self._data, at, count - len(out))
             out += found
             if len(out) == count:
                 self._at = at

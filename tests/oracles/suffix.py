@@ -1,43 +1,26 @@
-"""What followed, wherever the end of a sequence appeared before: the index and the best-first tree of ``suffix``.
-
-The reference for native/drafting/suffix.h, which is used where it was built and gives the same numbers. Instead of a
-suffix tree with counts, which has to update every ancestor for every token, positions are chained by the pair of tokens
-that ends there, and the counts of SuffixDecoding's tree (arXiv 2411.04975, section 3) are taken lazily: a tree node is
-the set of earlier places that its path continues, and its children are what stands next in them. Only nodes that are
-drafted are counted.
-"""
+"""``native/drafting/suffix.h`` and ``SuffixRows`` in plain Python: what the C++ is compared with, number for number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from outpace import _fast
 from outpace.arrays import I32
-from outpace.drafters.lookup.votes import END, Place, grow
-
-NEAREST = 32  # newest places looked at for the last pair of tokens
-FEW = 8  # with fewer than that, also so many newest places of the last token alone
-PLACE_BYTES = 400  # what a token takes at most, with its share of the tables
-
-# Each place where the context appeared votes with the odds that one place with a match of that length (0 to 12 and
-# more tokens) is right, measured on outputs of the demo model (docs/notebook.md); DOUBT is "something else".
-WEIGHTS = (0.0, 0.25, 1.0, 1.4, 2.2, 2.4, 2.8, 3.5, 4.0, 5.0, 5.0, 6.0, 19.0)
-DOUBT = 1.0
+from outpace.drafters.lookup.datastore import END
+from tests.oracles.votes import Place, grow
 
 
 class SuffixIndex:
     """Places of sequences by what ends there. Amortised O(1) an appended token; at most ``capacity`` tokens.
 
-    When it is full, the older half is forgotten. ``most``: tokens of a context that count. Raises ValueError.
+    When it is full, the older half is forgotten. ``most``: tokens of a context that count.
     """
 
     def __init__(
         self, capacity: int, most: int, nearest: int, few: int, weights: Sequence[float], doubt: float
     ) -> None:
-        if capacity < 2 or most < 2:
-            raise ValueError(f"capacity={capacity} must be 2 to 2147483647 and most={most} at least 2")
         self.capacity, self.most, self.nearest, self.few = capacity, most, nearest, few
         self._weights, self._doubt = weights, doubt
         self._held: list[int] = []
@@ -127,9 +110,73 @@ def _push(table: dict[int, list[int]], key: int, at: int, most: int) -> None:
             del places[: -most - 1]  # one to spare: the newest may be the context itself
 
 
-_Index = _fast.pick("SuffixIndex", SuffixIndex)
+Found = tuple[list[int], list[int], list[float]]  # tokens, parents and gains of a tree
 
 
-def new_index(capacity: int, most: int = 16) -> SuffixIndex:
-    """An empty index with the constants above. Raises ValueError."""
-    return _Index(capacity, most, NEAREST, FEW, WEIGHTS, DOUBT)
+@dataclass(slots=True)
+class _Row:
+    index: SuffixIndex
+    request: int
+    prompt: int  # tokens of the sequence that are the prompt's
+    known: int = 0  # committed tokens that the index has seen
+
+
+class SuffixRows:
+    """At most ``capacity`` tokens in all rows and ``history`` together. ``most``: longest match that counts; ``wide``:
+    trees, not chains."""
+
+    def __init__(
+        self,
+        capacity: int,
+        most: int,
+        nearest: int,
+        few: int,
+        weights: Sequence[float],
+        doubt: float,
+        wide: bool,
+        history: SuffixIndex | None,
+    ) -> None:
+        self._capacity, self._most, self._wide, self._history = capacity, most, wide, history
+        self._rules = (nearest, few, weights, doubt)
+        self._rows: dict[int, _Row] = {}
+
+    def tree(self, row: int, request: int, prompt: int, tokens: I32, size: int) -> Found:
+        """What follows a row's committed ``tokens`` int32 [L], of which the first ``prompt`` are its prompt's.
+
+        ``bound`` has to follow.
+        """
+        its = self._rows.get(row)
+        if its is None or its.request != request:
+            its = self._rows[row] = _Row(self._new(), request, prompt)
+        if its.known < len(tokens):  # while a row is not asked to draft, it costs nothing
+            its.index.append(tokens[its.known :])
+            its.known = len(tokens)
+        others = [self._history] if self._history is not None and len(self._history) else []
+        return its.index.propose(tokens[-self._most :], size, others, self._wide)
+
+    def bound(self) -> None:
+        """Forget until everything fits: the history first, then the older half of the largest row."""
+        while self.places > self._capacity:
+            if self._history is not None and len(self._history):
+                self._history.shrink(len(self._history) // 2)
+            else:
+                row = max(self._rows.values(), key=lambda r: len(r.index))
+                row.index.shrink(len(row.index) // 2)
+
+    @property
+    def places(self) -> int:
+        """Tokens indexed or kept now."""
+        rows = sum(len(row.index) for row in self._rows.values())
+        return rows + (len(self._history) if self._history is not None else 0)
+
+    def release(self, row: int) -> int:
+        """The row is gone; tokens of its prompt, or -1 if it was unknown."""
+        gone = self._rows.pop(row, None)
+        return -1 if gone is None else gone.prompt
+
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """By row: tokens in its index, and committed tokens that it has seen."""
+        return {row: (len(its.index), its.known) for row, its in self._rows.items()}
+
+    def _new(self) -> SuffixIndex:
+        return SuffixIndex(self._capacity, self._most, *self._rules)

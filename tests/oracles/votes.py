@@ -1,16 +1,13 @@
-"""What followed earlier places, as a tree: the best-first search that `suffix` and `retrieval` share.
-
-The reference for native/drafting/votes.h, which is used where it was built and gives the same numbers.
-"""
+"""``native/drafting/votes.h`` in plain Python."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 
+from outpace.drafters.lookup.datastore import END
 from outpace.exact.tree import Tree
 
-END = -1  # stands between sequences: nothing is matched or continued across it
 Place = tuple[Sequence[int], int, int]  # tokens, index of what follows among them, length of the match
 
 
