@@ -1,0 +1,48 @@
+"""The documentation: its Python runs, its commands exist, its links lead somewhere, its lines are short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HISTORY = {"notebook.md"}  # what was written then stays as it was
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [page for page in PAGES if page.name not in HISTORY]
+FENCE = re.compile(r"^(?P<before><!-- not run: .+ -->\n)?```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return [m["body"] for m in FENCE.finditer(text) if m["language"] in languages and not m["before"]]
+
+
+@pytest.mark.parametrize("page", [page for page in CURRENT if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """In order, as one program."""
+    program = "\n".join(blocks(page, "python"))
+    (tmp_path / "page.py").write_text(program, encoding="utf-8")
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"(https?|mailto):", target) and not target.startswith("#"):
+            assert (page.parent / target.split("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_lines_are_short(page: Path) -> None:
+    """A line of a table or a link is as long as it must be."""
+    long = [
+        number
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120 and not line.startswith(("|", "![", "[")) and " " in line.strip()
+    ]
+    assert not long, f"{page.name}: lines {long} are longer than 120 characters"
