@@ -8,8 +8,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
+from inspect import Parameter
 from pathlib import Path
+from typing import get_args
 
+from outpace.cli.app import NAMES, command
+from outpace.cli.command import Command, Spelling
 from outpace.params import PARAMETERS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,7 +43,46 @@ def parameters() -> str:
     return _rows(head, rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"parameters": parameters}
+def _commands() -> dict[str, Command]:
+    """Every command by its name, those of a group by both names."""
+    found = {}
+    for name in NAMES:
+        entry = command(name)
+        own = {entry.name: entry} if isinstance(entry, Command) else {f"{name} {c.name}": c for c in entry.commands}
+        found.update(own)
+    return found
+
+
+def commands() -> str:
+    rows = ((_code(f"outpace {name}"), " ".join(c.about.split("\n\n")[0].split())) for name, c in _commands().items())
+    return _rows(("command", "does"), rows)
+
+
+def options(name: str) -> str:
+    """The options of a command but those of loading, of sampling and of everybody's, which have their own tables."""
+    shared = {} if name == "generate" else {f for f, _, _ in _commands()["generate"].options()}
+    rows = []
+    for field, hint, default in _commands()[name].options():
+        spelling = next(part for part in get_args(hint) if isinstance(part, Spelling))
+        if field in shared or not spelling.names:
+            continue
+        text = spelling.help() if callable(spelling.help) else spelling.help
+        given = default not in (None, False, "", (), Parameter.empty) and "efault:" not in text
+        rows.append(
+            (
+                _code(*spelling.names),
+                _code(str(default)) if given else "",
+                text.split("\n")[0].removesuffix(f" [{default}]"),
+            )
+        )
+    return _rows(("option", "default", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "parameters": parameters,
+    "commands": commands,
+    **{f"options-{name.replace(' ', '-')}": partial(options, name) for name in _commands()},
+}
 
 
 def filled(page: str) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.__main__ import names
+from outpace.cli.app import parse
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"notebook.md"}  # what was written then stays as it was
@@ -28,6 +33,30 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
     done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def code(page: Path) -> Iterator[str]:
+    """Lines of a page's shell, whole: fenced, or indented."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    indented = (line.strip() for line in FENCE.sub("", text).splitlines() if line.startswith("    "))
+    yield from indented
+    for body in blocks(page, "", "bash", "console", "sh"):
+        yield from body.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_commands_of_a_page_exist(page: Path) -> None:
+    """``outpace`` parses them, ``python -m benchmarks`` has such a benchmark, scripts are files."""
+    for line in code(page):
+        words = line.removeprefix("$ ").split(" #")[0].split(" && ")[0]
+        if words.startswith(("outpace ", "./scripts/", "python -m benchmarks")) and "..." not in words:
+            program, *rest = shlex.split(words)
+            if program == "outpace":
+                assert callable(parse(rest)), line
+            elif program == "python":
+                assert rest[2] in names(), line
+            else:
+                assert (ROOT / program).exists(), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

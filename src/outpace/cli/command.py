@@ -65,14 +65,19 @@ class Command:
     def about(self) -> str:
         return inspect.cleandoc(self.function.__doc__ or "")
 
+    def options(self) -> Iterator[tuple[str, Any, Any]]:
+        """The name, annotation and default (``inspect.Parameter.empty``: required) of each option and argument."""
+        hints = get_type_hints(self.function, include_extras=True)
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            yield from _fields(name, hints[name], parameter.default)
+
     def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
         """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
         hints = get_type_hints(self.function, include_extras=True)
         signature = inspect.signature(self.function).parameters
         parser = _Parser(f"{program} {self.name}", self.about, self.example)
-        for name, parameter in signature.items():
-            for field, hint, default in _fields(name, hints[name], parameter.default):
-                parser.add(field, hint, default)
+        for field, hint, default in self.options():
+            parser.add(field, hint, default)
         given = vars(parser.read(arguments))
         verbose = bool(given.get("verbose"))
         call = {
