@@ -9,88 +9,122 @@ import numpy as np
 
 from outpace.arrays import F32, I32
 from outpace.drafters.base import RowView
-from outpace.drafters.learned.contexts import ContextBlocks, Contexts
-from outpace.drafters.learned.medusa import MedusaDrafter
-from outpace.drafters.learned.parallel import ParallelDrafter, Picker, Said
+from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
+from outpace.drafters.learned.parallel import BlockDrafts, ParallelDrafter, Picker
 from outpace.exact.drafts import Drafts
-from tests.toy import ToyModel
-
-
-def text_of(context: Any, last: list[int]) -> list[int]:
-    """All tokens that a context [1, 2, n, 1, 2] of (token, position) tells (0 where it has none), then ``last``."""
-    positions = context[0, 0, :, 0, 1].astype(int)
-    text = np.zeros(positions.max(initial=-1) + 1, int)
-    text[positions] = context[0, 0, :, 0, 0]
-    return [*text.tolist(), *last]
+from tests.toy import BYTES, ToyModel
 
 
 class ToyBlocks:
     """Contexts are what the toy's taps say, a token and its position; predictions are ``model``'s."""
 
-    slots = 4
+    slots, rows = 4, None
 
     def __init__(self, model: ToyModel, ids: Sequence[int], max_length: int) -> None:
         self.ids, self.max_length, self._model = np.array(ids, np.int32), max_length, model
+        self.texts: dict[int, dict[int, int]] = {}  # token by position
 
-    def contexts(self) -> Contexts:
-        return Contexts(1, 1, 2, lambda shape: np.zeros(shape, np.float32), 4)
+    def end(self, row: int) -> int:
+        return max(self.texts.get(row, [-1])) + 1
 
-    def context(self, taps: Sequence[Any], positions: Sequence[I32]) -> list[Any]:
-        for its, at in zip(taps, positions, strict=True):
-            assert (its[:, 0] == its[:, 1]).all()
-            assert its[:, 0, 1].tolist() == at.tolist()
-        return [np.stack([its[:, :1], its[:, :1]])[None] for its in taps]
+    def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
+        for row, states, at in zip(rows, hidden_states, positions, strict=True):
+            assert (states[:, 0] == states[:, 1]).all()
+            assert states[:, 0, 1].tolist() == at.tolist()
+            assert at[0] >= self.end(row)
+            self.texts.setdefault(row, {}).update(zip(at.tolist(), states[:, 0, 0].astype(int).tolist(), strict=True))
 
     def draft(
-        self, anchors: I32, positions: I32, contexts: Sequence[Any], pickers: Sequence[Picker | None], most: int
-    ) -> Said:
-        places = np.zeros((len(anchors), most), np.int32)
-        for b, (anchor, position, context, pick) in enumerate(zip(anchors, positions, contexts, pickers, strict=True)):
-            text = text_of(context, [int(anchor)])
-            assert len(text) <= position + 1
-            text = [*[0] * (int(position) + 1 - len(text)), *text]
-            for slot in range(most):
+        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
+    ) -> BlockDrafts:
+        places = np.zeros((len(anchors), int(counts.max())), np.int32)
+        for b, (row, anchor, position, pick) in enumerate(zip(rows, anchors, positions, pickers, strict=True)):
+            text = [self.texts[row].get(at, 0) for at in range(int(position))] + [int(anchor)]
+            for slot in range(places.shape[1]):
                 logits = self._model.logits_after(text)[self.ids]
                 places[b, slot] = logits.argmax() if pick is None else pick(logits)
                 text.append(int(self.ids[places[b, slot]]))
-        return Said(places, np.full(places.shape, 0.7, np.float32))
+        return BlockDrafts(places, np.full(places.shape, 0.7, np.float32))
+
+    def fork(self, src: int, dst: int, end: int) -> None:
+        assert dst not in self.texts
+        if kept := {at: token for at, token in self.texts.get(src, {}).items() if at < end}:
+            self.texts[dst] = kept
+
+    def release(self, row: int) -> None:
+        self.texts.pop(row, None)
+
+    def growth(self, row: int, positions: int) -> int:
+        return max(positions - len(self.texts.get(row, ())), 0) * BYTES
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(len, self.texts.values())) * BYTES
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert set(self.texts) <= set(rows)
+
+    def close(self) -> None:
+        self.texts.clear()
 
 
 class CheckedParallel(ParallelDrafter):
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        assert isinstance(self._blocks, ContextBlocks)
+        assert isinstance(self._network, ToyBlocks)
         for view in rows:
-            if self._blocks.end(view.row):
-                its = self._blocks.contexts.read(view.row)[0, 0, :, 0]
-                assert its[:, 0].tolist() == view.tokens[its[:, 1].astype(int)].tolist(), "another text's context"
-                assert its[-1, 1] <= len(view.tokens) - 2
+            for at, token in self._network.texts.get(view.row, {}).items():
+                assert view.tokens[at] == token, "another text's context"
+                assert at <= len(view.tokens) - 2
         return super().propose(rows, sizes)
 
 
 class ToyHeads:
     """States are a token and its position; heads know that token and say what ``model`` says of it alone."""
 
+    rows = None
+
     def __init__(self, model: ToyModel, ids: Sequence[int], count: int) -> None:
         self.ids, self._model, self._count = np.array(ids, np.int32), model, count
+        self.kept: dict[int, tuple[int, Any]] = {}
 
-    def logits(self, states: Sequence[Any]) -> F32:
+    def keep(self, row: int, position: int, state: Any) -> None:
+        self.kept[row] = position, state
+
+    def position(self, row: int) -> int:
+        return self.kept.get(row, (-1,))[0]
+
+    def logits(self, rows: Sequence[int]) -> F32:
         of = [
-            [self._model.logits_after([int(its[0])] * (k + 1))[self.ids] for k in range(self._count)] for its in states
+            [self._model.logits_after([int(self.kept[row][1][0])] * (k + 1))[self.ids] for k in range(self._count)]
+            for row in rows
         ]
         return np.array(of, np.float32)
+
+    def fork(self, src: int, dst: int) -> None:
+        self.kept[dst] = self.kept[src]
+
+    def release(self, row: int) -> None:
+        self.kept.pop(row, None)
+
+    def known(self) -> list[int]:
+        return list(self.kept)
+
+    def close(self) -> None:
+        self.kept.clear()
 
 
 class CheckedMedusa(MedusaDrafter):
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        assert isinstance(self._network, ToyHeads)
         for view in rows:
-            if view.row in self._rows and self._rows[view.row][0] == len(view.tokens) - 1:
-                assert self._rows[view.row][1].tolist() == [view.tokens[-2], len(view.tokens) - 2]
+            if self._network.position(view.row) == len(view.tokens) - 1:
+                assert self._network.kept[view.row][1].tolist() == [view.tokens[-2], len(view.tokens) - 2]
         return super().propose(rows, sizes)
 
 
 def parallel(model: ToyModel, ids: Sequence[int], vocab: int, max_length: int) -> ParallelDrafter:
-    return CheckedParallel(ContextBlocks(ToyBlocks(model, ids, max_length)), (0, 2), "parallel", vocab)
+    return CheckedParallel(ToyBlocks(model, ids, max_length), (0, 2), "parallel", vocab)
 
 
 def medusa(model: ToyModel, ids: Sequence[int]) -> MedusaDrafter:
-    return CheckedMedusa(ToyHeads(model, ids, 3), 3, (), 0, "medusa")
+    return CheckedMedusa(ToyHeads(model, ids, 3), tree_of("medusa", (), 3), 0, "medusa")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from outpace.arrays import F32, I32
-from outpace.drafters.learned.choices import Growing, drafts_of
-from outpace.drafters.learned.head import Ask
+from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.torch_eagle import Growing, drafts_of
 from outpace.errors import MemoryLimitError
 from outpace.exact.drafts import Drafts
 from tests.toy import BYTES, ToyModel
@@ -29,12 +29,15 @@ class ToyHead:
         self.calls: list[tuple[str, int]] = []  # what was asked, and of how many rows
         self._model, self._limit, self._predicted = model, limit, dict[int, int]()  # from which entry on
 
-    def feed(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> None:
+    def native_rows(self, *options: Any) -> None:
+        """None: Python keeps its entries."""
+
+    def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
         self.calls.append(("feed", len(rows)))
         assert len(set(rows)) == len(rows)
         if self._limit is not None and self.bytes + sum(map(len, tokens)) * BYTES > self._limit * BYTES:
             raise MemoryLimitError("full")
-        for row, its, states in zip(rows, tokens, taps, strict=True):
+        for row, its, states in zip(rows, tokens, hidden_states, strict=True):
             entries = self.rows.setdefault(row, [])
             assert row not in self._predicted, "real entries behind predicted ones"
             assert states.shape == (len(its), 2, 2)
@@ -53,7 +56,7 @@ class ToyHead:
         return self._model.logits_after([*prefix, *more])[self.ids]
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:
-        self.feed([a.row for a in asks], [a.tokens for a in asks], [a.taps for a in asks])
+        self.feed([a.row for a in asks], [a.tokens for a in asks], [a.hidden_states for a in asks])
         self.calls[-1] = "draft", len(asks)
         assert all(ask.nodes and ask.levels for ask in asks)
         trees = []
@@ -68,11 +71,11 @@ class ToyHead:
             trees.append(tree)
         return drafts_of(trees)
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[I32], taps: Sequence[Any]) -> F32:
-        real = [i for i, its in enumerate(taps) if its is not None]
-        self.feed([rows[i] for i in real], [tokens[i] for i in real], [taps[i] for i in real])
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
+        real = [i for i, its in enumerate(hidden_states) if its is not None]
+        self.feed([rows[i] for i in real], [tokens[i] for i in real], [hidden_states[i] for i in real])
         self.calls[-1] = "extend", len(rows)
-        for row, its, states in zip(rows, tokens, taps, strict=True):
+        for row, its, states in zip(rows, tokens, hidden_states, strict=True):
             if states is None:
                 self._predicted.setdefault(row, len(self.rows[row]))
                 _, position, after = self.rows[row][-1]

@@ -1,73 +1,56 @@
-// What Python sees of a block-parallel drafter's network.
+// What Python sees of block-parallel networks and Medusa's heads, and of their rows.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 
-#include "bindings/arrays.h"
-#include "bindings/bindings.h"
-#include "model/parallel.h"
+#include "bindings/learned.h"
+#include "drafting/learned.h"
 
 namespace outpace {
 namespace {
 
-using BlockTaps = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-
-std::vector<float> values_of(const Floats& values) { return {values.data(), values.data() + values.size()}; }
-
-// markov: None or (before, after); sure: None or (weight, bias).
+// markov: None or (before, after); confidence: None or (weight, bias).
 void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens,
-                   int block, int mask, bool from_anchor, const nb::object& markov, const nb::object& sure) {
+                   int block, int mask, bool from_anchor, const nb::object& markov, const nb::object& confidence) {
     std::optional<Parallel::Markov> chain;
     if (!markov.is_none()) {
-        const nb::tuple its = nb::cast<nb::tuple>(markov);
-        chain.emplace(Parallel::Markov{nb::cast<Matrix>(its[0]), nb::cast<Matrix>(its[1])});
+        const auto [before, after] = nb::cast<std::pair<Matrix, Matrix>>(markov);
+        chain.emplace(Parallel::Markov{before, after});
     }
-    std::optional<Parallel::Sure> word;
-    if (!sure.is_none()) {
-        const nb::tuple its = nb::cast<nb::tuple>(sure);
-        word.emplace(Parallel::Sure{values_of(nb::cast<Floats>(its[0])), nb::cast<float>(its[1])});
+    std::optional<Parallel::Confidence> sure;
+    if (!confidence.is_none()) {
+        const auto [weight, bias] = nb::cast<std::pair<Floats, float>>(confidence);
+        sure.emplace(Parallel::Confidence{values_of(weight), bias});
     }
     new (self) Parallel(std::move(model), fuse, values_of(norm), copied(tokens), {block, mask, from_anchor}, std::move(chain),
-                        std::move(word));
+                        std::move(sure));
 }
 
-// (row, taps [n, T, H], positions [n]) each.
-void read_contexts(Parallel& x, const nb::list& described) {
-    std::vector<BlockTaps> kept;  // whatever another thread does to the list
-    std::vector<Parallel::Context> contexts;
+// (row, hidden states [n, layers, hidden], positions [n]) each.
+void read_contexts(ParallelRows& rows, const nb::list& described) {
+    std::vector<ParallelRows::Read> reads;
     for (const nb::handle one : described) {
-        const nb::tuple its = nb::cast<nb::tuple>(one);
-        const BlockTaps taps = nb::cast<BlockTaps>(its[1]);
-        kept.push_back(taps);
-        if (static_cast<int>(taps.shape(1)) != x.taps() || static_cast<int>(taps.shape(2)) != x.model().hidden())
-            throw std::invalid_argument("taps are [n, " + std::to_string(taps.shape(1)) + ", " + std::to_string(taps.shape(2)) +
-                                        "], but must be [n, " + std::to_string(x.taps()) + ", " + std::to_string(x.model().hidden()) + "]");
-        contexts.push_back({nb::cast<int>(its[0]), taps.data(), copied(nb::cast<Ints>(its[2]))});
-        if (contexts.back().positions.size() != taps.shape(0))
-            throw std::invalid_argument(std::to_string(contexts.back().positions.size()) + " positions and the taps of " +
-                                        std::to_string(taps.shape(0)) + " differ in length");
+        const auto [row, states, positions] = nb::cast<std::tuple<int64_t, States3, Ints>>(one);
+        fits(rows.network(), states);
+        reads.push_back({row, copied(positions), {states.data(), states.data() + states.size()}});
+        if (positions.shape(0) != states.shape(0))
+            throw std::invalid_argument(std::to_string(positions.shape(0)) + " positions and the hidden states of " +
+                                        std::to_string(states.shape(0)) + " differ in length");
     }
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(x.model().lock());
-    x.read(contexts);
+    rows.read(reads);
 }
 
-// (row, anchor, position, slots, None or (temperature, seed, sample, index)) each.
-std::vector<Parallel::Ask> block_asks(const nb::list& described) {
+// (the target's row, anchor, position, slots, noise) each: see learned.h.
+std::vector<Parallel::Ask> block_asks(const Parallel& network, const nb::list& described) {
     std::vector<Parallel::Ask> asks;
     for (const nb::handle one : described) {
-        const nb::tuple its = nb::cast<nb::tuple>(one);
-        asks.push_back({nb::cast<int>(its[0]), nb::cast<int32_t>(its[1]), nb::cast<int>(its[2]), nb::cast<int>(its[3]),
-                        Sampling{}});
-        Parallel::Ask& ask = asks.back();
-        if (its[4].is_none()) continue;
-        const nb::tuple noise = nb::cast<nb::tuple>(its[4]);
-        ask.sampling.temperature = nb::cast<double>(noise[0]);
-        ask.sampling.seed = nb::cast<uint64_t>(noise[1]);
-        ask.sampling.sample = nb::cast<uint32_t>(noise[2]);
-        ask.sampling.index = nb::cast<uint32_t>(noise[3]);
+        const auto [row, anchor, position, slots, noise] = nb::cast<std::tuple<int, int32_t, int, int, nb::object>>(one);
+        asks.push_back({network.row(row), anchor, position, slots, noise_of(noise)});
     }
     if (asks.empty()) throw std::invalid_argument("nothing is asked for");
     return asks;
@@ -75,30 +58,30 @@ std::vector<Parallel::Ask> block_asks(const nb::list& described) {
 
 // Places in the draft vocabulary [B, W] and each slot's chance [B, W], W the most slots that are asked for; 0 beyond a row's own.
 nb::tuple draft_blocks(Parallel& x, const nb::list& described) {
-    const std::vector<Parallel::Ask> asks = block_asks(described);
-    std::vector<Parallel::Draft> drafts;
+    const std::vector<Parallel::Ask> asks = block_asks(x, described);
+    std::vector<std::vector<RankedToken>> drafts;
     {
         nb::gil_scoped_release release;
         std::lock_guard<std::mutex> lock(x.model().lock());
         drafts = x.draft(asks);
     }
     size_t w = 0;
-    for (const Parallel::Draft& its : drafts) w = std::max(w, its.places.size());
+    for (const auto& slots : drafts) w = std::max(w, slots.size());
     const auto b = static_cast<Py_ssize_t>(drafts.size()), width = static_cast<Py_ssize_t>(w);
     const IntArray places({b, width});
     const Array<float> chances(Names::get().float32, {b, width});
     for (size_t i = 0; i < drafts.size(); ++i)
         for (size_t n = 0; n < w; ++n) {
-            const bool real = n < drafts[i].places.size();
-            places.data[i * w + n] = real ? drafts[i].places[n] : 0;
-            chances.data[i * w + n] = real ? drafts[i].chances[n] : 0.0f;
+            const bool real = n < drafts[i].size();
+            places.data[i * w + n] = real ? drafts[i][n].place : 0;
+            chances.data[i * w + n] = real ? static_cast<float>(drafts[i][n].share) : 0.0f;
         }
     return nb::make_tuple(places.object, chances.object);
 }
 
 // Normed states [N, H] and logits [N, D] of all slots that are asked for, ask after ask.
 nb::tuple block_states(Parallel& x, const nb::list& described) {
-    const std::vector<Parallel::Ask> asks = block_asks(described);
+    const std::vector<Parallel::Ask> asks = block_asks(x, described);
     size_t n = 0;
     for (const Parallel::Ask& ask : asks) n += static_cast<size_t>(std::clamp(ask.slots, 0, x.slots()));
     const size_t hidden = static_cast<size_t>(x.model().hidden()), outputs = static_cast<size_t>(x.model().outputs());
@@ -113,17 +96,46 @@ nb::tuple block_states(Parallel& x, const nb::list& described) {
 
 // What is known of tokens [n, rank], and what that adds to logits [n, D].
 nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
-    const std::vector<int32_t> its = copied(tokens);
-    for (const int32_t token : its)
+    const std::vector<int32_t> ids = copied(tokens);
+    for (const int32_t token : ids)
         if (token < 0 || token >= x.model().vocab()) throw std::invalid_argument("token " + std::to_string(token) + " is not in the vocabulary");
-    const size_t n = its.size(), rank = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
+    const size_t n = ids.size(), rank = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
     std::vector<float> before(n * rank), after(n * outputs);
     {
         nb::gil_scoped_release release;
         std::lock_guard<std::mutex> lock(x.model().lock());
-        x.bias(its, before.data(), after.data());
+        x.bias(ids, before.data(), after.data());
     }
     return nb::make_tuple(numpy(std::move(before), {n, rank}), numpy(std::move(after), {n, outputs}));
+}
+
+// blocks: (weight, bias or None) of each block of each head.
+void make_medusa(Medusa* self, std::shared_ptr<Model> target, const std::vector<std::vector<std::pair<Matrix, nb::object>>>& blocks,
+                 std::vector<Matrix> rows, const Ints& tokens) {
+    std::vector<std::vector<Medusa::Block>> heads;
+    for (const auto& head : blocks) {
+        heads.emplace_back();
+        for (const auto& [weight, bias] : head)
+            heads.back().push_back({weight, bias.is_none() ? std::vector<float>() : values_of(nb::cast<Floats>(bias))});
+    }
+    new (self) Medusa(std::move(target), std::move(heads), std::move(rows), copied(tokens));
+}
+
+// Logits [n, heads, D] of rows' states.
+nb::object medusa_logits(MedusaRows& rows, const std::vector<int64_t>& asked) {
+    Medusa& network = rows.network();
+    const size_t heads = static_cast<size_t>(network.heads()), outputs = static_cast<size_t>(network.outputs());
+    std::vector<float> states, out(asked.size() * heads * outputs);
+    for (const int64_t row : asked) {
+        const std::vector<float>& values = rows.states().at(row).values;
+        states.insert(states.end(), values.begin(), values.end());
+    }
+    {
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(network.target().lock());
+        network.logits(states.data(), static_cast<int>(asked.size()), out.data());
+    }
+    return numpy(std::move(out), {asked.size(), heads, outputs});
 }
 
 }  // namespace
@@ -131,12 +143,44 @@ nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
 void bind_parallel(nb::module_& m) {
     nb::class_<Parallel>(m, "Parallel")
         .def("__init__", &make_parallel, "model"_a, "fuse"_a, "norm"_a, "tokens"_a, "block"_a, "mask"_a, "from_anchor"_a,
-             "markov"_a.none(), "sure"_a.none())
+             "markov"_a.none(), "confidence"_a.none())
         .def_prop_ro("bytes", &Parallel::bytes)
-        .def("read", &read_contexts, "contexts"_a)
+        .def_prop_ro("rows", &Parallel::rows)
         .def("draft", &draft_blocks, "asks"_a)
         .def("states", &block_states, "asks"_a)
         .def("bias", &markov_bias, "tokens"_a);
+    nb::class_<ParallelRows, Lookup>(m, "ParallelRows")
+        .def(nb::init<Parallel&, std::vector<int>, int>(), "network"_a, "layers"_a, "max_length"_a, nb::keep_alive<1, 2>())
+        .def("end", &ParallelRows::end, "row"_a)
+        .def("read", &read_contexts, "contexts"_a)
+        .def("fork", &ParallelRows::fork, "src"_a, "dst"_a, "end"_a)
+        .def("release", &ParallelRows::release, "row"_a)  // these take the lock and keep the GIL, as Eagle's do
+        .def_prop_ro("positions", &ParallelRows::positions);
+    nb::class_<Medusa>(m, "Medusa")
+        .def("__init__", &make_medusa, "target"_a, "blocks"_a, "rows"_a, "tokens"_a);
+    nb::class_<MedusaRows, Lookup>(m, "MedusaRows")
+        .def("__init__",
+             [](MedusaRows* self, Medusa& network, int layer, const std::vector<std::tuple<int, int, int>>& tree) {
+                 std::vector<MedusaRows::Node> nodes;
+                 for (const auto& [parent, head, rank] : tree) nodes.push_back({parent, head, rank});
+                 new (self) MedusaRows(network, layer, std::move(nodes));
+             },
+             "network"_a, "layer"_a, "tree"_a, nb::keep_alive<1, 2>())
+        .def("keep",
+             [](MedusaRows& x, int64_t row, int position, const Floats& state) {
+                 if (static_cast<int>(state.size()) != x.network().target().hidden()) throw std::invalid_argument("a state of another size than the target's");
+                 x.states()[row] = {position, values_of(state)};
+             },
+             "row"_a, "position"_a, "state"_a)
+        .def("position", [](MedusaRows& x, int64_t row) { return x.states().count(row) ? x.states()[row].position : -1; }, "row"_a)
+        .def("rows", [](MedusaRows& x) {
+            std::vector<int64_t> found;
+            for (const auto& [row, state] : x.states()) found.push_back(row);
+            return found;
+        })
+        .def("logits", &medusa_logits, "rows"_a)
+        .def("fork", [](MedusaRows& x, int64_t src, int64_t dst) { x.states()[dst] = x.states().at(src); }, "src"_a, "dst"_a)
+        .def("release", [](MedusaRows& x, int64_t row) { x.states().erase(row); }, "row"_a);
 }
 
 }  // namespace outpace

@@ -8,16 +8,25 @@
 
 namespace outpace {
 
-EagleRows::EagleRows(Eagle& eagle, std::vector<int> columns, Limits limits)
-    : eagle_(eagle),
-      columns_(std::move(columns)),
-      layers_(columns_),
-      limits_(limits),
-      entries_(static_cast<int>(columns_.size()) * eagle.model().hidden()) {
-    if (static_cast<int>(columns_.size()) != eagle.taps())
-        throw std::invalid_argument("the network reads " + std::to_string(eagle.taps()) + " layers, not " + std::to_string(columns_.size()));
-    std::sort(layers_.begin(), layers_.end());
-    layers_.erase(std::unique(layers_.begin(), layers_.end()), layers_.end());
+LayersRead::LayersRead(std::vector<int> order) : order_(std::move(order)), ascending_(order_) {
+    std::sort(ascending_.begin(), ascending_.end());
+    ascending_.erase(std::unique(ascending_.begin(), ascending_.end()), ascending_.end());
+}
+
+void LayersRead::copy(const States& from, int place, size_t hidden, float* to) const {
+    for (const int layer : order_) {
+        const auto found = std::find(from.layers.begin(), from.layers.end(), layer);
+        if (found == from.layers.end()) throw std::invalid_argument("the hidden states of layer " + std::to_string(layer) + " are missing");
+        const size_t at = static_cast<size_t>(place) * from.layers.size() + static_cast<size_t>(found - from.layers.begin());
+        std::memcpy(to, from.values + at * hidden, hidden * sizeof(float));
+        to += hidden;
+    }
+}
+
+EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
+    : eagle_(eagle), layers_(std::move(layers)), limits_(limits), entries_(static_cast<int>(eagle.wide())) {
+    if (static_cast<int>(width()) != eagle.layers_read())
+        throw std::invalid_argument("the network reads " + std::to_string(eagle.layers_read()) + " layers, not " + std::to_string(width()));
 }
 
 // How many the row's draft may have.
@@ -34,22 +43,22 @@ std::vector<Eagle::Draft> EagleRows::draft(const std::vector<Eagle::Ask>& asks) 
 
 // The row, once the network has what it is known to have read: an interrupted call leaves more.
 Entries::Row& EagleRows::settled(int64_t row) {
-    Entries::Row& its = *entries_.find(row);
-    const int cached = eagle_.row(static_cast<int>(row)), read = its.read();
+    Entries::Row& known = *entries_.find(row);
+    const int cached = eagle_.row(static_cast<int>(row)), read = known.read();
     std::lock_guard<std::mutex> lock(eagle_.model().lock());
     if (cached >= 0 && eagle_.model().kv().length(cached) > read) eagle_.model().kv().truncate(cached, read);
-    return its;
+    return known;
 }
 
 // Whether the row has entries to feed, and room for `more` behind them.
 bool EagleRows::ready(int64_t row, int more) {
     if (!entries_.find(row)) return false;
-    Entries::Row& its = settled(row);
-    if (its.at.empty()) {
-        if (!entries_.unread_last(its)) return false;
+    Entries::Row& known = settled(row);
+    if (known.at.empty()) {
+        if (!entries_.unread_last(known)) return false;
         settled(row);
     }
-    return its.read() + its.waiting() + more <= limits_.max_length;
+    return known.read() + known.waiting() + more <= limits_.max_length;
 }
 
 void EagleRows::forget(int64_t row) {
@@ -65,36 +74,25 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
         if (levels(rows[i]) > 0 && ready(rows[i].row, levels(rows[i]))) at.push_back(i);
     }
     while (!at.empty()) {
+        DraftNetwork::Taken taken(eagle_);
         std::vector<Eagle::Ask> asks;
-        std::vector<int> fresh;
         for (const size_t i : at) {
             const Asked& asked = rows[i];
-            const Entries::Row& its = *entries_.find(asked.row);
-            if (eagle_.take(static_cast<int>(asked.row))) fresh.push_back(static_cast<int>(asked.row));
-            Sampling sampling;
-            if (asked.sampling && asked.sampling->temperature > 0.0) {
-                sampling.temperature = asked.sampling->temperature;
-                sampling.seed = asked.sampling->seed;
-                sampling.sample = asked.sampling->sample;
-                sampling.index = static_cast<uint32_t>(static_cast<int64_t>(asked.n) - asked.prompt);
-            }
-            asks.push_back({eagle_.row(static_cast<int>(asked.row)), its.tokens, its.states.data(), asked.size, levels(asked), limits_.branch, sampling});
+            const Entries::Row& known = *entries_.find(asked.row);
+            asks.push_back({taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, noise_of(asked)});
         }
         std::vector<Eagle::Draft> drafts;
         try {
             drafts = draft(asks);
         } catch (const MemoryLimit&) {
-            for (const int row : fresh) eagle_.drop(row);
             forget(rows[at.back()].row);
             at.pop_back();
             continue;
-        } catch (...) {
-            for (const int row : fresh) eagle_.drop(row);
-            throw;
         }
+        taken.keep();
         for (size_t k = 0; k < at.size(); ++k) {
-            Entries::Row& its = *entries_.find(rows[at[k]].row);
-            entries_.has_read(its, its.waiting());
+            Entries::Row& known = *entries_.find(rows[at[k]].row);
+            entries_.has_read(known, known.waiting());
             SourcedTree& tree = trees[at[k]];
             tree.tokens = std::move(drafts[k].tokens);
             tree.parents = std::move(drafts[k].parents);
@@ -107,25 +105,17 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
 }
 
 bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
-    std::vector<size_t> columns;
-    for (const int layer : columns_) {
-        const auto found = std::find(states.layers.begin(), states.layers.end(), layer);
-        if (found == states.layers.end()) throw std::invalid_argument("layer " + std::to_string(layer) + " was not tapped");
-        columns.push_back(static_cast<size_t>(found - states.layers.begin()));
-    }
-    const size_t hidden = entries_.wide() / columns_.size();
+    const size_t hidden = entries_.wide() / width();
     behind_.clear();
     for (const Final& final : rows) {
-        Entries::Row& its = entries_.at(final.row);
-        const int known = its.end();
+        Entries::Row& known = entries_.at(final.row);
+        const int end = known.end();
         for (size_t n = 0; n < final.tokens.size(); ++n) {
             const int entry = final.first + static_cast<int>(n);
-            if (entry < known) continue;
-            float* to = entries_.append(its, entry, final.tokens[n]);
-            const float* from = states.values + static_cast<size_t>(final.places[n]) * states.layers.size() * hidden;
-            for (size_t c = 0; c < columns.size(); ++c) std::memcpy(to + c * hidden, from + columns[c] * hidden, hidden * sizeof(float));
+            if (entry < end) continue;
+            layers_.copy(states, final.places[n], hidden, entries_.append(known, entry, final.tokens[n]));
         }
-        if (its.waiting() > limits_.catch_up) behind_.push_back(final.row);
+        if (known.waiting() > limits_.catch_up) behind_.push_back(final.row);
     }
     return !behind_.empty();
 }
@@ -134,28 +124,22 @@ bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
 void EagleRows::read_ahead() {
     std::vector<int64_t> rows = std::exchange(behind_, {});
     while (!rows.empty()) {
+        DraftNetwork::Taken taken(eagle_);
         std::vector<Eagle::Ask> asks;
-        std::vector<int> fresh, counts;
         for (const int64_t row : rows) {
-            const Entries::Row& its = settled(row);
-            const int n = std::min(its.waiting() - 1, limits_.catch_up);
-            if (eagle_.take(static_cast<int>(row))) fresh.push_back(static_cast<int>(row));
-            asks.push_back({eagle_.row(static_cast<int>(row)), {its.tokens.begin(), its.tokens.begin() + n}, its.states.data(), 0, 0, 0, Sampling{}});
-            counts.push_back(n);
+            const Entries::Row& known = settled(row);
+            asks.push_back({taken.row(row), {known.tokens.begin(), known.tokens.begin() + std::min(known.waiting() - 1, limits_.catch_up)}, known.states.data()});
         }
         try {
             draft(asks);
-            for (size_t i = 0; i < rows.size(); ++i) entries_.has_read(*entries_.find(rows[i]), counts[i]);
+            for (size_t i = 0; i < rows.size(); ++i) entries_.has_read(*entries_.find(rows[i]), static_cast<int>(asks[i].tokens.size()));
+            taken.keep();
         } catch (const MemoryLimit&) {
-            for (const int row : fresh) eagle_.drop(row);
             forget(rows.back());
-        } catch (...) {
-            for (const int row : fresh) eagle_.drop(row);
-            throw;
         }
         std::vector<int64_t> left;
         for (const int64_t row : rows)
-            if (const Entries::Row* its = entries_.find(row); its && its->waiting() > 1) left.push_back(row);
+            if (const Entries::Row* known = entries_.find(row); known && known->waiting() > 1) left.push_back(row);
         rows = std::move(left);
     }
 }

@@ -1,14 +1,43 @@
-// EAGLE as a drafter of whole steps in C++: what drafters/learned/eagle.py does for rows that need no Python. That is the
-// reference.
+// Learned drafters of native steps: what they have read of each row, and what they draft from it. Rows that rules or filters
+// choose for, and those that sample under rejection, are drafted for in Python (drafters/learned), from the same rows.
 #pragma once
 
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "drafting/entries.h"
 #include "drafting/lookups.h"
 #include "model/eagle.h"
+#include "model/medusa.h"
+#include "model/parallel.h"
 
 namespace outpace {
+
+// The target's layers that a network reads, in the network's order, and copies of their hidden states.
+class LayersRead {
+public:
+    explicit LayersRead(std::vector<int> order);
+    const std::vector<int>& ascending() const { return ascending_; }  // each once
+    size_t count() const { return order_.size(); }
+    // Copies [count][hidden] of states at `place` among those of `from`. Throws std::invalid_argument where a layer is missing.
+    void copy(const States& from, int place, size_t hidden, float* to) const;
+
+private:
+    std::vector<int> order_, ascending_;
+};
+
+// The noise that a row's next token is chosen with: filters and rules apart.
+inline Sampling noise_of(const Asked& asked) {
+    Sampling noise;
+    if (asked.sampling && asked.sampling->temperature > 0.0) {
+        noise.temperature = asked.sampling->temperature;
+        noise.seed = asked.sampling->seed;
+        noise.sample = asked.sampling->sample;
+        noise.index = static_cast<uint32_t>(static_cast<int64_t>(asked.n) - asked.prompt);
+    }
+    return noise;
+}
 
 class EagleRows : public Lookup {
 public:
@@ -19,18 +48,18 @@ public:
         int catch_up;      // entries of a row that wait unread, and that one call feeds
         int max_length;    // entries of a row
     };
-    // `eagle` outlives this. `columns`: layers of the target in the network's order.
-    EagleRows(Eagle& eagle, std::vector<int> columns, Limits limits);
+    // `eagle` outlives this. `layers`: of the target, in the network's order.
+    EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& taps() const override { return layers_; }
+    const std::vector<int>& taps() const override { return layers_.ascending(); }
     bool stepwise() const override { return true; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
     Entries& entries() { return entries_; }
     const Entries& entries() const { return entries_; }
-    size_t width() const { return columns_.size(); }  // layers that an entry has
+    size_t width() const { return layers_.count(); }  // layers that an entry has
 
 private:
     int levels(const Asked& asked) const;
@@ -40,11 +69,75 @@ private:
     std::vector<Eagle::Draft> draft(const std::vector<Eagle::Ask>& asks);
 
     Eagle& eagle_;
-    const std::vector<int> columns_;
-    std::vector<int> layers_;  // the same, ascending, each once
+    const LayersRead layers_;
     const Limits limits_;
     Entries entries_;
     std::vector<int64_t> behind_;  // rows that are to be read ahead
+};
+
+class ParallelRows : public Lookup {
+public:
+    // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
+    ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
+
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    const std::vector<int>& taps() const override { return layers_.ascending(); }
+    bool observe(const std::vector<Final>& rows, const States& states) override;
+    void read_ahead() override;
+
+    // Hidden states [n][layers][hidden] at positions that ascend beyond the row's last one.
+    struct Read {
+        int64_t row;
+        std::vector<int32_t> positions;
+        std::vector<float> states;
+    };
+    // Appends them to rows, each once at the most, which are made where they are not there. Throws as Parallel::read does, and
+    // then every row is as it was.
+    void read(const std::vector<Read>& rows);
+    int end(int64_t row) const {  // the position after the row's last one; 0 for a row that is not there
+        const auto found = positions_.find(row);
+        return found == positions_.end() ? 0 : found->second.back() + 1;
+    }
+    // `dst`, which is not there, begins with what `src` has of positions below `end`. Throws MemoryLimit.
+    void fork(int64_t src, int64_t dst, int end);
+    void release(int64_t row);
+    Parallel& network() { return network_; }
+    const std::map<int64_t, std::vector<int32_t>>& positions() const { return positions_; }
+
+private:
+    Parallel& network_;
+    const LayersRead layers_;
+    const int max_length_;
+    std::map<int64_t, std::vector<int32_t>> positions_;  // of each row's contexts, ascending
+    std::vector<Read> waiting_;                          // for `read_ahead`
+};
+
+class MedusaRows : public Lookup {
+public:
+    struct Node {    // of a static tree
+        int parent;  // before it in the tree; -1: the pending token
+        int head, rank;
+    };
+    struct State {
+        int position = -1;          // of the pending token
+        std::vector<float> values;  // the last layer's before it [hidden]
+    };
+    // `network` outlives this. `layer`: the target's last.
+    MedusaRows(Medusa& network, int layer, std::vector<Node> tree);
+
+    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    const std::vector<int>& taps() const override { return layers_.ascending(); }
+    bool observe(const std::vector<Final>& rows, const States& states) override;
+
+    Medusa& network() { return network_; }
+    std::map<int64_t, State>& states() { return states_; }
+
+private:
+    Medusa& network_;
+    const LayersRead layers_;
+    const std::vector<Node> tree_;
+    int ranks_ = 1;  // candidates of a head
+    std::map<int64_t, State> states_;
 };
 
 }  // namespace outpace

@@ -17,8 +17,8 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const Part part = me.of(n_ * heads);
     for (int unit = part.begin; unit < part.end; ++unit) {
         const int t = unit / heads, head = from + unit % heads;
-        const Token& tok = token(t);
-        uint8_t* block = const_cast<uint8_t*>(tok.blocks[tok.slot / kBlock]);
+        const Plan::Token& tok = token(t);
+        uint8_t* block = const_cast<uint8_t*>(m_.plan_.blocks(tok)[tok.slot / kBlock]);
         const auto of_all = [&](const std::vector<float>& norm) { return static_cast<int>(norm.size()) > d; };
         // A token's queries or keys, all heads, as products left them or normed.
         const auto vectors = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm) {
@@ -64,8 +64,8 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
 const uint8_t* Model::Run::first_keys(int job, int layer) const {
     const Job& planned = m_.jobs_[static_cast<size_t>(job)];
     const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
-    const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
-    return any.blocks[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
+    const Plan::Token& any = m_.plan_[tile.first];
+    return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
 }
 
 bool Model::Run::attention(Seat& me, const Layer& l, int index) {
@@ -85,10 +85,10 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         job.upcoming = first_keys(after < jobs ? after : j, index);
         const Job& planned = m_.jobs_[static_cast<size_t>(j)];
         const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
-        const Token& any = m_.tokens_[static_cast<size_t>(tile.first)];
+        const Plan::Token& any = m_.plan_[tile.first];
         job.queries = tile.tokens * group;
         job.cached = any.cached;
-        job.blocks = any.blocks;
+        job.blocks = m_.plan_.blocks(any);
         job.keys = m_.kv_.shape().keys(index, planned.kv_head);
         job.values = m_.kv_.shape().values(index, planned.kv_head);
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
@@ -96,12 +96,12 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         for (int i = 0; i < job.queries; ++i) {
             const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
             const size_t at = static_cast<size_t>(t) * c_.heads + head;
-            const Token& tok = token(t);
+            const Plan::Token& tok = token(t);
             job.q[i] = s_.rotated.get() + at * padded;
             job.out[i] = s_.attended.get() + at * padded;
             job.position[i] = tok.position;
             job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
-            job.path[i] = tok.path;
+            job.path[i] = m_.plan_.path(tok);
             const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
             job.parts[i] = tile.ranges > 1 ? s_.parts.get() + tile.parts + own : nullptr;
         }

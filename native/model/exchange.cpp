@@ -32,22 +32,22 @@ void copy_rows(const KV& from, KV& to, std::map<int, int>& moved) {
 }  // namespace
 
 void Eagle::exchange(Eagle& other) {
-    Model &mine = *model_, &its = *other.model_;
-    const Config &a = mine.config_, &b = its.config_;
-    const KVShape &x = mine.kv_.shape(), &y = its.kv_.shape();
-    if (&mine == &its || mine.runtime_ != its.runtime_ || !other.rows_.empty() || !its.kv_.rows().empty())
+    Model &mine = *model_, &theirs = *other.model_;
+    const Config &a = mine.config_, &b = theirs.config_;
+    const KVShape &x = mine.kv_.shape(), &y = theirs.kv_.shape();
+    if (&mine == &theirs || mine.runtime_ != theirs.runtime_ || !other.rows_.empty() || !theirs.kv_.rows().empty())
         throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
     if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length || x.layers != y.layers ||
         x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
-        tokens_ != other.tokens_ || norm_output_ != other.norm_output_)
+        tokens() != other.tokens() || norm_output_ != other.norm_output_)
         throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
     std::lock_guard<std::mutex> lock(mine.lock());
     std::map<int, int> moved, rows;
     try {
-        copy_rows(mine.kv_, its.kv_, moved);
+        copy_rows(mine.kv_, theirs.kv_, moved);
         for (const auto& [of, row] : rows_) rows[of] = moved.at(row);
     } catch (...) {
-        for (const auto& [row, made] : moved) its.kv_.free(made);
+        for (const auto& [row, made] : moved) theirs.kv_.free(made);
         throw;
     }
     for (const auto& [of, row] : rows_) mine.kv_.free(row);

@@ -9,12 +9,12 @@ int Growth::most_entries(int most, int levels, int branch) {
     return levels < 2 ? 0 : (levels - 1) * std::min(branch, most);
 }
 
-void Growth::grow(const std::vector<std::vector<Child>>& children) {
+void Growth::grow(const std::vector<std::vector<RankedToken>>& children) {
     begin_ = static_cast<int>(nodes_.size());
     ++depth_;
     for (size_t i = 0; i < parents_.size(); ++i) {
         const double above = parents_[i] < 0 ? 1.0 : node(parents_[i]).chance;
-        for (const Child& child : children[i]) nodes_.push_back({child.token, parents_[i], depth_, above * child.share, -1});
+        for (const RankedToken& child : children[i]) nodes_.push_back({child.token, parents_[i], depth_, above * child.share, -1});
     }
 }
 

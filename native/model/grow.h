@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "sampling/ranking.h"
+
 namespace outpace {
 
 class Growth {
@@ -16,16 +18,11 @@ public:
         double chance;  // of its path: the product of its and its ancestors' shares
         int entry;      // which of the row's predicted entries has read it; -1: none
     };
-    struct Child {
-        int32_t token;
-        double share;
-    };
-
     // At most `most` nodes in `levels` levels; of each level `branch` nodes have children, `branch` each.
     Growth(int most, int levels, int branch) : most_(most), levels_(levels), branch_(branch) {}
 
     // The next level: children of the nodes that `expand` named, in its order (first of all: of the pending token alone).
-    void grow(const std::vector<std::vector<Child>>& children);
+    void grow(const std::vector<std::vector<RankedToken>>& children);
     // Nodes of the last level whose children may yet be among the likeliest; empty: the draft is done. Each gets an entry.
     const std::vector<int>& expand();
     // Slots of node `n`'s ancestors and itself among the row's predicted entries, from depth 1 on, appended.

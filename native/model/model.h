@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "model/plan.h"
 #include "model/weights.h"
 #include "runtime/kv.h"
 #include "runtime/runtime.h"
@@ -100,17 +101,11 @@ public:
     void time_phases(bool on) { timing_ = on; }
 
 private:
+    friend class DraftNetwork;
     friend class Eagle;
     friend class Fusion;
+    friend class Medusa;
     friend class Parallel;
-    struct Token {
-        int id, row, position;
-        int turn;  // what its queries and keys are rotated by: its position, but in a drafter's block
-        int slot, cached;
-        const int32_t* path;  // null: slots are positions
-        const uint8_t* const* blocks;
-        int wanted;  // index among the wanted, or -1
-    };
     struct Tile {  // tokens of one row whose attention is computed together
         int first, tokens, blocks, ranges;
         size_t parts;  // where its blocks' partial results start, with more than one range
@@ -121,6 +116,9 @@ private:
     class Run;  // one chunk of tokens through all layers; run.h
 
     void prepare(const BatchView& batch);
+    void cover() {  // what the plan's keys turn by
+        for (Rope& rope : ropes_) rope.cover(plan_.end());
+    }
     void plan_jobs(int first, int count, int threads);
     void fit_scratch();
 
@@ -135,9 +133,7 @@ private:
     int hidden_stride_ = 0;  // of Scratch::x, in floats
     KV kv_;
     std::vector<Rope> ropes_;
-    std::vector<Token> tokens_;
-    std::vector<int32_t> paths_;
-    std::vector<const uint8_t*> blocks_;  // of the batch's rows, row after row
+    Plan plan_;
     std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
     std::vector<std::atomic<int>> next_job_;  // one a layer

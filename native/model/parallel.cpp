@@ -14,11 +14,6 @@ namespace {
 
 constexpr int kShared = 8;  // scores among which a sampled slot's chance is shared: RIVALS of drafters/learned/picks.py
 
-struct Settled {
-    KV& kv;
-    ~Settled() { kv.settle(); }
-};
-
 void once(std::vector<int> rows, const char* what) {
     std::sort(rows.begin(), rows.end());
     if (std::adjacent_find(rows.begin(), rows.end()) != rows.end())
@@ -28,25 +23,17 @@ void once(std::vector<int> rows, const char* what) {
 }  // namespace
 
 Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
-                   std::optional<Markov> markov, std::optional<Sure> sure)
-    : model_(std::move(model)),
-      fusion_(*model_, std::move(fuse), {}),
+                   std::optional<Markov> markov, std::optional<Confidence> confidence)
+    : DraftNetwork(std::move(model), std::move(fuse), {}, std::move(tokens)),
       norm_(std::move(norm)),
-      tokens_(std::move(tokens)),
       shape_(shape),
       markov_(std::move(markov)),
-      sure_(std::move(sure)),
-      stretches_((model_->outputs() + kStretch - 1) / kStretch),
+      confidence_(std::move(confidence)),
       stride_(model_->head_.out_padded()) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no block-parallel drafter: " + what); };
     if (!model_->layers_[0].embed_norm.empty()) wrong("its first layer reads features beside embeddings");
     if (static_cast<int>(norm_.size()) != model_->hidden())
         wrong("the norm of its contexts has " + std::to_string(norm_.size()) + " values");
-    if (static_cast<int>(tokens_.size()) != model_->outputs())
-        wrong("it does not name a token for each row of its head");
-    for (size_t i = 0; i < tokens_.size(); ++i)
-        if (tokens_[i] < 0 || tokens_[i] >= model_->vocab() || (i > 0 && tokens_[i] <= tokens_[i - 1]))
-            wrong("its tokens must ascend within the target's vocabulary");
     if (shape_.block < 1 || shape_.block > kChunk || slots() < 1)
         wrong("a block of " + std::to_string(shape_.block) + " tokens");
     if (shape_.mask < 0 || shape_.mask >= model_->vocab()) wrong("its mask token is " + std::to_string(shape_.mask));
@@ -54,13 +41,12 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
                     markov_->after.cols != rank()))
         wrong("the two sides of its Markov head do not fit");
     const size_t hidden = static_cast<size_t>(model_->hidden());
-    if (sure_ && sure_->weight.size() != hidden && sure_->weight.size() != hidden + static_cast<size_t>(rank()))
-        wrong("its confidence head reads " + std::to_string(sure_->weight.size()) + " values");
+    if (confidence_ && confidence_->weight.size() != hidden && confidence_->weight.size() != hidden + static_cast<size_t>(rank()))
+        wrong("its confidence head reads " + std::to_string(confidence_->weight.size()) + " values");
     if (markov_) {
         const Matrix& after = markov_->after;
         acts_.need(static_cast<size_t>(after.groups) * kChunk * static_cast<size_t>(act_bytes(after.acts())));
     }
-    lists_.assign(static_cast<size_t>(model_->threads()), std::vector<Shortlist>(kChunk));
 }
 
 void Parallel::read(const std::vector<Context>& contexts) {
@@ -80,31 +66,24 @@ void Parallel::read(const std::vector<Context>& contexts) {
     once(std::move(seen), "malformed contexts");
     const Settled settled{m.kv_};
     m.kv_.grow(needs);
-    size_t block_count = 0;
-    for (const Context& context : contexts) block_count += static_cast<size_t>(m.kv_.blocks_of(context.row));
-    m.blocks_.clear();
-    m.blocks_.reserve(block_count);  // no reallocation below: tokens keep pointers
-    m.tokens_.clear();
-    std::vector<const float*> taps;
-    int last = -1;
+    m.plan_.clear();
+    std::vector<const float*> states;
     for (const Context& context : contexts) {
         const int length = m.kv_.length(context.row);
-        const uint8_t* const* blocks = m.blocks_.data() + m.blocks_.size();
-        for (int i = 0; i < m.kv_.blocks_of(context.row); ++i) m.blocks_.push_back(m.kv_.block_of(context.row, i));
+        const Plan::Row row = m.plan_.row(m.kv_, context.row, length);
         for (size_t i = 0; i < context.positions.size(); ++i) {
-            const int at = length + static_cast<int>(i);
-            m.tokens_.push_back({0, context.row, at, context.positions[i], at, length, nullptr, blocks, -1});
-            taps.push_back(context.taps + i * fusion_.wide());
-            last = std::max(last, static_cast<int>(context.positions[i]));
+            const int slot = length + static_cast<int>(i);
+            m.plan_.in_block(row, 0, context.positions[i], slot, slot);
+            states.push_back(context.states + i * fusion_.wide());
         }
     }
-    for (Rope& rope : m.ropes_) rope.cover(last + 1);
+    m.cover();
     const size_t hidden = static_cast<size_t>(m.config_.hidden);
-    std::vector<float> features(taps.size() * hidden);
-    fusion_.run(m, taps, features.data());
+    std::vector<float> features(states.size() * hidden);
+    fusion_.run(m, states, features.data());
     Pool& pool = m.runtime_->pool();
     BatchView batch{};
-    batch.tokens = static_cast<int>(taps.size());
+    batch.tokens = m.plan_.size();
     batch.layers = static_cast<int>(m.layers_.size());
     Result nothing;
     double work = 0.0;
@@ -160,32 +139,26 @@ void Parallel::forward(const std::vector<Ask>& asks) {
     std::vector<KV::Need> needs;
     for (const Ask& ask : asks) needs.push_back({ask.row, shape_.block});
     m.kv_.grow(needs);
-    size_t block_count = 0;
-    for (const Ask& ask : asks) block_count += static_cast<size_t>(m.kv_.blocks_of(ask.row));
-    m.blocks_.clear();
-    m.blocks_.reserve(block_count);  // as in `read`
-    m.tokens_.clear();
+    m.plan_.clear();
     Result result;
-    int last = 0, wanted = 0;
+    int wanted = 0;
     for (const Ask& ask : asks) {
         const int length = m.kv_.length(ask.row), skipped = !shape_.from_anchor;
-        const uint8_t* const* blocks = m.blocks_.data() + m.blocks_.size();
-        for (int i = 0; i < m.kv_.blocks_of(ask.row); ++i) m.blocks_.push_back(m.kv_.block_of(ask.row, i));
+        const Plan::Row row = m.plan_.row(m.kv_, ask.row, length);
         for (int i = 0; i < shape_.block; ++i) {
-            const bool its = i >= skipped && i < skipped + ask.slots;
-            // The whole block sees up to its own end.
-            m.tokens_.push_back({i == 0 ? ask.anchor : shape_.mask, ask.row, length + shape_.block - 1, ask.position + i,
-                                 length + i, length, nullptr, blocks, its ? wanted : -1});
-            result.tap_place.push_back(its ? wanted++ : -1);
+            const bool read = i >= skipped && i < skipped + ask.slots;
+            Plan::Token& token =
+                m.plan_.in_block(row, i == 0 ? ask.anchor : shape_.mask, ask.position + i, length + i, length + shape_.block - 1);
+            if (read) token.wanted = wanted++;
+            result.tap_place.push_back(token.wanted);
         }
-        last = std::max(last, ask.position + shape_.block);
     }
-    for (Rope& rope : m.ropes_) rope.cover(last);
+    m.cover();
     const size_t hidden = static_cast<size_t>(m.config_.hidden), places = static_cast<size_t>(wanted);
     result.taps.reset(new float[places * hidden]);
     logits_.need(places * static_cast<size_t>(stride_));
     BatchView batch{};
-    batch.tokens = static_cast<int>(m.tokens_.size());
+    batch.tokens = m.plan_.size();
     batch.layers = static_cast<int>(m.layers_.size());
     batch.taps = {batch.layers - 1};
     const Matrix& head = m.head_;
@@ -194,7 +167,7 @@ void Parallel::forward(const std::vector<Ask>& asks) {
         const int count = std::min(step, batch.tokens - first);
         m.plan_jobs(first, count, pool.team(Pool::kDrafting));
         Model::Run run(m, pool, result, batch, first, count);
-        float* y = logits_.get() + static_cast<size_t>(run.token(run.wanted_[0]).wanted) * static_cast<size_t>(stride_);
+        float* y = logits_of(static_cast<size_t>(run.token(run.wanted_[0]).wanted));
         pool.run([&](Seat& me) {
             run.clock(me, kPhases);
             for (int l = 0; l < batch.layers; ++l)
@@ -227,88 +200,73 @@ void Parallel::encode(const std::vector<int32_t>& tokens) {
 
 float Parallel::accepted(size_t place, size_t before) const {
     const size_t hidden = static_cast<size_t>(model_->hidden());
-    double sum = static_cast<double>(sure_->bias);
-    for (size_t i = 0; i < sure_->weight.size(); ++i) {
+    double sum = static_cast<double>(confidence_->bias);
+    for (size_t i = 0; i < confidence_->weight.size(); ++i) {
         const float read = i < hidden ? normed_[place * hidden + i] : before_[before * static_cast<size_t>(rank()) + i - hidden];
-        sum += static_cast<double>(sure_->weight[i]) * static_cast<double>(read);
+        sum += static_cast<double>(confidence_->weight[i]) * static_cast<double>(read);
     }
     return static_cast<float>(1.0 / (1.0 + std::exp(-sum)));
 }
 
-// Slot `s` of asks `at`, at most kChunk, whose slots' places begin at `places`: a token more in each of their drafts.
-void Parallel::slot(const std::vector<Ask>& asks, const std::vector<size_t>& at, const std::vector<size_t>& places, int s,
-                    std::vector<Draft>& drafts) {
+// One slot each of some asks, at most kChunk: a token more in each of their drafts.
+void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slots, std::vector<std::vector<RankedToken>>& drafts) {
     Model& m = *model_;
-    const int count = static_cast<int>(at.size());
-    std::vector<Sampling> sampling;
-    for (const size_t i : at) {
-        sampling.push_back(asks[i].sampling);
-        sampling.back().index += static_cast<uint32_t>(s);
+    const int count = static_cast<int>(slots.size());
+    std::vector<Ranking::Row> ranked;
+    std::vector<int32_t> tokens;
+    for (const Slot& slot : slots) {
+        Sampling sampling = asks[slot.ask].sampling;
+        sampling.index += static_cast<uint32_t>(slot.index);
+        ranked.push_back({sampling, 1, kShared, !confidence_});
+        tokens.push_back(slot.index == 0 ? asks[slot.ask].anchor : drafts[slot.ask].back().token);
     }
-    const auto listed = [&](int i) { return sampling[static_cast<size_t>(i)].temperature > 0.0 ? kShared : 1; };
-    const auto place = [&](int i) { return places[at[static_cast<size_t>(i)]] + static_cast<size_t>(s); };
-    if (markov_) {
-        std::vector<int32_t> tokens;
-        for (const size_t i : at) tokens.push_back(s == 0 ? asks[i].anchor : tokens_[static_cast<size_t>(drafts[i].places.back())]);
-        encode(tokens);
-    }
-    for (std::vector<Shortlist>& lists : lists_)
-        for (int i = 0; i < count; ++i) lists[static_cast<size_t>(i)].begin(listed(i));
-    masses_.resize(static_cast<size_t>(count) * static_cast<size_t>(stretches_));
+    if (markov_) encode(tokens);
+    ranking_.begin(ranked);
     const auto consider = [&](Seat& me, int stretch) {
-        const int from = stretch * kStretch, n = std::min(kStretch, m.config_.outputs - from);
+        const int from = ranking_.begin_of(stretch);
         float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [count][kStretch]
         if (markov_) {
             const int begin = from / kRows, end = std::min(begin + kStretch / kRows, markov_->after.blocks);
             m.kernels_.matmul(markov_->after, acts_.get(), count, begin, end, y - from, kStretch);
         }
         for (int i = 0; i < count; ++i) {
-            const float* x = logits_.get() + place(i) * static_cast<size_t>(stride_) + from;
+            const float* x = logits_of(slots[static_cast<size_t>(i)].place) + from;
             if (markov_) {
-                m.kernels_.add(y + i * kStretch, x, n);
+                m.kernels_.add(y + i * kStretch, x, ranking_.size_of(stretch));
                 x = y + i * kStretch;
             }
-            Shortlist& list = lists_[static_cast<size_t>(me.id)][static_cast<size_t>(i)];
-            masses_[static_cast<size_t>(i) * static_cast<size_t>(stretches_) + static_cast<size_t>(stretch)] =
-                list.consider(x, from, n, tokens_.data() + from, sampling[static_cast<size_t>(i)], m.kernels_, !sure_);
+            ranking_.consider(me.id, i, stretch, x, m.kernels_);
         }
     };
     m.runtime_->pool().run([&](Seat& me) {
-        const Part part = me.of(stretches_);
+        const Part part = me.of(ranking_.stretches());
         for (int stretch = part.begin; stretch < part.end; ++stretch) consider(me, stretch);
     }, Pool::kDrafting, static_cast<double>(markov_ ? markov_->after.bytes() : logits_.size()));
     for (int i = 0; i < count; ++i) {
-        const Mass all = whole(masses_.data() + static_cast<size_t>(i) * static_cast<size_t>(stretches_), stretches_);
-        if (std::isnan(all.top)) throw NotFinite("the drafter's network produced NaN or infinite logits: check its weights");
-        Shortlist merged;
-        merged.begin(listed(i));
-        for (const std::vector<Shortlist>& lists : lists_) merged.add(lists[static_cast<size_t>(i)]);
-        const bool sampled = sampling[static_cast<size_t>(i)].temperature > 0.0;
-        const float chance = sure_ && !sampled ? accepted(place(i), static_cast<size_t>(i))
-                                               : static_cast<float>(merged.shares(all, sampled).front());
-        if (!std::isfinite(chance)) throw NotFinite("the drafter's confidence is NaN: check its weights");
-        Draft& draft = drafts[at[static_cast<size_t>(i)]];
-        draft.places.push_back(merged.entries().front().place);
-        draft.chances.push_back(chance);
+        const size_t at = static_cast<size_t>(i);
+        RankedToken chosen = ranking_.best(i).front();
+        if (confidence_ && ranked[at].sampling.temperature <= 0.0) chosen.share = static_cast<double>(accepted(slots[at].place, at));
+        if (!std::isfinite(chosen.share)) throw NotFinite();
+        drafts[slots[at].ask].push_back(chosen);
     }
 }
 
-std::vector<Parallel::Draft> Parallel::draft(const std::vector<Ask>& asks) {
+std::vector<std::vector<RankedToken>> Parallel::draft(const std::vector<Ask>& asks) {
     forward(asks);
-    std::vector<Draft> drafts(asks.size());
-    std::vector<size_t> places;
+    std::vector<std::vector<RankedToken>> drafts(asks.size());
+    std::vector<size_t> places;  // of each ask's first slot
     size_t next = 0;
     for (const Ask& ask : asks) {
         places.push_back(next);
         next += static_cast<size_t>(ask.slots);
     }
     for (int s = 0; s < slots(); ++s) {
-        std::vector<size_t> at;
+        std::vector<Slot> together;
         for (size_t i = 0; i < asks.size(); ++i) {
-            if (asks[i].slots > s) at.push_back(i);
-            if (!at.empty() && (at.size() == kChunk || i + 1 == asks.size())) {
-                slot(asks, at, places, s, drafts);
-                at.clear();
+            if (asks[i].slots > s) together.push_back({i, places[i] + static_cast<size_t>(s), s});
+            if (!together.empty() && (together.size() == kChunk || i + 1 == asks.size())) {
+                decide(asks, together, drafts);
+                together.clear();
             }
         }
     }
@@ -321,7 +279,7 @@ void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits
     const size_t outputs = static_cast<size_t>(model_->outputs());
     const size_t places = normed_.size() / static_cast<size_t>(model_->hidden());
     for (size_t i = 0; i < places; ++i)
-        std::copy_n(logits_.get() + i * static_cast<size_t>(stride_), outputs, logits + i * outputs);
+        std::copy_n(logits_of(i), outputs, logits + i * outputs);
 }
 
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {

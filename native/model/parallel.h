@@ -10,14 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "model/eagle.h"
-#include "model/fusion.h"
-#include "model/model.h"
-#include "sampling/shortlist.h"
+#include "model/draft_network.h"
 
 namespace outpace {
 
-class Parallel {
+class Parallel : public DraftNetwork {
 public:
     struct Shape {
         int block;         // tokens that a block has, at most kChunk
@@ -28,21 +25,21 @@ public:
         Matrix before;  // [vocabulary, rank]: what is known of the token before
         Matrix after;   // [outputs, rank]: what each token makes of that
     };
-    struct Sure {  // how likely a slot is accepted where those before it are
+    struct Confidence {  // how likely a slot is accepted where those before it are
         std::vector<float> weight;  // [hidden], or [hidden + rank]: it reads the token before, too
         float bias;
     };
-    // `fuse` and `norm` [hidden] make contexts' features of taps; `tokens` [outputs of the model]: the target's ids, ascending.
-    // Throws std::invalid_argument for what does not fit together.
+    // `fuse` and `norm` [hidden] make contexts' features of the target's states; `tokens` [outputs of the model]: the target's
+    // ids, ascending. Throws std::invalid_argument for what does not fit together.
     Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
-             std::optional<Markov> markov, std::optional<Sure> sure);
+             std::optional<Markov> markov, std::optional<Confidence> confidence);
 
     // All below: the lock is the caller's; they throw std::invalid_argument, std::out_of_range, MemoryLimit, and then every row
     // is as it was. What a row gets depends on that row and its ask alone.
 
     struct Context {
         int row;                         // of the model's cache
-        const float* taps;               // [n][taps][hidden]
+        const float* states;             // the target's [n][layers][hidden]
         std::vector<int32_t> positions;  // [n], at which their keys are rotated
     };
     void read(const std::vector<Context>& contexts);  // appends them, a row once at the most
@@ -52,51 +49,42 @@ public:
         int32_t anchor;     // the pending token
         int position;       // where it stands
         int slots;          // that are wanted, at least 1
-        Sampling sampling;  // of the first slot; temperature 0: greedy
+        Sampling sampling = {};  // of the first slot
     };
-    struct Draft {
-        std::vector<int32_t> places;  // in the draft vocabulary
-        std::vector<float> chances;   // each slot's own
-    };
-    std::vector<Draft> draft(const std::vector<Ask>& asks);  // throws NotFinite
+    // Each slot's token, and the chance of its own that it is accepted. Throws NotFinite.
+    std::vector<std::vector<RankedToken>> draft(const std::vector<Ask>& asks);
 
     // Without a choice: normed states [asks * slots][hidden] and logits [asks * slots][outputs] of the first `slots` of each.
     void states(const std::vector<Ask>& asks, float* normed, float* logits);
     // What tokens [n] add to the next slot's logits: what is known of them [n][rank], and [n][outputs].
     void bias(const std::vector<int32_t>& tokens, float* before, float* after);
 
-    Model& model() { return *model_; }
-    int taps() const { return static_cast<int>(fusion_.wide()) / model_->hidden(); }
     int slots() const { return shape_.block - !shape_.from_anchor; }
     int rank() const { return markov_ ? markov_->before.cols : 0; }
-    size_t bytes() const {
-        const size_t chain = markov_ ? markov_->after.bytes() : 0;
-        return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes() + chain;
-    }
+    size_t bytes() const { return DraftNetwork::bytes() + (markov_ ? markov_->after.bytes() : 0); }
 
 private:
     void check(const std::vector<Ask>& asks) const;
     void forward(const std::vector<Ask>& asks);
     void encode(const std::vector<int32_t>& tokens);
-    void slot(const std::vector<Ask>& asks, const std::vector<size_t>& at, const std::vector<size_t>& places, int s,
-              std::vector<Draft>& drafts);
+    struct Slot {      // of one ask
+        size_t ask;
+        size_t place;  // among the last forward's wanted tokens
+        int index;     // within the block's slots
+    };
+    void decide(const std::vector<Ask>& asks, const std::vector<Slot>& slots, std::vector<std::vector<RankedToken>>& drafts);
     float accepted(size_t place, size_t before) const;
+    float* logits_of(size_t place) { return logits_.get() + place * static_cast<size_t>(stride_); }
 
-    std::shared_ptr<Model> model_;
-    Fusion fusion_;
     const std::vector<float> norm_;
-    const std::vector<int32_t> tokens_;
     const Shape shape_;
     const std::optional<Markov> markov_;
-    const std::optional<Sure> sure_;
-    const int stretches_;  // of the head's rows
+    const std::optional<Confidence> confidence_;
     const int64_t stride_;
-    std::vector<float> normed_;    // of the last forward's wanted places [place][hidden]
-    Buffer<float> logits_;         // [place][stride]
-    std::vector<float> before_;    // of a slot's rows [row][rank]
-    Buffer<uint8_t> acts_;         // the same, encoded for markov_->after
-    std::vector<std::vector<Shortlist>> lists_;  // [thread][row of a slot]
-    std::vector<Mass> masses_;                   // [row of a slot][stretch]
+    std::vector<float> normed_;  // of the last forward's wanted tokens [place][hidden]
+    Buffer<float> logits_;       // [place][stride]
+    std::vector<float> before_;  // of the tokens that `encode` was given [n][rank]
+    Buffer<uint8_t> acts_;       // the same, encoded for markov_->after
 };
 
 }  // namespace outpace

@@ -18,7 +18,6 @@ void Model::prepare(const BatchView& batch) {
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
     std::vector<int> seen;
     std::vector<KV::Need> needs;
-    size_t path_length = 0;
     for (int b = 0; b < batch.rows; ++b) {
         const int begin = batch.starts[b], end = batch.starts[b + 1];
         if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
@@ -37,8 +36,6 @@ void Model::prepare(const BatchView& batch) {
             if (expected >= config_.max_length)
                 wrong("position " + std::to_string(expected) + " is beyond the model's " +
                       std::to_string(config_.max_length));
-            // In a chain slots are positions and no path is needed. expected - cached + 1 slots otherwise.
-            if (expected != cached + own) path_length += static_cast<size_t>(expected - cached) + 1;
         }
     }
     std::sort(seen.begin(), seen.end());
@@ -48,36 +45,22 @@ void Model::prepare(const BatchView& batch) {
             wrong("wanted must ascend within the tokens");
 
     kv_.grow(needs);
-    size_t block_count = 0;
-    for (const KV::Need& need : needs) block_count += static_cast<size_t>(kv_.blocks_of(need.row));
-    tokens_.clear();
-    blocks_.clear();
-    blocks_.reserve(block_count);  // as for paths_
-    paths_.clear();
-    paths_.reserve(path_length);  // no reallocation below: tokens keep pointers
-    int last = 0, wanted = 0;
+    plan_.clear();
+    int wanted = 0;
     for (int b = 0; b < batch.rows; ++b) {
-        const int begin = batch.starts[b], end = batch.starts[b + 1];
-        const int row = batch.row[begin], cached = kv_.length(row);
-        const uint8_t* const* blocks = blocks_.data() + blocks_.size();
-        for (int i = 0; i < kv_.blocks_of(row); ++i) blocks_.push_back(kv_.block_of(row, i));
+        const int begin = batch.starts[b], end = batch.starts[b + 1], cached = kv_.length(batch.row[begin]);
+        const Plan::Row row = plan_.row(kv_, batch.row[begin], cached);
         for (int i = begin; i < end; ++i) {
-            Token token{batch.token[i], row, batch.position[i], batch.position[i], cached + i - begin, cached, nullptr, blocks, -1};
-            // position == slot holds for a node exactly when its ancestors are the nodes before it, one a depth.
-            if (token.position != token.slot) {
-                const size_t start = paths_.size();
-                const int depth = token.position - cached;
-                paths_.resize(start + static_cast<size_t>(depth) + 1);
-                int node = i - begin;
-                for (int d = depth; d >= 0; --d, node = batch.parent[begin + node]) paths_[start + static_cast<size_t>(d)] = cached + node;
-                token.path = paths_.data() + start;
-            }
+            Plan::Token& token = plan_.node(row, batch.token[i], batch.position[i], cached + i - begin, [&](std::vector<int32_t>& slots) {
+                const size_t first = slots.size(), depth = static_cast<size_t>(batch.position[i] - cached);
+                slots.resize(first + depth + 1);
+                for (int d = static_cast<int>(depth), node = i - begin; d >= 0; --d, node = batch.parent[begin + node])
+                    slots[first + static_cast<size_t>(d)] = cached + node;
+            });
             if (wanted < batch.wanted_count && batch.wanted[wanted] == i) token.wanted = wanted++;
-            last = std::max(last, token.position);
-            tokens_.push_back(token);
         }
     }
-    for (Rope& rope : ropes_) rope.cover(last + 1);
+    cover();
 }
 
 // Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
@@ -90,9 +73,9 @@ void Model::plan_jobs(int first, int count, int threads) {
     std::vector<Tile>& tiles = tiles_;
     tiles.clear();
     for (int t = first; t < first + count;) {
-        int end = t + 1, blocks = tokens_[static_cast<size_t>(t)].position / kBlock + 1;
-        for (; end < first + count && end - t < tile && tokens_[static_cast<size_t>(end)].row == tokens_[static_cast<size_t>(t)].row; ++end)
-            blocks = std::max(blocks, tokens_[static_cast<size_t>(end)].position / kBlock + 1);
+        int end = t + 1, blocks = plan_[t].position / kBlock + 1;
+        for (; end < first + count && end - t < tile && plan_[end].row == plan_[t].row; ++end)
+            blocks = std::max(blocks, plan_[end].position / kBlock + 1);
         tiles.push_back({t, end - t, blocks, 1, 0});
         t = end;
     }

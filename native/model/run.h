@@ -19,7 +19,7 @@ public:
         : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
           first_(first), n_(count), solo_(count <= 2 && pool.size() > 1), claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
-            if (model.tokens_[static_cast<size_t>(i)].wanted >= 0) wanted_.push_back(i - first);
+            if (model.plan_[i].wanted >= 0) wanted_.push_back(i - first);
     }
 
     void thread(Seat& me) {
@@ -41,7 +41,7 @@ private:
     Part tokens(const Seat& me) const { return solo_ ? Part{0, n_} : me.of(n_); }
     bool meet(Seat& me) { return pool_.meet(me); }
     float* x(const Seat& me, int t) const { return s_.x[static_cast<size_t>(mine(me))].get() + static_cast<size_t>(t) * m_.hidden_stride_; }
-    const Token& token(int t) const { return m_.tokens_[static_cast<size_t>(first_ + t)]; }
+    const Plan::Token& token(int t) const { return m_.plan_[first_ + t]; }
 
     void clock(const Seat& me, int phase) {
         if (me.id != 0 || !m_.timing_) return;

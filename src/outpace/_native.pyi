@@ -192,15 +192,15 @@ class Eagle:
         """Of its weights, the embedding aside."""
 
     def draft(self, asks: list[_Ask]) -> tuple[_I32, _I32, _I32 | None, _F32]:
-        """Append entries to rows and draft after each row's last: (row, tokens [n], taps [n, T, H], nodes (0: none),
-        levels, branch, None or temperature, seed, sample and output index). Tokens [B, W], widths [B], parents [B, W]
-        (None: chains) and path probabilities [B, W]."""
+        """Append entries to the target's rows and draft after each one's last: (row, tokens [n], hidden states [n, T,
+        H], nodes (0: none), levels, branch, None or temperature, seed, sample and output index). Tokens [B, W],
+        widths [B], parents [B, W] (None: chains) and path probabilities [B, W]."""
 
     def exchange(self, other: Eagle) -> None:
         """Swap weights with another network of this shape, runtime and words that has no rows; these keep their KV."""
 
-    def fuse(self, taps: _F32) -> _F32:
-        """Features [n, H] of taps [n, T, H]."""
+    def fuse(self, states: _F32) -> _F32:
+        """Features [n, H] of hidden states [n, T, H]."""
 
     def row(self, of: int) -> int:
         """The model's row of a row of the target; -1: it is not there."""
@@ -228,17 +228,18 @@ class Parallel:
         mask: int,
         from_anchor: bool,
         markov: tuple[Matrix, Matrix] | None,
-        sure: tuple[_F32, float] | None,
+        confidence: tuple[_F32, float] | None,
     ) -> None:
-        """``tokens`` int32 [D]: the target's ids, ascending. ``markov``: [V, rank] and [D, rank]. ``sure``: the
-        confidence head's weights, of a state or of that and the token before, and its bias."""
+        """``tokens`` int32 [D]: the target's ids, ascending. ``markov``: [V, rank] and [D, rank]. ``confidence``: its
+        head's weights, of a state or of that and the token before, and its bias."""
 
     @property
     def bytes(self) -> int:
         """Of its weights, the embedding and what is looked up of tokens aside."""
 
-    def read(self, contexts: list[tuple[int, _F32, _I32]]) -> None:
-        """Append to rows: (row, taps [n, T, H], positions [n])."""
+    @property
+    def rows(self) -> dict[int, int]:
+        """The model's row of each row of the target."""
 
     def draft(self, asks: list[_BlockAsk]) -> tuple[_I32, _F32]:
         """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Places
@@ -249,6 +250,15 @@ class Parallel:
 
     def bias(self, tokens: _I32) -> tuple[_F32, _F32]:
         """What the Markov head knows of tokens [n, rank], and what that adds to logits [n, D]."""
+
+class Medusa:
+    """Medusa's heads beside a target; see native/model/medusa.h. Raises ValueError, NotFinite."""
+
+    def __init__(
+        self, target: Model, blocks: list[list[tuple[Matrix, _F32 | None]]], rows: list[Matrix], tokens: _I32
+    ) -> None:
+        """``blocks``: weight and bias of each block, by head. ``rows``: of each head, or one for all. ``tokens`` int32
+        [D]: the target's ids, ascending."""
 
 class SuffixIndex:
     """The index of ``suffix``: at most ``capacity`` tokens. See native/drafting/suffix.h. Raises ValueError."""
@@ -307,7 +317,7 @@ class EagleRows(Lookup):
     def __init__(
         self,
         eagle: Eagle,
-        columns: list[int],
+        layers: list[int],
         branch: int,
         most_levels: int,
         fixed_levels: int,
@@ -316,7 +326,7 @@ class EagleRows(Lookup):
     ) -> None: ...
     def __contains__(self, row: int) -> bool: ...
     def rows(self) -> list[int]: ...
-    def append(self, row: int, first: int, tokens: _I32, taps: _F32) -> None: ...
+    def append(self, row: int, first: int, tokens: _I32, states: _F32) -> None: ...
     def end(self, row: int) -> int: ...
     def read(self, row: int) -> int: ...
     def waiting(self, row: int) -> int: ...
@@ -325,6 +335,34 @@ class EagleRows(Lookup):
     def unread_last(self, row: int) -> bool: ...
     def fork(self, src: int, dst: int, known: int) -> None: ...
     def retire(self, row: int) -> None: ...
+    def release(self, row: int) -> None: ...
+
+class ParallelRows(Lookup):
+    """What a ``Parallel`` has read of rows of the target, and how native steps draft from it. Raises ValueError,
+    MemoryLimit."""
+
+    def __init__(self, network: Parallel, layers: list[int], max_length: int) -> None: ...
+    def end(self, row: int) -> int: ...
+    def read(self, contexts: list[tuple[int, _F32, _I32]]) -> None:
+        """Append to rows: (row, hidden states [n, T, H], positions [n])."""
+
+    def fork(self, src: int, dst: int, end: int) -> None: ...
+    def release(self, row: int) -> None: ...
+    @property
+    def positions(self) -> dict[int, list[int]]: ...
+
+class MedusaRows(Lookup):
+    """The target's last state before each row's pending token, and how native steps draft from it. ``tree``: parent,
+    head and rank of each node. Raises ValueError, IndexError."""
+
+    def __init__(self, network: Medusa, layer: int, tree: list[tuple[int, int, int]]) -> None: ...
+    def keep(self, row: int, position: int, state: _F32) -> None: ...
+    def position(self, row: int) -> int: ...
+    def rows(self) -> list[int]: ...
+    def logits(self, rows: list[int]) -> _F32:
+        """[n, heads, D]."""
+
+    def fork(self, src: int, dst: int) -> None: ...
     def release(self, row: int) -> None: ...
 
 class NgramLookup(Lookup):

@@ -12,8 +12,8 @@ import numpy as np
 
 from outpace import _fast
 from outpace.drafters.learned import checkpoint
-from outpace.drafters.learned.head import Ask
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.lookup.datastore import Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
@@ -115,7 +115,7 @@ def native_drafter(folder: Path) -> None:
     """The native build of a drafter beside its target, its entries, and a draft."""
     target = _beside()
     its = checkpoint.fit(checkpoint.read(folder), target.info, None)
-    head = NativeHead(target, its, limit=1 << 22)
+    head = NativeEagle(target, its, limit=1 << 22)
     try:
         n, vocab = min(5, head.max_length), target.info.vocab_size
         taps = np.ones((n, len(its.config.taps), target.info.hidden_size), np.float32)

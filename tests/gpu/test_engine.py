@@ -9,7 +9,7 @@ import pytest
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.torch_head import TorchHead
+from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.engine.results import Result
 from outpace.exact.noise import Noise
@@ -111,7 +111,7 @@ def test_a_drafter_that_reads_taps_on_the_card(demo: tuple[Model, Tokenizer]) ->
     params = SamplingParams(max_tokens=16)
     plain = Engine(model, tokenizer, prefix_rows=0)
     checkpoint = eagles.random(model, range(0, model.info.vocab_size, 16), (1, 14, 26), fc_norm=True)
-    drafter = EagleDrafter(TorchHead(model, checkpoint), (1, 14, 26), "eagle", model.info.vocab_size)
+    drafter = EagleDrafter(TorchEagle(model, checkpoint), (1, 14, 26), "eagle", model.info.vocab_size)
     engine = Engine(model, tokenizer, drafter=drafter, size=3, prefix_rows=0)
     for prompt in PROMPTS[:2]:
         expected, found = plain.generate(prompt, params), engine.generate(prompt, params)

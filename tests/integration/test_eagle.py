@@ -19,12 +19,10 @@ from outpace.control.cost import Cost
 from outpace.drafters.base import DraftContext, DraftCost, Drafter, Event
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.choices import likeliest
-from outpace.drafters.learned.eagle import CATCH_UP, EagleDrafter
-from outpace.drafters.learned.head import Ask, Head
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.eagle import CATCH_UP, Ask, EagleDrafter, EagleRuntime
+from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.learned.picks import RIVALS, chosen
-from outpace.drafters.learned.torch_head import TorchHead
+from outpace.drafters.learned.torch_eagle import TorchEagle, likeliest
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
@@ -46,11 +44,11 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> Head:
+def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> EagleRuntime:
     """As ``load.head_for`` has it, with weights and keys in float32."""
     if isinstance(model, NativeModel):
-        return NativeHead(model, checkpoint, dtype="float32", kv_dtype="float32", limit=limit)
-    return TorchHead(model, checkpoint, limit=limit)
+        return NativeEagle(model, checkpoint, dtype="float32", kv_dtype="float32", limit=limit)
+    return TorchEagle(model, checkpoint, limit=limit)
 
 
 def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **options: Any) -> EagleDrafter:
@@ -69,7 +67,7 @@ def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str,
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
     """Every node's chance is that of its path, fed token by token; the nodes are the likeliest of those expanded."""
     model = load(3)
-    head = TorchHead(model, eagles.random(model, IDS, TAPS, fc_norm=True))
+    head = TorchEagle(model, eagles.random(model, IDS, TAPS, fc_norm=True))
     rng = np.random.default_rng(0)
     entries = rng.integers(0, VOCAB, 9).astype(np.int32)
     taps = [rng.normal(0, 1, (9, 3, model.info.hidden_size)).astype(np.float32)]
@@ -222,7 +220,7 @@ def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
     assert drafts.q.shape == (1, 4, VOCAB)
     np.testing.assert_allclose(drafts.q.sum(-1), 1, rtol=1e-12)
     assert (drafts.q[..., np.setdiff1d(np.arange(VOCAB), IDS)] == 0).all()
-    head, taps = TorchHead(target.model, checkpoint), target.taps(row)
+    head, taps = TorchEagle(target.model, checkpoint), target.taps(row)
     assert taps.taps is not None
     logits = head.extend([0], [taps.tokens], [taps.taps.native])
     for n, token in enumerate(drafts.tokens[0]):

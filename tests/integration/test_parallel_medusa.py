@@ -21,9 +21,8 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Config, Decoder, MedusaConfig, ParallelConfig
-from outpace.drafters.learned.contexts import BLOCK, Contexts, capacity
-from outpace.drafters.learned.load import blocks_for, heads_for
-from outpace.drafters.learned.medusa import MedusaDrafter, filled
+from outpace.drafters.learned.load import medusa_for, parallel_for
+from outpace.drafters.learned.medusa import MedusaDrafter, filled, tree_of
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.drafters.learned.parallel import ParallelDrafter
@@ -32,6 +31,7 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.models.base import Model
+from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from outpace.training import export
 from tests import eagles, learned
@@ -81,9 +81,10 @@ def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
 def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | MedusaDrafter:
     config = checkpoint.config
     if isinstance(config, MedusaConfig):
-        return MedusaDrafter(heads_for(checkpoint, model), config.heads, config.tree, model.info.layers - 1, "medusa")
+        tree = tree_of("medusa", config.tree, config.heads)
+        return MedusaDrafter(medusa_for(checkpoint, model, tree), tree, model.info.layers - 1, "medusa")
     assert isinstance(config, ParallelConfig)
-    return ParallelDrafter(blocks_for(checkpoint, model), config.taps, "parallel", VOCAB)
+    return ParallelDrafter(parallel_for(checkpoint, model), config.taps, "parallel", VOCAB)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -179,22 +180,6 @@ def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None
         assert (drafts.q[1, :3] == drafts.one_hot(VOCAB)[1, :3]).all()
 
 
-def test_memory_is_told_before_it_is_taken() -> None:
-    contexts, rng = Contexts(2, 1, 4, lambda shape: np.zeros(shape, np.float32), 4), np.random.default_rng(0)
-    for row, end in ((0, 1), (1, 3 * BLOCK), (0, BLOCK), (0, BLOCK + 1), (1, 40 * BLOCK + 3), (2, 7)):
-        before, told, n = contexts.bytes, contexts.growth(row, end), end - contexts.end(row)
-        contexts.append(row, np.arange(end - n, end, dtype=np.int32), rng.normal(size=(2, 2, n, 1, 4)))
-        assert contexts.bytes == before + told
-    contexts.fork(1, 3, 100)
-    assert (contexts.read(3) == contexts.read(1)[:, :, :100]).all()
-    assert all(n <= capacity(n) <= max(BLOCK, 1.5 * n) + BLOCK for n in range(0, 9000, 7))
-    with pytest.raises(AssertionError, match="already"):
-        contexts.append(0, np.array([BLOCK], np.int32), np.zeros((2, 2, 1, 1, 4)))
-    for row in range(4):
-        contexts.release(row)
-    assert contexts.bytes == 0
-
-
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +206,24 @@ def test_equal_to_plain_decoding(
     assert [r.token_ids for r in found] == [r.token_ids for r in answers(load(4), None, params)]
     if options.get("size") != "auto":  # which goes by the clock
         assert sum(r.stats.accepted_by.get(kind, 0) for r in found) > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_native_steps_draft_what_python_drafts(load: Load, kind: str, temperature: float) -> None:
+    """Beside a native target whole steps draft in C++; without the drafter's rows there, step by step in Python."""
+    params = SamplingParams(max_tokens=25, temperature=temperature, seed=3, ignore_eos=True)
+    found = []
+    for native in (True, False):
+        model = load(4)
+        drafter = drafter_of(model, checkpoint_of(kind))
+        assert (drafter.lookup is not None) == isinstance(model, NativeModel)
+        if not native:
+            drafter.lookup = None
+        results = answers(model, drafter, params, prefix_rows=2)
+        found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])
+    assert found[0] == found[1]
+    assert sum(drafted for _, _, drafted, _ in found[0]) > 0
 
 
 def test_preempted_rows_say_the_same(load: Load) -> None:

@@ -16,8 +16,8 @@ from native_helpers import BLOCKS, Tiny, check_rows, dequantized, feed, packed, 
 from outpace import _native
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Decoder, EagleConfig
-from outpace.drafters.learned.head import Ask
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.errors import DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.noise import Noise, Stream
 from outpace.exact.sampling import Chooser
@@ -100,7 +100,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
     model = tiny.load("F32", "llama", SIZES, threads=2, isa=isa)
     its = config(**options)
     checkpoint = random_checkpoint(rng, its, head=own, embedding=own, sharp=1.5)
-    head = NativeHead(model, checkpoint, dtype="float32", kv_dtype="float32")
+    head = NativeEagle(model, checkpoint, dtype="float32", kv_dtype="float32")
     embedding = model.native.embedding.unpack()
     reference = Reference(checkpoint, embedding, embedding[head.ids])
     tokens, taps = entries(rng, 20)
@@ -143,7 +143,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
 
 def test_trees_are_the_union_of_their_chains(target: NativeModel, rng: np.random.Generator) -> None:
     """Every node has the probability, to the bit of float32, that it has where its path is extended entry by entry."""
-    head = NativeHead(target, random_checkpoint(rng, config(fc_norm=True, norm_output=True), sharp=2.0))
+    head = NativeEagle(target, random_checkpoint(rng, config(fc_norm=True, norm_output=True), sharp=2.0))
     tokens, taps = entries(rng, 63)
     head.feed([0], [tokens], [taps])
     last = entries(rng, 1)
@@ -175,7 +175,7 @@ def test_no_bit_depends_on_company(
     for threads in (1, 2, 3):
         model = tiny.load("Q4_1", "llama", SIZES, threads=threads, isa=isa)
         model.runtime.claims = threads == 3
-        head = NativeHead(model, checkpoint, quantize)
+        head = NativeEagle(model, checkpoint, quantize)
         alone = [
             head.draft([Ask(i, tokens, taps, *plan, chooser(temperature, i))])
             for i, (tokens, taps, plan) in enumerate(rows)
@@ -205,8 +205,8 @@ def test_no_bit_depends_on_company(
 def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
     """Feeds, drafts, forks, cuts and releases in any order leave each row what its entries alone would make it."""
     rng = np.random.default_rng(5)
-    head = NativeHead(target, random_checkpoint(rng, config(), sharp=2.0))
-    alone = NativeHead(target, random_checkpoint(np.random.default_rng(5), config(), sharp=2.0))
+    head = NativeEagle(target, random_checkpoint(rng, config(), sharp=2.0))
+    alone = NativeEagle(target, random_checkpoint(np.random.default_rng(5), config(), sharp=2.0))
     kept: dict[int, list[tuple[int, Any]]] = {}
     for _ in range(data.draw(st.integers(3, 10))):
         what = data.draw(st.sampled_from(["draft", "draft", "fork", "cut", "release"]))
@@ -222,7 +222,7 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             for i, ask in enumerate(asks):
                 assert head.length(ask.row) == len(kept[ask.row])
                 tokens_, taps_ = (np.array(column) for column in zip(*kept[ask.row], strict=True))
-                expected = alone.draft([ask._replace(row=0, tokens=tokens_, taps=taps_)])
+                expected = alone.draft([ask._replace(row=0, tokens=tokens_, hidden_states=taps_)])
                 assert paths_of(drafts, i) == paths_of(expected, 0)
                 alone.release(0)
         elif what == "fork" and kept:
@@ -249,7 +249,7 @@ def test_children_are_those_of_the_largest_scores(
 ) -> None:
     """To the last bit: the likeliest, or those of the largest logit / T + g, best first."""
     model = tiny.load("Q8_0", "llama", SIZES, threads=2, isa=isa)
-    head = NativeHead(model, random_checkpoint(rng, config(), sharp=3.0))
+    head = NativeEagle(model, random_checkpoint(rng, config(), sharp=3.0))
     for seed in range(6):
         its = entries(rng, 1)
         logits = head.extend([0], *([part] for part in its))[0].astype(np.float64)
@@ -271,7 +271,7 @@ def test_children_are_those_of_the_largest_scores(
 def test_ties_go_to_the_lower_token(target: NativeModel, rng: np.random.Generator) -> None:
     checkpoint = random_checkpoint(rng, config(), head=True)
     checkpoint.tensors["lm_head.weight"][:] = checkpoint.tensors["lm_head.weight"][0]
-    head = NativeHead(target, checkpoint)
+    head = NativeEagle(target, checkpoint)
     drafts = head.draft([Ask(0, *entries(rng, 2), 5, 1, 5)])
     assert drafts.row(0).tokens.tolist() == head.ids[:5].tolist()
     np.testing.assert_allclose(drafts.confidence, 1 / DRAFT)
@@ -280,7 +280,7 @@ def test_ties_go_to_the_lower_token(target: NativeModel, rng: np.random.Generato
 def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
     checkpoint = random_checkpoint(rng, config(), sharp=2.0)
     block = 2 * 2 * 16 * 2 * 64
-    head = NativeHead(target, checkpoint, limit=3 * block)
+    head = NativeEagle(target, checkpoint, limit=3 * block)
     one, two = entries(rng, 60), entries(rng, 64)
     head.feed([1], [one[0]], [one[1]])
     head.feed([2], [two[0]], [two[1]])
@@ -311,7 +311,7 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
     with pytest.raises(ValueError, match="appears twice"):
         head.draft([asks[0], asks[0]])
     assert head.length(1) == 60
-    plain = NativeHead(target, checkpoint)
+    plain = NativeEagle(target, checkpoint)
     plain.feed([0], [one[0]], [one[1]])
     assert same(head.draft([asks[0]]), plain.draft([asks[0]._replace(row=0)]))
     with pytest.raises(ValueError, match="must not be there"):
@@ -339,18 +339,18 @@ def test_checkpoints_that_do_not_fit(target: NativeModel, rng: np.random.Generat
     ):
         tensors = {k: v for k, v in {**its.tensors, **change}.items() if v is not None}
         with pytest.raises(DrafterError, match=said):
-            NativeHead(target, Checkpoint("eagle", its.config, tensors))
+            NativeEagle(target, Checkpoint("eagle", its.config, tensors))
     with pytest.raises(ParameterError, match="quantize='int3'"):
-        NativeHead(target, its, "int3")
+        NativeEagle(target, its, "int3")
     with pytest.raises(ParameterError, match="give one"):
-        NativeHead(target, its, "int8", dtype="float32")
+        NativeEagle(target, its, "int8", dtype="float32")
 
 
 def test_it_lives_beside_its_target(tiny: Tiny, rng: np.random.Generator) -> None:
     """Target and drafter compute in turn in the same working memory, and neither sees what the other left there."""
     model, other = (tiny.load("Q8_0", "llama", SIZES, threads=2) for _ in range(2))
-    head = NativeHead(model, random_checkpoint(rng, config(), sharp=2.0))
-    lone = NativeHead(other, random_checkpoint(np.random.default_rng(1), config(), sharp=2.0))
+    head = NativeEagle(model, random_checkpoint(rng, config(), sharp=2.0))
+    lone = NativeEagle(other, random_checkpoint(np.random.default_rng(1), config(), sharp=2.0))
     text, more = rng.integers(0, VOCAB, 40), entries(rng, 30)
     row, its_row = model.kv.alloc(), other.kv.alloc()
     expected = feed(other, its_row, text)
@@ -370,7 +370,7 @@ def test_drafters_and_their_target_compute_for_threads_of_python_at_once(
     target: NativeModel, rng: np.random.Generator
 ) -> None:
     checkpoint = random_checkpoint(rng, config(norm_output=True), sharp=2.0)
-    heads = [NativeHead(target, checkpoint) for _ in range(3)]
+    heads = [NativeEagle(target, checkpoint) for _ in range(3)]
     ask, text = Ask(0, *entries(rng, 70), 12, 4, 3, chooser(0.8)), rng.integers(0, VOCAB, 40)
     said = feed(target, target.kv.alloc(), text)
     drafted = heads[0].draft([ask])

@@ -13,8 +13,8 @@ from native_helpers import Tiny, check_rows, release_all
 
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Decoder, ParallelConfig
-from outpace.drafters.learned.native_blocks import NativeBlocks
-from outpace.drafters.learned.parallel import Said
+from outpace.drafters.learned.native_runtime import NativeParallel
+from outpace.drafters.learned.parallel import BlockDrafts
 from outpace.drafters.learned.picks import RIVALS, chosen
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.noise import Noise
@@ -66,12 +66,12 @@ def some(rng: np.random.Generator, n: int, slots: int = BLOCK, temperature: floa
     return Row(taps, positions.astype(np.int32), int(rng.integers(0, VOCAB)), slots, temperature)
 
 
-def said(blocks: NativeBlocks, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
+def said(blocks: NativeParallel, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
     """What one call drafts for rows that were read for: places, and chances to the bit."""
     its = list(rows.values())
     ends, slots = ([(int(row.positions[-1]) + 1, row.slots)[k] for row in its] for k in (0, 1))
     picks = [Picks(row.temperature, n) if row.temperature else None for n, row in rows.items()]
-    found: Said = blocks.draft(
+    found: BlockDrafts = blocks.draft(
         list(rows), np.array([row.anchor for row in its], np.int32), np.array(ends, np.int32), picks,
         np.array(slots, np.int32),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.rand
     for threads in (1, 2, 3):
         model = tiny.load(kind, "llama", SIZES, threads=threads, isa=isa)
         model.runtime.claims = threads == 3
-        blocks, again = NativeBlocks(model, its), NativeBlocks(model, its)
+        blocks, again = NativeParallel(model, its), NativeParallel(model, its)
         for i, row in rows.items():
             blocks.read([i], [row.taps], [row.positions])
             for at in range(0, len(row.positions), 3 + 17 * i):
@@ -119,7 +119,7 @@ def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.rand
 def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
     """Reads, drafts, forks and releases in any order leave each row what its contexts alone would make it."""
     rng = np.random.default_rng(5)
-    blocks, fresh = (NativeBlocks(target, checkpoint(sample_from_anchor=False)) for _ in range(2))
+    blocks, fresh = (NativeParallel(target, checkpoint(sample_from_anchor=False)) for _ in range(2))
     kept: dict[int, Row] = {}
     for _ in range(data.draw(st.integers(3, 9))):
         what = data.draw(st.sampled_from(["read", "read", "draft", "fork", "release"]))
@@ -163,16 +163,16 @@ def test_tokens_are_those_of_the_largest_scores(
 ) -> None:
     """Slot by slot: what the reference picks of the network's logits, and the chance that it tells."""
     its = checkpoint(confidence=confidence)
-    blocks = NativeBlocks(target, its)
+    blocks = NativeParallel(target, its)
     for seed in range(4):
         row = some(rng, 20, temperature=temperature)
         blocks.read([seed], [row.taps], [row.positions])
         places, chances = said(blocks, {seed: row})[seed]
-        ask = blocks._rows[seed][0], row.anchor, 20, BLOCK, None
-        normed, logits = blocks._parallel.states([ask])
+        ask = seed, row.anchor, 20, BLOCK, None
+        normed, logits = blocks._network.states([ask])
         token = row.anchor
         for slot, found in enumerate(logits):
-            before, bias = blocks._parallel.bias(np.array([token], np.int32))
+            before, bias = blocks._network.bias(np.array([token], np.int32))
             found = found + bias[0]
             if temperature:
                 chooser = Picks(temperature, seed).noise
@@ -194,10 +194,10 @@ def test_tokens_are_those_of_the_largest_scores(
 
 
 def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
-    blocks, row = NativeBlocks(target, checkpoint()), some(rng, 60)
+    blocks, row = NativeParallel(target, checkpoint()), some(rng, 60)
     blocks.read([1], [row.taps], [row.positions])
     expected, size = said(blocks, {1: row}), blocks.bytes
-    native, (its, _) = blocks._parallel, blocks._rows[1]
+    native, its = blocks._network, 1
     broken = row.taps.copy()
     broken[3, 1, 3] = np.nan
     blocks.read([2], [broken], [row.positions])
@@ -215,11 +215,13 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
         with pytest.raises(ValueError, match=wrong):
             native.draft(asks)
     with pytest.raises(ValueError, match="differ in length"):
-        native.read([(its, row.taps, row.positions[:5])])
+        blocks.rows.read([(its, row.taps, row.positions[:5])])
     with pytest.raises(ValueError, match="must be"):
-        native.read([(its, row.taps[:, :2].copy(), row.positions)])
+        blocks.rows.read([(its, row.taps[:, :2].copy(), row.positions)])
     with pytest.raises(ValueError, match="more than 512"):
-        native.read([(its, rng.normal(size=(453, TAPS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))])
+        blocks.rows.read(
+            [(its, rng.normal(size=(453, TAPS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))]
+        )
     assert said(blocks, {1: row}) == expected
     assert blocks.bytes == size
     blocks.check([1])
@@ -241,4 +243,4 @@ def test_checkpoints_that_do_not_fit(target: NativeModel) -> None:
         its = checkpoint(**options)
         tensors = {name: values for name, values in {**its.tensors, **change}.items() if values is not None}
         with pytest.raises(DrafterError, match=wrong):
-            NativeBlocks(target, Checkpoint("parallel", its.config, tensors))
+            NativeParallel(target, Checkpoint("parallel", its.config, tensors))

@@ -22,8 +22,7 @@ from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.entries import HostEntries
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.lookup.datastore import Datastore, build
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.retrieval import RetrievalDrafter
@@ -140,10 +139,11 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
     for row in rows:
         model.kv.free(row)
     its = table(model, range(VOCAB), (1, 0, 1), follows.tolist())
-    limit = None if blocks is None else blocks * NativeHead(model, its, dtype="float32").growth(0, 1)
-    head = NativeHead(model, its, dtype="float32", limit=limit)
-    entries = None if native else HostEntries()
-    return EagleDrafter(head, its.config.taps, "eagle", VOCAB, branch=branch, entries=entries)
+    limit = None if blocks is None else blocks * NativeEagle(model, its, dtype="float32").growth(0, 1)
+    head = NativeEagle(model, its, dtype="float32", limit=limit)
+    if not native:
+        head.native_rows = lambda *_: None  # type: ignore[method-assign]
+    return EagleDrafter(head, its.config.taps, "eagle", VOCAB, branch=branch)
 
 
 def run(

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from outpace.drafters.learned.configs import Decoder, EagleConfig
-from outpace.training.networks.eagle import EagleNetwork
+from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.training.objective import TrainBatch
 from outpace.training.objectives.eagle import EagleObjective
 from outpace.training.target import TargetParts

@@ -1,14 +1,19 @@
 """The unrolled network is the network that serves, step by step; its loss is the loss written out."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.networks.eagle import EagleNetwork
+from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.training.initial import initialise
 from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
-from outpace.training.networks.attention import AnchoredAttention
-from outpace.training.networks.eagle import EagleNetwork
+from outpace.training.networks.unroll import AnchoredAttention, unroll
 from outpace.training.objectives.eagle import EagleOptions
 from outpace.training.target import TargetParts
 from tests.training import eagle_helpers as tiny
@@ -29,24 +34,34 @@ def anchors_of(batch, steps, keep=lambda s, every: every):
     return found
 
 
-def served(net, parts, batch, sequence, anchor, steps):
-    """Outputs [steps, h] after real entries up to ``anchor`` of one sequence, one entry at a time from there."""
-    first = batch.starts[sequence]
-    last = batch.starts[sequence + 1]
-    tokens, states = batch.tokens[first:last], batch.states[first:last]
-    its = net.config.decoder
-    n = anchor + 1
-    empty = torch.zeros(0, its.kv_heads, its.head_dim)
-    g = net.fuse(states[:n, :-1])
-    mask = torch.ones(n, n).tril().bool()
-    out, fed, past = net.feed(g, parts.embed(tokens[1 : n + 1]), torch.arange(n), (empty, empty), mask)
-    outputs = [out[-1]]
-    g = fed[-1:]
-    for s in range(1, steps):
-        at = torch.tensor([anchor + s])
-        out, g, past = net.feed(g, parts.embed(tokens[anchor + s + 1][None]), at, past, torch.ones(1, n + s).bool())
-        outputs.append(out[0])
-    return torch.stack(outputs)
+class Beside:
+    """A target of such parts, as far as ``TorchEagle`` asks."""
+
+    def __init__(self, parts):
+        self.parts, self._of = self, parts
+
+    def embed(self, tokens):
+        return self._of.embed(torch.from_numpy(tokens).long())
+
+    def logits(self, normed, ids):
+        return normed @ self._of.head[torch.from_numpy(ids).long()].T
+
+
+def serving(net, parts, ids):
+    """The torch runtime with the network's weights, whose draft vocabulary is ``ids``."""
+    tensors = {name: value.detach().numpy() for name, value in net.state_dict().items()}
+    config = replace(net.config, draft_vocab=len(ids))
+    return TorchEagle(Beside(parts), Checkpoint("eagle", config, tensors | {"d2t": ids.numpy() - np.arange(len(ids))}))
+
+
+def served(runtime, batch, sequence, anchor, steps):
+    """Logits [steps, D] after real entries up to ``anchor`` of one sequence, one entry at a time from there."""
+    first, n = batch.starts[sequence], anchor + 1
+    tokens = batch.tokens[first : batch.starts[sequence + 1]].numpy().astype(np.int32)
+    runtime.release(0)
+    found = [runtime.extend([0], [tokens[1 : n + 1]], [batch.states[first : first + n, :-1].detach()])[0]]
+    found += [runtime.extend([0], [tokens[n + s : n + s + 1]], [None])[0] for s in range(1, steps)]
+    return torch.from_numpy(np.stack(found))
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -54,14 +69,15 @@ def test_unrolled_is_served(flags):
     net, parts, batch = tiny.network(**flags), tiny.parts(), tiny.batch()
     anchors = anchors_of(batch, 3, lambda s, every: every[::2].contiguous())
     anchors[2] = anchors[2][torch.isin(anchors[2], anchors[1])]
-    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
-    compared = 0
+    outputs = unroll(net, batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    compared, ids = 0, torch.arange(0, tiny.VOCAB, 3)
+    runtime = serving(net, parts, ids)
     with torch.no_grad():
         for s, at in enumerate(anchors):
             for i, anchor in enumerate(at.tolist()):
                 sequence = int(batch.sequence[anchor])
-                wanted = served(net, parts, batch, sequence, anchor - batch.starts[sequence], s + 1)[s]
-                torch.testing.assert_close(outputs[s][i], wanted, atol=1e-4, rtol=1e-4)
+                wanted = served(runtime, batch, sequence, anchor - batch.starts[sequence], s + 1)[s]
+                torch.testing.assert_close(outputs[s][i] @ parts.head[ids].T, wanted, atol=1e-4, rtol=1e-4)
                 compared += 1
     assert compared > 40
 
@@ -90,7 +106,7 @@ def test_loss_is_the_mean_over_sequences(options):
     value, _ = made.loss(batch)
     net, parts = made.network, made.target
     anchors = anchors_of(batch, options.steps_ttt)
-    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    outputs = unroll(net, batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
     wanted, weights = 0.0, sum(options.decay**s for s in range(options.steps_ttt))
     for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
         for b in range(batch.sequences):
@@ -120,7 +136,7 @@ def test_expected_length_is_the_plain_form(steps):
     value, figures = made.loss(batch)
     net, parts, ids = made.network, made.target, made.words.ids
     anchors = anchors_of(batch, steps)
-    outputs = net.unroll(batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
+    outputs = unroll(net, batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
     lengths, ended = [[] for _ in range(batch.sequences)], 0
     for anchor in anchors[0].tolist():
         accepted = []
@@ -160,6 +176,7 @@ def test_simulation_walks_as_serving_does():
     batch.tokens[:] = ids[batch.tokens % 2]
     made.words.ids, made.words.head = ids[:2], made.words.head[:2]
     found = made.simulate(batch)
+    runtime = serving(net, parts, made.words.ids)
     steps = tokens = 0
     with torch.no_grad():
         for b in range(batch.sequences):
@@ -167,8 +184,7 @@ def test_simulation_walks_as_serving_does():
             at = [3, 5][b]
             while at + 2 < len(said):
                 depth = min(3, len(said) - at - 2)
-                outputs = served(net, parts, batch, b, at, depth)
-                drafted = made.words.ids[(outputs @ made.words.head.T).argmax(-1)].tolist()
+                drafted = made.words.ids[served(runtime, batch, b, at, depth).argmax(-1)].tolist()
                 right = 0
                 while right < depth and drafted[right] == said[at + 2 + right]:
                     right += 1
@@ -192,6 +208,6 @@ def test_what_fc_is_fitted_to_survives_a_norm_that_undoes_outliers():
     initialise(net, "next", None, target, [states], seed=0)
     entries = torch.arange(len(tokens) - 1)
     with torch.no_grad():
-        (said,) = net.unroll(taps, target.embed(tokens), torch.arange(len(tokens)), (0, len(tokens)), [entries])
+        (said,) = unroll(net, taps, target.embed(tokens), torch.arange(len(tokens)), (0, len(tokens)), [entries])
     agree = ((said @ head.T).argmax(-1) == (tokens[entries] + 2) % 12).float().mean()
     assert agree > 0.5  # 0.08 where the noise is as large in all numbers before the norm

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.drafters.learned import trees
+from outpace.drafters.learned import medusa as trees
 from outpace.drafters.learned.configs import tensor_shapes
 from outpace.drafters.learned.medusa import filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork

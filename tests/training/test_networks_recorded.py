@@ -12,8 +12,9 @@ from torch import Tensor
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig, ParallelConfig
+from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
-from outpace.training.networks.eagle import EagleNetwork
+from outpace.training.networks.unroll import unroll
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -45,8 +46,8 @@ def test_eagle() -> None:
     # The record's entry i reads its token i; an entry of ours reads the token after its own.
     embedded, padded = torch.cat([embedding[:1], embedding[tokens]]), torch.cat([taps, taps[:1]])
     with torch.no_grad():
-        real, predicted = network.unroll(
-            padded, embedded, torch.arange(n + 1), [0, n + 1], [torch.arange(n), torch.arange(n - 1)]
+        real, predicted = unroll(
+            network, padded, embedded, torch.arange(n + 1), [0, n + 1], [torch.arange(n), torch.arange(n - 1)]
         )
         close(real @ head.T, seen["logits"])
         close(predicted @ head.T, seen["predicted"])

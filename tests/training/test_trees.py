@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.learned import trees
+from outpace.drafters.learned import medusa as trees
 from outpace.training.prefixes import best_prefix
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig
+from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training.initial import initialise
 from outpace.training.loop import Loop
-from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.objectives.eagle import EagleObjective, EagleOptions
 from outpace.training.setup import Bench, Job, prepared, shaped_as
 from outpace.training.taps import default_layers

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import ParameterError
-from outpace.training.networks.eagle import EagleNetwork
 from outpace.training.target import TargetParts, TargetWeights
 
 INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
@@ -73,11 +73,7 @@ def _fit(network: EagleNetwork, taps: Tensor, wanted: Tensor) -> None:
     ``wanted`` is behind the target's final norm, whose weights undo what differs between numbers: before it, a few are
     a hundred times the others in some targets, and what the layer adds at random would drown these.
     """
-    if network.fc_norm is not None:
-        taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(network.fc_norm)], 1)
-    x = taps.flatten(1)
-    if network.input_norm is not None:
-        x = network.input_norm(x)
+    x = network.fused_input(taps)
     sizes = wanted.square().mean(-1, keepdim=True).sqrt()
     x, y = x.double(), (wanted / sizes).double()
     squares = x.T @ x

@@ -5,8 +5,13 @@ Layers are counted as in ``Batch.taps``: ``taps`` are outputs of layers, from 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outpace.arrays import I32
 
 Shape = tuple[int, ...]
 
@@ -93,6 +98,12 @@ Config = EagleConfig | ParallelConfig | MedusaConfig
 def eagle_taps(layers: int) -> tuple[int, ...]:
     """EAGLE-3's taps of a target with so many layers: the inputs of layers 2, N // 2 and N - 3, as outputs from 0."""
     return 1, layers // 2 - 1, layers - 4
+
+
+def draft_ids(config: Config, tensors: Mapping[str, Any]) -> I32:
+    """The target's token ids int32 [D] of a checkpoint's draft vocabulary, ascending."""
+    ids: I32 = (np.arange(config.draft_vocab) + tensors.get("d2t", 0)).astype(np.int32)
+    return ids
 
 
 def tensor_shapes(config: Config) -> dict[str, Shape]:

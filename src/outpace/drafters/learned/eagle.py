@@ -1,16 +1,16 @@
 """``eagle:PATH``: one small layer over the target's hidden states drafts chains and trees (EAGLE-3, arXiv 2503.01840).
 
-Entry i of a row has the target's taps of position i and the token that follows it, i + 1; its output predicts token
-i + 2. So a row of L committed tokens has L - 1 real entries, and what the last one says is a draft's first level. Where
-taps never came (a prefix that another drafter's row computed), the entries are left out: attention knows distances, not
-places, so those behind them only think that the text is shorter.
+Entry i of a row has the target's hidden states of position i and the token that follows it, i + 1; its output predicts
+token i + 2. So a row of L committed tokens has L - 1 real entries, and what the last one predicts is a draft's first
+level. Where hidden states never came (a prefix that another drafter's row computed), the entries are left out:
+attention knows distances, not places, so those behind them only see a shorter text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from outpace.arrays import F32, I32
 from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
 from outpace.drafters.forward.chain import ChainDrafter
-from outpace.drafters.learned.entries import Entries, HostEntries
-from outpace.drafters.learned.head import Ask, Head
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.entries import Entries
 from outpace.drafters.learned.picks import level_by_level
 from outpace.errors import MemoryLimitError
 from outpace.exact.drafts import Drafts
+from outpace.exact.sampling import Chooser
 from outpace.models.base import HostOutput
 
 CATCH_UP = 256  # real entries of one row that wait unread, and that one call feeds
@@ -32,39 +31,113 @@ BRANCH = 4
 LEVELS = 6  # of a tree of fixed size; where the policy chooses, it says how many
 
 
+class Ask(NamedTuple):
+    """One row's draft. Entry i of a row has the target's hidden states of position i and the token after it, i + 1."""
+
+    row: int
+    tokens: I32  # [n >= 1] of the real entries that the row lacks, the pending token last
+    hidden_states: Any  # [n, T, H] of their positions, in the arrays of the target's backend
+    nodes: int  # at most
+    levels: int  # at most
+    branch: int  # 1: a chain; else nodes that are expanded a level, and children of each
+    chooser: Chooser | None = None  # of the next output token; None, or one without temperature: greedy
+
+
+class EagleRuntime(Protocol):
+    """A learned drafter's network with KV of its own, one row of it for each row of the target.
+
+    Rows are made by the first call that feeds them. A call that raises leaves every row as it was. What is drafted for
+    a row follows from the row's entries and its ask, whoever else is in the call.
+    """
+
+    ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
+    max_length: int  # entries that a row may have
+
+    def native_rows(
+        self, layers: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+    ) -> Any:
+        """A ``_native.EagleRows`` that drafts with this network for a drafter of these options; None: not in C++."""
+
+    def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
+        """Append real entries: ``tokens[b]`` int32 [n_b], ``hidden_states[b]`` [n_b, T, H]. Raises MemoryLimitError."""
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        """Feed each row its last real entries, then draft: the rows end as after the feed.
+
+        Trees as in EAGLE-2 (arXiv 2406.16858): every level expands the ``branch`` likeliest nodes by path probability,
+        the whole keeps the ``nodes`` likeliest; ``confidence`` is the path probability. Children are the tokens of the
+        largest logits or, where the chooser samples, of log q + g with g the request's noise for that output token:
+        then a child's probability is its share of exp(log q + g) among the best 8 (or ``branch``, if that is more).
+        Its rules are ignored, and its filters may be. Ties go to the lower token id. Raises MemoryLimitError.
+        """
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
+        """Append entries and give the logits float32 [B, D] after each row's last one: a draft level by level.
+
+        ``hidden_states[b]`` None: one entry, ``tokens[b]`` int32 [1], that follows the row's last one of this same way,
+        and has the network's own output in place of the target's hidden states. ``truncate`` drops such entries again.
+        Raises MemoryLimitError.
+        """
+
+    def length(self, row: int) -> int:
+        """Entries of the row; 0 for one that is not there."""
+
+    def truncate(self, row: int, n: int) -> None:
+        """Keep the first n entries."""
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        """Make ``dst``, which is not there, of the first n entries of ``src``. Raises MemoryLimitError."""
+
+    def release(self, row: int) -> None:
+        """Forget the row, if it is there."""
+
+    def growth(self, row: int, positions: int) -> int:
+        """Bytes more that the row takes once it has so many entries; it may not be there yet."""
+
+    def exchange(self, other: Any) -> None:
+        """Swap weights with another runtime of this kind, shape and draft vocabulary that has no rows. Rows here keep
+        what the old weights made of their entries. Raises DrafterError and MemoryLimitError."""
+
+    @property
+    def bytes(self) -> int:
+        """What all rows take now."""
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Assert own invariants, given the only rows that may be there."""
+
+    def close(self) -> None:
+        """Give back memory. Calling twice is allowed."""
+
+
 class EagleDrafter(ChainDrafter):
-    """Trees (with ``branch`` 1: chains) of what ``head`` predicts. ``taps``: layers of the target in the head's order.
+    """Trees (with ``branch`` 1: chains) of what ``network`` predicts. ``layers``: the target's, in the network's order.
 
     ``most_levels``: of a draft (None: as many as it is asked for). A row whose rules say what is allowed, or which
-    samples under rejection, gets a chain that is drawn level by level, as from any draft model. ``entries``: who keeps
-    what the head has still to read; None: C++ beside a native head, which whole steps then draft with, else Python.
+    samples under rejection, gets a chain that is drawn level by level, as from any draft model. What the network has
+    still to read is kept in C++ beside a native one (``EagleRows``, which native steps draft with), else in Python.
     """
 
     retires = True
-    renew: Callable[[Head], bool] | None = None  # gives the head newer weights, where there are any; whether there were
+    renew: Callable[[EagleRuntime], bool] | None = None  # gives the network newer weights; whether there were any
 
     def __init__(
         self,
-        head: Head,
-        taps: Sequence[int],
+        network: EagleRuntime,
+        layers: Sequence[int],
         name: str,
         vocab: int,
         *,
         branch: int = BRANCH,
         most_levels: int | None = None,
-        entries: Entries | None = None,
     ) -> None:
         super().__init__(name, vocab, vocab)
-        layers = tuple(sorted(set(taps)))
-        self.needs = DrafterNeeds(taps=layers, draws=True)
+        needed = tuple(sorted(set(layers)))
+        self.needs = DrafterNeeds(taps=needed, draws=True)
         self.cost = DraftCost(levels=name, nodes=branch > 1)
-        self._columns = [layers.index(layer) for layer in taps]
-        self._head, self._branch, self._most = head, branch, most_levels
-        if entries is None and isinstance(head, NativeHead):
-            self.lookup = head.entries(taps, branch, most_levels, LEVELS, CATCH_UP)
-            self.names = (name,)
-            entries = self.lookup
-        self._entries: Entries = HostEntries() if entries is None else entries
+        self._columns = [needed.index(layer) for layer in layers]
+        self._network, self._branch, self._most = network, branch, most_levels
+        self.lookup, self.names = network.native_rows(layers, branch, most_levels, LEVELS, CATCH_UP), (name,)
+        self._entries: Any = self.lookup or Entries()  # `EagleRows` has the methods of `Entries`
 
     # -- what became final -------------------------------------------------------------------------------------------
 
@@ -76,8 +149,8 @@ class EagleDrafter(ChainDrafter):
             known = self._entries.end(event.row) if event.row in self._entries else 0
             begin, end = max(known - event.start + 1, 0), min(len(event.taps), len(event.tokens))
             if begin < end:  # copies: a view would keep a whole forward's states
-                taps = event.taps.at(np.arange(begin, end, dtype=np.int32)).layers(self._columns).native
-                self._entries.append(event.row, event.start - 1 + begin, event.tokens[begin:end], taps)
+                states = event.taps.at(np.arange(begin, end, dtype=np.int32)).layers(self._columns).native
+                self._entries.append(event.row, event.start - 1 + begin, event.tokens[begin:end], states)
         self._read_ahead([event.row for event in events if event.row in self._entries])
 
     def _read_ahead(self, rows: Sequence[int]) -> None:
@@ -96,18 +169,19 @@ class EagleDrafter(ChainDrafter):
             self._settle(row)
         counts = [min(self._entries.waiting(row) - 1, CATCH_UP) for row in rows]
         given = [self._entries.unread(row, n) for row, n in zip(rows, counts, strict=True)]
-        self._head.feed(rows, [tokens for tokens, _ in given], [taps for _, taps in given])
+        self._network.feed(rows, [tokens for tokens, _ in given], [states for _, states in given])
         for row, n in zip(rows, counts, strict=True):
             self._entries.has_read(row, n)
 
     def _settle(self, row: int) -> None:
-        """Make the head's row what it is known to have read: an interrupted call leaves more."""
-        if self._head.length(row) > (read := self._entries.read(row)):
-            self._head.truncate(row, read)
+        """Make the network's row what it is known to have read: an interrupted call leaves more."""
+        if self._network.length(row) > (read := self._entries.read(row)):
+            self._network.truncate(row, read)
 
     def _waiting(self, row: int) -> tuple[I32, Any]:
         """All that the row has still to read."""
-        return self._entries.unread(row, self._entries.waiting(row))
+        unread: tuple[I32, Any] = self._entries.unread(row, self._entries.waiting(row))
+        return unread
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +219,7 @@ class EagleDrafter(ChainDrafter):
                 for i, row in ((i, rows[i].row) for i in asked)
             ]
             try:
-                drafts = self._head.draft(asks)
+                drafts = self._network.draft(asks)
             except MemoryLimitError:
                 self._no_room(rows[asked.pop()])
                 continue
@@ -166,21 +240,22 @@ class EagleDrafter(ChainDrafter):
             if not self._entries.unread_last(row):
                 return False
             self._settle(row)
-        return self._entries.read(row) + self._entries.waiting(row) + more <= self._head.max_length
+        entries: int = self._entries.read(row) + self._entries.waiting(row)
+        return entries + more <= self._network.max_length
 
     def _begin(self, view: RowView) -> I32:
         return self._waiting(view.row)[0] if self._ready(view.row, 1) else np.zeros(0, np.int32)
 
     def _fits(self, view: RowView, n: int) -> bool:
-        return 0 < n <= self._head.max_length - self._head.length(view.row)
+        return 0 < n <= self._network.max_length - self._network.length(view.row)
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[HostOutput, I32]:
         given = [self._waiting(row)[1] if self._entries.waiting(row) else None for row in rows]
-        said = self._head.extend(rows, tokens, given)
+        found = self._network.extend(rows, tokens, given)
         for row in rows:
             self._entries.has_read(row, self._entries.waiting(row))
         logits = np.full((len(rows), self._vocab), -np.inf, np.float32)
-        logits[:, self._head.ids] = said
+        logits[:, self._network.ids] = found
         at = np.arange(len(rows), dtype=np.int32)
         return HostOutput(at, logits), at
 
@@ -198,34 +273,34 @@ class EagleDrafter(ChainDrafter):
         self._settle(src)
         self._entries.fork(src, dst, n - 1)  # entry n - 2 has the last of n tokens
         if read := self._entries.read(dst):
-            self._head.fork(src, dst, read)
+            self._network.fork(src, dst, read)
 
     def reload(self) -> bool:
         """See ``Drafter.reload``. What rows have read stays as the old weights made it: it fits nearly as well."""
-        return self.renew is not None and self.renew(self._head)
+        return self.renew is not None and self.renew(self._network)
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
         self._entries.retire(row)
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         self._entries.release(row)
-        self._head.release(row)
+        self._network.release(row)
 
     def growth(self, row: int, positions: int) -> int:
-        return self._head.growth(row, positions)
+        return self._network.growth(row, positions)
 
     @property
     def bytes(self) -> int:
-        return self._head.bytes
+        return self._network.bytes
 
     def check(self, rows: Sequence[int]) -> None:
         own = self._entries.rows()
         assert set(own) <= set(rows), f"rows {set(own) - set(rows)} were never released"
         for row in own:
-            assert self._head.length(row) >= self._entries.read(row), f"row {row} lost entries"
+            assert self._network.length(row) >= self._entries.read(row), f"row {row} lost entries"
             assert self._entries.waiting(row) <= CATCH_UP, f"row {row}: {self._entries.waiting(row)} entries wait"
-        self._head.check(own)
+        self._network.check(own)
 
     def close(self) -> None:
-        self._head.close()
-        self._entries, self.lookup = HostEntries(), None  # which keep the network's weights
+        self._network.close()
+        self._entries, self.lookup = Entries(), None  # which keep the network's weights

@@ -1,86 +1,35 @@
-"""Real entries of rows that a learned drafter's network has, and those that it has still to read.
+"""Real entries of rows that EAGLE's network has, and those that it has still to read.
 
-Entry i of a row has the target's taps of position i and the token that follows it, i + 1. ``_native.EagleRows`` is the
-same in C++, where whole steps draft from it; this is its reference.
+Entry i of a row has the target's hidden states of position i and the token that follows it, i + 1.
+``_native.EagleRows`` has the same methods for networks on the native runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from outpace.arrays import I32
 
-
-class Entries(Protocol):
-    """Entries by row. All but ``append`` and ``release`` raise KeyError for rows that are not there."""
-
-    def __contains__(self, row: int) -> bool: ...
-
-    def rows(self) -> list[int]:
-        """Those that are there."""
-
-    def append(self, row: int, first: int, tokens: I32, taps: Any) -> None:
-        """Entries ``first`` ..: ``tokens`` int32 [n] and ``taps`` [m, T, H], as many as both have. What is known
-        already is left out; the row is made where it is not there."""
-
-    def end(self, row: int) -> int:
-        """The entry after all that are known."""
-
-    def read(self, row: int) -> int:
-        """How many the network has."""
-
-    def waiting(self, row: int) -> int:
-        """How many it has still to read."""
-
-    def unread(self, row: int, n: int) -> tuple[I32, Any]:
-        """The first n of those, which stay unread: tokens int32 [n] and taps [n, T, H]."""
-
-    def has_read(self, row: int, n: int) -> None:
-        """The network has the first n of those now."""
-
-    def unread_last(self, row: int) -> bool:
-        """Make the last entry that the network has unread again; whether that can be done."""
-
-    def fork(self, src: int, dst: int, known: int) -> None:
-        """``dst`` becomes what ``src`` has of the entries before ``known``."""
-
-    def retire(self, row: int) -> None:
-        """The last entry need not be kept."""
-
-    def release(self, row: int) -> None:
-        """Forget the row, if it is there."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Entries ``start`` .. that follow one another: their tokens int32 [n] and taps [n, T, H]."""
-
-    start: int
-    tokens: I32
-    taps: Any
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    def part(self, first: int, last: int) -> _Piece:
-        """Entries ``first`` to ``last - 1``, counted from its own first."""
-        return _Piece(self.start + first, self.tokens[first:last], self.taps[first:last])
+_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _Row:
     spans: list[tuple[int, int]] = field(default_factory=list)  # entries that the network has, [first, end), ascending
-    unread: list[_Piece] = field(default_factory=list)  # those that it lacks, ascending
-    last: _Piece | None = None  # the last one that it has, to be fed again where nothing is unread
+    at: I32 = field(default_factory=_NONE.copy)  # [n] those that it lacks, ascending
+    tokens: I32 = field(default_factory=_NONE.copy)  # [n] theirs
+    states: Any = None  # [n, T, h] theirs
+    last: tuple[int, I32, Any] | None = None  # the last one that it has (entry, token [1], states [1, T, h]): see below
 
 
-class HostEntries:
-    """See ``Entries``. Taps stay arrays of the backend's: numpy, or torch tensors on their device."""
+class Entries:
+    """Entries by row. All but ``append``, ``retire`` and ``release`` raise KeyError for rows that are not there.
+
+    Hidden states stay arrays of the backend's: numpy, or torch tensors on their device.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -89,80 +38,83 @@ class HostEntries:
         return row in self._rows
 
     def rows(self) -> list[int]:
+        """Those that are there."""
         return list(self._rows)
 
-    def append(self, row: int, first: int, tokens: I32, taps: Any) -> None:
-        its = self._rows.setdefault(row, _Row())
-        begin, end = max(self.end(row) - first, 0), min(len(taps), len(tokens))
+    def append(self, row: int, first: int, tokens: I32, states: Any) -> None:
+        """Entries ``first`` ..: ``tokens`` int32 [n] and ``states`` [m, T, h], as many as both have. What is known
+        already is left out; the row is made where it is not there."""
+        known = self._rows.setdefault(row, _Row())
+        begin, end = max(self.end(row) - first, 0), min(len(states), len(tokens))
         if begin < end:
-            its.unread.append(_Piece(first + begin, np.array(tokens[begin:end], np.int32), taps[begin:end]))
+            known.states = _joined(known.states, states[begin:end]) if len(known.at) else states[begin:end]
+            known.at = np.concatenate([known.at, np.arange(first + begin, first + end, dtype=np.int32)])
+            known.tokens = np.concatenate([known.tokens, tokens[begin:end]])
 
     def end(self, row: int) -> int:
-        its = self._rows[row]
-        return its.unread[-1].end if its.unread else its.spans[-1][1] if its.spans else 0
+        """The entry after all that are known."""
+        known = self._rows[row]
+        return int(known.at[-1]) + 1 if len(known.at) else known.spans[-1][1] if known.spans else 0
 
     def read(self, row: int) -> int:
+        """How many the network has."""
         return sum(end - first for first, end in self._rows[row].spans)
 
     def waiting(self, row: int) -> int:
-        return sum(len(piece.tokens) for piece in self._rows[row].unread)
-
-    def _first(self, row: int, n: int) -> list[_Piece]:
-        taken: list[_Piece] = []
-        for piece in self._rows[row].unread:
-            if n <= 0:
-                break
-            taken.append(piece.part(0, min(n, len(piece.tokens))))
-            n -= len(piece.tokens)
-        return taken
+        """How many it has still to read."""
+        return len(self._rows[row].at)
 
     def unread(self, row: int, n: int) -> tuple[I32, Any]:
-        return _together(self._first(row, n))
+        """The first n of those, which stay unread: tokens int32 [n] and states [n, T, h]."""
+        return self._rows[row].tokens[:n], self._rows[row].states[:n]
 
     def has_read(self, row: int, n: int) -> None:
-        its, pieces = self._rows[row], self._first(row, n)
-        for piece in pieces:
-            if its.spans and its.spans[-1][1] == piece.start:
-                its.spans[-1] = (its.spans[-1][0], piece.end)
+        """The network has the first n of those now."""
+        known = self._rows[row]
+        if not n:
+            return
+        for entry in known.at[:n].tolist():
+            if known.spans and known.spans[-1][1] == entry:
+                known.spans[-1] = (known.spans[-1][0], entry + 1)
             else:
-                its.spans.append((piece.start, piece.end))
-            first, count = its.unread[0], len(piece.tokens)
-            its.unread[:1] = [first.part(count, len(first.tokens))] if count < len(first.tokens) else []
-        if pieces:
-            its.last = pieces[-1].part(len(pieces[-1].tokens) - 1, len(pieces[-1].tokens))
+                known.spans.append((entry, entry + 1))
+        known.last = int(known.at[n - 1]), known.tokens[n - 1 : n], known.states[n - 1 : n]
+        known.at, known.tokens, known.states = known.at[n:], known.tokens[n:], known.states[n:]
 
     def unread_last(self, row: int) -> bool:
-        its = self._rows[row]
-        if its.last is None or not its.spans or its.spans[-1][1] != its.last.end:
+        """Make the last entry that the network has unread again, to be fed where nothing else is; whether that can be
+        done. Nothing is unread before."""
+        known = self._rows[row]
+        if known.last is None or not known.spans or known.spans[-1][1] != known.last[0] + 1:
             return False
-        first, end = its.spans[-1]
-        its.spans[-1:] = [(first, end - 1)] if end - 1 > first else []
-        its.unread.insert(0, its.last)
+        first, end = known.spans.pop()
+        if end - 1 > first:
+            known.spans.append((first, end - 1))
+        entry, known.tokens, known.states = known.last
+        known.at = np.array([entry], np.int32)
         return True
 
-    def fork(self, src: int, dst: int, known: int) -> None:
-        source = self._rows[src]
-        spans = [(first, min(end, known)) for first, end in source.spans if first < known]
-        unread = [p.part(0, min(len(p.tokens), known - p.start)) for p in source.unread if p.start < known]
-        self._rows[dst] = _Row(spans, unread, source.last)
+    def fork(self, src: int, dst: int, before: int) -> None:
+        """``dst`` becomes what ``src`` has of the entries before ``before``."""
+        known = self._rows[src]
+        spans = [(first, min(end, before)) for first, end in known.spans if first < before]
+        n = int(np.searchsorted(known.at, before))
+        states = None if known.states is None else known.states[:n]
+        self._rows[dst] = _Row(spans, known.at[:n], known.tokens[:n], states, known.last)
 
     def retire(self, row: int) -> None:
+        """The last entry need not be kept."""
         if row in self._rows:
             self._rows[row].last = None
 
     def release(self, row: int) -> None:
+        """Forget the row, if it is there."""
         self._rows.pop(row, None)
 
 
-def _together(pieces: Sequence[_Piece]) -> tuple[I32, Any]:
-    """Entries of several pieces as if they stood side by side."""
-    if len(pieces) == 1:
-        return pieces[0].tokens, pieces[0].taps
-    taps = [piece.taps for piece in pieces]
-    if isinstance(taps[0], np.ndarray):
-        joined = np.concatenate(taps)
-    else:
-        import torch
+def _joined(first: Any, then: Any) -> Any:
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, then])
+    import torch
 
-        joined = torch.cat(taps)
-    return np.concatenate([piece.tokens for piece in pieces]), joined
+    return torch.cat([first, then])

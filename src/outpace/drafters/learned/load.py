@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,17 @@ from outpace.drafters.learned.checkpoint import (
     stranger,
 )
 from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
+from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
+from outpace.drafters.learned.parallel import ParallelDrafter
 from outpace.errors import DrafterError, ModelError
 from outpace.models.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from outpace.drafters.base import DraftContext
-    from outpace.drafters.learned.head import Head
-    from outpace.drafters.learned.medusa import Heads, MedusaDrafter
-    from outpace.drafters.learned.parallel import Blocks, ParallelDrafter
+    from outpace.drafters.learned.eagle import EagleRuntime
+    from outpace.drafters.learned.medusa import MedusaRuntime
+    from outpace.drafters.learned.medusa import Path as TreePath
+    from outpace.drafters.learned.parallel import ParallelRuntime
     from outpace.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -56,16 +60,16 @@ def load_eagle(
     assert isinstance(config, EagleConfig)
     if config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
-    head = head_for(checkpoint, context, quantize, name)
+    network = eagle_for(checkpoint, context, quantize, name)
     vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
-    made = EagleDrafter(head, config.taps, name, vocab, branch=wide, most_levels=levels)
+    made = EagleDrafter(network, config.taps, name, vocab, branch=wide, most_levels=levels)
     made.notes = notes
     made.renew = _Renewal(path, context, quantize, name, checkpoint)
     return made
 
 
 class _Renewal:
-    """Gives a head the weights that its folder has now, where they are not those that it was loaded with."""
+    """Gives a network the weights that its folder has now, where they are not those that it was loaded with."""
 
     def __init__(
         self, path: str | Path, context: DraftContext, quantize: str | None, name: str, loaded: Checkpoint
@@ -74,7 +78,7 @@ class _Renewal:
         self._config, self._words = loaded.config, loaded.tensors["d2t"]
         self._stamp = _stamp(self._path.resolve())
 
-    def __call__(self, head: Head) -> bool:
+    def __call__(self, network: EagleRuntime) -> bool:
         folder = self._path.resolve()  # once: the path may lead elsewhere before all is read
         if (stamp := _stamp(folder)) == self._stamp:
             return False
@@ -83,9 +87,9 @@ class _Renewal:
             raise DrafterError(
                 f"{self._name}: {folder} has another shape or draft vocabulary now: load the engine anew to use it"
             )
-        fresh = head_for(checkpoint, self._context, self._quantize, self._name)
+        fresh = eagle_for(checkpoint, self._context, self._quantize, self._name)
         try:
-            head.exchange(fresh)
+            network.exchange(fresh)
         finally:
             fresh.close()
         self._stamp = stamp
@@ -104,25 +108,22 @@ def _stamp(folder: Path) -> tuple[str, int, int]:
 
 def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
     """``parallel:PATH``. Raises as ``load_eagle``."""
-    from outpace.drafters.learned.parallel import ParallelDrafter
-
     checkpoint, notes = _fitting("parallel", path, context)
     assert isinstance(checkpoint.config, ParallelConfig)
-    blocks = blocks_for(checkpoint, context.target)
-    made = ParallelDrafter(blocks, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
+    network = parallel_for(checkpoint, context.target)
+    made = ParallelDrafter(network, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
     made.notes = notes
     return made
 
 
 def load_medusa(path: str, context: DraftContext) -> MedusaDrafter:
     """``medusa:PATH``. Raises as ``load_eagle``."""
-    from outpace.drafters.learned.medusa import MedusaDrafter
-
     checkpoint, notes = _fitting("medusa", path, context)
     config = checkpoint.config
     assert isinstance(config, MedusaConfig)
-    heads, layer = heads_for(checkpoint, context.target), context.target.info.layers - 1
-    made = MedusaDrafter(heads, config.heads, config.tree, layer, f"medusa:{path}")
+    name, layer = f"medusa:{path}", context.target.info.layers - 1
+    tree = tree_of(name, config.tree, config.heads)
+    made = MedusaDrafter(medusa_for(checkpoint, context.target, tree), tree, layer, name)
     made.notes = notes
     return made
 
@@ -143,45 +144,44 @@ def _fitting(method: str, path: str | Path, context: DraftContext) -> tuple[Chec
     return checkpoint, (note,)
 
 
-def blocks_for(checkpoint: Checkpoint, target: Model) -> Blocks:
+def parallel_for(checkpoint: Checkpoint, target: Model) -> ParallelRuntime:
     """What computes a parallel drafter's network: a native target's runtime, torch beside one of transformers."""
     from outpace.models.native.model import NativeModel
 
     if isinstance(target, NativeModel):
-        from outpace.drafters.learned.native_blocks import NativeBlocks
+        from outpace.drafters.learned.native_runtime import NativeParallel
 
-        return NativeBlocks(target, checkpoint)
-    from outpace.drafters.learned.contexts import ContextBlocks
-    from outpace.drafters.learned.torch_blocks import TorchBlocks
+        return NativeParallel(target, checkpoint)
+    from outpace.drafters.learned.torch_runtime import TorchParallel
 
-    return ContextBlocks(TorchBlocks(target, checkpoint))
+    return TorchParallel(target, checkpoint)
 
 
-def heads_for(checkpoint: Checkpoint, target: Model) -> Heads:
-    """What computes Medusa's heads: the kernels of a native target, torch beside one of transformers."""
+def medusa_for(checkpoint: Checkpoint, target: Model, tree: Sequence[TreePath]) -> MedusaRuntime:
+    """What computes Medusa's heads: a native target's runtime, torch beside one of transformers."""
     from outpace.models.native.model import NativeModel
 
     if isinstance(target, NativeModel):
-        from outpace.drafters.learned.host_heads import HostHeads
+        from outpace.drafters.learned.native_runtime import NativeMedusa
 
-        return HostHeads(target, checkpoint)
-    from outpace.drafters.learned.torch_heads import TorchHeads
+        return NativeMedusa(target, checkpoint, tree)
+    from outpace.drafters.learned.torch_runtime import TorchMedusa
 
-    return TorchHeads(target, checkpoint)
+    return TorchMedusa(target, checkpoint)
 
 
-def head_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> Head:
-    """What computes the network: the target's own backend. Raises DrafterError."""
+def eagle_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> EagleRuntime:
+    """What computes EAGLE's network: the target's own backend. Raises DrafterError."""
     from outpace.models.native.model import QUANTIZE, NativeModel
 
     if quantize is not None and quantize not in QUANTIZE:
         raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
     if isinstance(context.target, NativeModel):
-        from outpace.drafters.learned.native_head import NativeHead
+        from outpace.drafters.learned.native_eagle import NativeEagle
 
-        return NativeHead(context.target, checkpoint, quantize)
+        return NativeEagle(context.target, checkpoint, quantize)
     if quantize is not None:
         raise DrafterError(f"{name}: quantize={quantize} needs a target on the native backend: leave it out")
-    from outpace.drafters.learned.torch_head import TorchHead
+    from outpace.drafters.learned.torch_eagle import TorchEagle
 
-    return TorchHead(context.target, checkpoint)
+    return TorchEagle(context.target, checkpoint)

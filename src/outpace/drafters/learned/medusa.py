@@ -6,14 +6,16 @@ drafted for from the state of position L - 2, and nothing else of it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from outpace.arrays import F32, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
-from outpace.drafters.learned import trees
 from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.drafts import Drafts
@@ -24,90 +26,105 @@ NODES, RANKS = 64, 10  # of a tree for checkpoints without one
 FIRST, NEXT = 0.6, 0.35
 
 
+Path = tuple[
+    int, ...
+]  # of ranks: (r0, r1, ...) takes head 0's candidate of rank r0, then head 1's of rank r1, and so on
 Candidates = tuple[list[int], list[float]]  # of a head: indices into the draft vocabulary, logarithms of chances
 
 
-class Heads(Protocol):
-    """What computes the heads' logits."""
+class MedusaRuntime(Protocol):
+    """The heads, and of each row the target's last state before the pending token."""
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
+    rows: Any  # a ``_native.MedusaRows`` that drafts with them, or None
 
-    def logits(self, states: Sequence[Any]) -> F32:
-        """float32 [B, K, D] on the host, of the last layer's outputs [H] in the arrays of the target's backend. A row's
-        do not depend on the others."""
+    def keep(self, row: int, position: int, state: Any) -> None:
+        """The last layer's output [h] before the pending token, which stands at ``position``; in the arrays of the
+        target's backend."""
+
+    def position(self, row: int) -> int:
+        """Where the row's pending token stood; -1 for one of which nothing is kept."""
+
+    def logits(self, rows: Sequence[int]) -> F32:
+        """float32 [B, K, D] on the host, of what is kept of rows. A row's do not depend on the others."""
+
+    def fork(self, src: int, dst: int) -> None:
+        """``dst`` gets what is kept of ``src``."""
+
+    def release(self, row: int) -> None:
+        """Forget the row, if it is there."""
+
+    def known(self) -> list[int]:
+        """Rows of which something is kept."""
+
+    def close(self) -> None:
+        """Give back memory. Calling twice is allowed."""
 
 
 class MedusaDrafter(Drafter):
-    """The first nodes of ``tree`` (paths of ranks; none: one for heads that grow worse) that a row's size allows.
+    """The first nodes of ``tree`` (paths of ranks) that a row's size allows.
 
     Under ``coupled``, a row that samples shares its noise: candidates are those of the largest log q + g. Under
     ``rejection`` candidates are the likeliest, whatever the temperature: nothing is drawn, so q is one-hot.
-    ``layer``: the target's last one. Raises DrafterError for a tree with a path that does not follow its beginning.
+    ``layer``: the target's last one.
     """
 
-    def __init__(self, heads: Heads, count: int, tree: Sequence[trees.Path], layer: int, name: str) -> None:
-        self.name, self._heads, self._levels = name, heads, count
+    def __init__(self, network: MedusaRuntime, tree: Sequence[Path], layer: int, name: str) -> None:
+        self.name, self._network, self._tree = name, network, tuple(tree)
         self.needs = DrafterNeeds(taps=(layer,))
-        self._tree = tuple(tree) or assumed(count)
-        seen: set[trees.Path] = {()}
-        for path in self._tree:
-            if path[:-1] not in seen or path in seen or len(path) > count:
-                raise DrafterError(
-                    f"{name}: the tree's path {list(path)} stands twice, is longer than its {count} heads, or does not "
-                    "follow its beginning: search the tree anew, or export the drafter without one"
-                )
-            seen.add(path)
         self._ranks = max(max(path) for path in self._tree) + 1
-        self._rows: dict[int, tuple[int, Any]] = {}  # the position of the pending token, and the state before it [H]
+        self.lookup, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.taps is not None and len(event.taps):  # a copy: a view would keep a whole forward's states
                 last = event.taps.at(np.array([len(event.taps) - 1], np.int32)).native[0, 0]
-                self._rows[event.row] = event.start - 1 + len(event.taps), last
+                self._network.keep(event.row, event.start - 1 + len(event.taps), last)
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        ready = [i for i, view in enumerate(rows) if self._rows.get(view.row, (-1,))[0] == len(view.tokens) - 1]
+        ready = [i for i, view in enumerate(rows) if self._network.position(view.row) == len(view.tokens) - 1]
         if not ready:
             return Drafts.empty(len(rows))
-        logits = self._heads.logits([self._rows[rows[i].row][1] for i in ready])
+        logits = self._network.logits([rows[i].row for i in ready])
         if not np.isfinite(logits).all():
             raise NotFiniteError("the drafter's heads produced NaN or infinite logits: check its weights")
         depth = levels(rows, sizes).tolist()
-        grown = [self._grow(rows[i], its, int(sizes[i]), depth[i]) for i, its in zip(ready, logits, strict=True)]
+        grown = [self._grow(rows[i], own, int(sizes[i]), depth[i]) for i, own in zip(ready, logits, strict=True)]
         return pack(grown, (self.name,)).among(ready, len(rows))
 
     def _grow(self, view: RowView, logits: F32, size: int, depth: int) -> Tree:
         """The row's tree of logits float32 [K, D]; gains are path probabilities."""
         noisy = view.acceptance != "rejection" and not view.chooser.params.greedy
-        ids, k = self._heads.ids, self._ranks
+        ids, k = self._network.ids, self._ranks
         found = [
-            chosen(its, ids, view.chooser, level, k) if noisy else likeliest(its, k)
-            for level, its in enumerate(logits[:depth])
+            chosen(head, ids, view.chooser, level, k) if noisy else likeliest(head, k)
+            for level, head in enumerate(logits[:depth])
         ]
         return filled(self._tree, found, ids, size)
 
     def fork(self, src: int, dst: int, n: int) -> None:
         self.release(dst)
-        if src in self._rows and self._rows[src][0] == n - 1:
-            self._rows[dst] = self._rows[src]
+        if self._network.position(src) == n - 1:
+            self._network.fork(src, dst)
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
-        self._rows.pop(row, None)
+        self._network.release(row)
 
     def check(self, rows: Sequence[int]) -> None:
-        assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"
+        known = set(self._network.known())
+        assert known <= set(rows), f"rows {known - set(rows)} were never released"
 
     def close(self) -> None:
-        self._rows.clear()
+        self._network.close()
+        self.lookup = None
 
 
-def filled(tree: Sequence[trees.Path], found: Sequence[Candidates], ids: I32, size: int) -> Tree:
+def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Tree:
     """The first ``size`` nodes of a tree, each path after its beginning, that ``found`` has candidates for, by head.
 
     ``ids`` int32 [D]: the target's of the draft vocabulary. Gains are path probabilities.
     """
-    grown, place = Tree(), dict[trees.Path, int]({(): -1})
+    grown, place = Tree(), dict[Path, int]({(): -1})
     for path in tree:
         if len(grown) == size:
             break
@@ -121,8 +138,86 @@ def filled(tree: Sequence[trees.Path], found: Sequence[Candidates], ids: I32, si
     return grown
 
 
-def assumed(heads: int) -> tuple[trees.Path, ...]:
+def assumed(heads: int) -> tuple[Path, ...]:
     """A tree of ``NODES`` for heads of which nothing was measured."""
     first = FIRST ** np.arange(1, heads + 1)
     accuracy = first[:, None] * NEXT ** np.arange(RANKS)[None, :]
-    return trees.search(trees.gains_of_accuracy(accuracy), NODES, heads, RANKS)
+    return search(gains_of_accuracy(accuracy), NODES, heads, RANKS)
+
+
+def tree_of(name: str, tree: Sequence[Path], heads: int) -> tuple[Path, ...]:
+    """A checkpoint's static tree; where it has none, one for heads that grow worse. Raises DrafterError for a tree with
+    a path that does not follow its beginning."""
+    seen: set[Path] = {()}
+    for path in tree:
+        if path[:-1] not in seen or path in seen or len(path) > heads:
+            raise DrafterError(
+                f"{name}: the tree's path {list(path)} stands twice, is longer than its {heads} heads, or does not "
+                "follow its beginning: search the tree anew, or export the drafter without one"
+            )
+        seen.add(path)
+    return tuple(tree) or assumed(heads)
+
+
+# -- which static tree is worth verifying ------------------------------------------------------------------------------
+# A path's gain is the chance that all of it is accepted; a tree's tokens a step are 1 + the sum of its paths' gains. No
+# path gains more than its beginning, so taking the best path next, whose beginning is there, gives the best tree of
+# every size.
+
+
+def search(gain: Callable[[Path], float], nodes: int, heads: int, ranks: int) -> tuple[Path, ...]:
+    """The best tree of at most ``nodes`` paths, of up to ``heads`` steps and ranks below ``ranks``, best path first.
+
+    Every path stands after its beginning, so that the first n paths are the best tree of n. Paths that gain nothing
+    are left out. Ties go to the shorter path, then to lower ranks.
+    """
+    found: list[Path] = []
+    heap: list[tuple[float, int, Path]] = []
+
+    def offer(parent: Path) -> None:
+        if len(parent) < heads:
+            for rank in range(ranks):
+                path = (*parent, rank)
+                worth = gain(path)
+                if worth > 0:
+                    heapq.heappush(heap, (-worth, len(path), path))
+
+    offer(())
+    while heap and len(found) < nodes:
+        path = heapq.heappop(heap)[2]
+        found.append(path)
+        offer(path)
+    return tuple(found)
+
+
+def gains_of_accuracy(accuracy: npt.NDArray[np.float64]) -> Callable[[Path], float]:
+    """A path's gain as the product of ``accuracy[head, rank]`` [K, R]: as arXiv 2401.10774 takes it."""
+    return lambda path: float(np.prod([accuracy[head, rank] for head, rank in enumerate(path)]))
+
+
+def gains_of_ranks(ranks: npt.NDArray[np.integer]) -> Callable[[Path], float]:
+    """A path's gain as the share of ``ranks`` int [n, K] that begin with it: what was measured, heads together.
+
+    ``ranks[i, k]``: the rank that head k gave to what the target said at start i; large where it is no candidate.
+    """
+    counts: Counter[Path] = Counter()
+    for row in ranks.tolist():
+        for depth in range(1, len(row) + 1):
+            counts[tuple(row[:depth])] += 1
+    total = max(1, len(ranks))
+    return lambda path: counts[path] / total
+
+
+def accepted(ranks: npt.NDArray[np.integer], tree: Sequence[Path]) -> npt.NDArray[np.int64]:
+    """How many tokens of ``tree`` are accepted at each start of ``ranks`` int [n, K]: int64 [n]."""
+    found = np.zeros(len(ranks), np.int64)
+    for path in tree:
+        fits = (ranks[:, : len(path)] == np.array(path)).all(1)
+        found[fits] = np.maximum(found[fits], len(path))
+    return found
+
+
+def parents(tree: Sequence[Path]) -> list[int]:
+    """Index of each path's beginning within the tree; -1 for those of one step."""
+    at = {path: i for i, path in enumerate(tree)}
+    return [at[path[:-1]] if len(path) > 1 else -1 for path in tree]

@@ -1,8 +1,8 @@
 """``parallel:PATH``: a block of tokens from one small forward (DSpark, arXiv 2607.05147).
 
-The block stands at the pending token and reads the target's taps of all positions before it, as keys and values of its
-own that are computed once, when a position has become final. Where taps never came, a position is left out: each has
-its own place in attention, so that costs acceptance alone.
+The block stands at the pending token and reads the target's hidden states of all positions before it, as keys and
+values of its own that are computed once, when a position has become final. Where they never came, a position is left
+out: each has its own place in attention, so that costs acceptance alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Picker(Protocol):
         """Instead of being called: by ``noise`` tokens were chosen, with such chances as ``picks.chosen`` has."""
 
 
-class Said(NamedTuple):
-    """What blocks say. ``places`` int32 [B, n] in the draft vocabulary; ``chance`` float32 [B, n]: that a slot is
+class BlockDrafts(NamedTuple):
+    """What was drafted. ``places`` int32 [B, n] in the draft vocabulary; ``chance`` float32 [B, n]: that a slot is
     accepted where those before it are, as the confidence head says, or without one the network's own probability.
     Neither is meant beyond a row's count, nor ``chance`` where a picker knows it."""
 
@@ -43,26 +43,27 @@ class Said(NamedTuple):
     chance: F32
 
 
-class Blocks(Protocol):
+class ParallelRuntime(Protocol):
     """The network, and what it has of rows: keys and values of the target's hidden states, each with its position.
 
     Rows are made when they are first read for. A row's results do not depend on the others of a call (in torch, up to
     rounding)."""
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
+    rows: Any  # a ``_native.ParallelRows`` that drafts with it, or None
     slots: int  # tokens that a block gives
     max_length: int  # positions that it knows
 
     def end(self, row: int) -> int:
         """The position after the row's last one; 0 for a row that is not there."""
 
-    def read(self, rows: Sequence[int], taps: Sequence[Any], positions: Sequence[I32]) -> None:
-        """Append to each row its ``taps`` [n, T, H], in the arrays of the target's backend, at ``positions`` int32 [n],
-        ascending and beyond its last one."""
+    def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
+        """Append to each row its ``hidden_states`` [n, T, h], in the arrays of the target's backend, at ``positions``
+        int32 [n], ascending and beyond its last one."""
 
     def draft(
         self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
-    ) -> Said:
+    ) -> BlockDrafts:
         """The first ``counts`` int32 [B] tokens of a block for each row, which has been read for: its pending token
         int32 [B], where that stands, and who picks (None: the likeliest, the lowest id on ties). Each slot knows the
         one before. Raises NotFiniteError."""
@@ -88,7 +89,7 @@ class Blocks(Protocol):
 
 
 class ParallelDrafter(Drafter):
-    """Chains of what ``blocks`` predict. ``taps``: layers of the target in the network's order.
+    """Chains of what ``network`` predicts. ``layers``: of the target, in the network's order.
 
     Greedy rows' ``confidence`` is the confidence head's. Rows that sample under ``coupled`` share the request's noise,
     and their chances are told as ``picks.chosen`` tells them. Rows whose rules say what is allowed, and those that
@@ -97,47 +98,48 @@ class ParallelDrafter(Drafter):
 
     retires = True
 
-    def __init__(self, blocks: Blocks, taps: Sequence[int], name: str, vocab: int) -> None:
-        own = tuple(sorted(set(taps)))
-        self.name, self._blocks, self._vocab = name, blocks, vocab
-        self.needs = DrafterNeeds(taps=own, draws=True)
-        self._columns = [own.index(layer) for layer in taps]
+    def __init__(self, network: ParallelRuntime, layers: Sequence[int], name: str, vocab: int) -> None:
+        needed = tuple(sorted(set(layers)))
+        self.name, self._network, self._vocab = name, network, vocab
+        self.needs = DrafterNeeds(taps=needed, draws=True)
+        self._columns = [needed.index(layer) for layer in layers]
+        self.lookup, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
-        rows, taps, positions = list[int](), list[Any](), list[I32]()
+        rows, states, positions = list[int](), list[Any](), list[I32]()
         for event in events:
             if event.taps is None:
                 continue
             at = np.arange(event.start - 1, event.start - 1 + len(event.taps), dtype=np.int32)
-            new = np.flatnonzero((at >= self._blocks.end(event.row)) & (at < self._blocks.max_length))
+            new = np.flatnonzero((at >= self._network.end(event.row)) & (at < self._network.max_length))
             if len(new):
                 rows.append(event.row)
-                taps.append(event.taps.at(new.astype(np.int32)).layers(self._columns).native)
+                states.append(event.taps.at(new.astype(np.int32)).layers(self._columns).native)
                 positions.append(at[new])
         if rows:
-            self._blocks.read(rows, taps, positions)
+            self._network.read(rows, states, positions)
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        reach = np.minimum(levels(rows, sizes), self._blocks.slots).astype(np.int32)
+        reach = np.minimum(levels(rows, sizes), self._network.slots).astype(np.int32)
         ready = [
             i
             for i, view in enumerate(rows)
-            if reach[i] and self._blocks.end(view.row) > 0 and len(view.tokens) + reach[i] <= self._blocks.max_length
+            if reach[i] and self._network.end(view.row) > 0 and len(view.tokens) + reach[i] <= self._network.max_length
         ]
         if not ready:
             return Drafts.empty(len(rows))
         views, most = [rows[i] for i in ready], reach[ready]
-        picks = [_Pick.of(v, int(n), self._blocks.ids, self._vocab) for v, n in zip(views, most, strict=True)]
-        said = self._blocks.draft(
+        picks = [_Pick.of(v, int(n), self._network.ids, self._vocab) for v, n in zip(views, most, strict=True)]
+        drafted = self._network.draft(
             [view.row for view in views],
             np.array([view.tokens[-1] for view in views], np.int32),
             np.array([len(view.tokens) - 1 for view in views], np.int32),
             picks,
             most,
         )
-        if not np.isfinite(said.chance).all():
+        if not np.isfinite(drafted.chance).all():
             raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-        tokens, chances, widths = self._blocks.ids[said.places], said.chance.copy(), most.copy()
+        tokens, chances, widths = self._network.ids[drafted.places], drafted.chance.copy(), most.copy()
         for b, pick in enumerate(picks):
             if pick is not None:
                 widths[b] = n = len(pick.chances)
@@ -147,27 +149,28 @@ class ParallelDrafter(Drafter):
         return Drafts(tokens, widths, q=q, confidence=confidence, sources=(self.name,)).among(ready, len(rows))
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        self._blocks.release(dst)
-        self._blocks.fork(src, dst, n - 1)
+        self._network.release(dst)
+        self._network.fork(src, dst, n - 1)
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
         """What the row has is kept for a fork."""
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
-        self._blocks.release(row)
+        self._network.release(row)
 
     def growth(self, row: int, positions: int) -> int:
-        return self._blocks.growth(row, min(positions, self._blocks.max_length))
+        return self._network.growth(row, min(positions, self._network.max_length))
 
     @property
     def bytes(self) -> int:
-        return self._blocks.bytes
+        return self._network.bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        self._blocks.check(rows)
+        self._network.check(rows)
 
     def close(self) -> None:
-        self._blocks.close()
+        self._network.close()
+        self.lookup = None
 
 
 class _Pick:
@@ -224,6 +227,6 @@ def _distributions(tokens: I32, picks: Sequence[_Pick | None], vocab: int) -> F6
     q = Drafts(tokens, np.zeros(len(tokens), np.int32)).one_hot(vocab)
     for b, pick in enumerate(picks):
         if pick is not None:
-            for slot, its in enumerate(pick.q):
-                q[b, slot] = its
+            for slot, own in enumerate(pick.q):
+                q[b, slot] = own
     return q

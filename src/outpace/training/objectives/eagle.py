@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.learned.configs import EagleConfig
+from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import ParameterError
 from outpace.training.chunks import sequence_weights
 from outpace.training.draft_head import Candidates, DraftHead
@@ -23,7 +24,7 @@ from outpace.training.losses import (
     length_slope,
     widened,
 )
-from outpace.training.networks.eagle import EagleNetwork
+from outpace.training.networks.unroll import unroll
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.simulate import walk
 from outpace.training.target import TargetParts
@@ -92,7 +93,8 @@ class EagleObjective:
             p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
         row = torch.full((len(batch),), -1, device=batch.device)
         row[heard] = torch.arange(len(heard), device=batch.device)
-        outputs = self.network.unroll(
+        outputs = unroll(
+            self.network,
             self._disturbed(batch.states[:, :-1].float(), draw),
             self.target.embed(batch.tokens),
             batch.position,
@@ -169,9 +171,10 @@ class EagleObjective:
         every = torch.arange(len(batch), device=batch.device)
         # A draft beyond the answer's end is neither right nor wrong: it is not tried.
         anchors = [every[every + s + 2 <= ends] for s in range(depth)]
-        outputs = self.network.unroll(
-            batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts, anchors
-        )
+        outputs = unroll(
+            self.network, batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts,
+            anchors,
+        )  # fmt: skip
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
             inside = at + s + 2 < ends[at]
             yield at[inside], normed[inside]

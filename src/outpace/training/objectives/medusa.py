@@ -1,4 +1,4 @@
-"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about trees."""
+"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about"""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outpace.drafters.learned import trees
 from outpace.drafters.learned.configs import MedusaConfig
+from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses
@@ -109,17 +109,17 @@ class MedusaObjective:
         overlaps: np.ndarray = torch.stack(heads, 1).double().cpu().numpy() * self._tried(batch)
         return overlaps
 
-    def simulate_tree(self, batch: TrainBatch, tree: tuple[trees.Path, ...]) -> Simulated:
+    def simulate_tree(self, batch: TrainBatch, tree: tuple[Path, ...]) -> Simulated:
         """As ``simulate``, with a tree. Its steps count as a chain's of the depth that is accepted."""
-        accepted = trees.accepted(self.ranks(batch), tree)
-        right = np.arange(self.network.config.heads)[None, :] < accepted[:, None]
+        reached = accepted(self.ranks(batch), tree)
+        right = np.arange(self.network.config.heads)[None, :] < reached[:, None]
         return walk(batch, right, self._tried(batch))
 
-    def plant(self, batches: Iterable[TrainBatch]) -> tuple[trees.Path, ...]:
+    def plant(self, batches: Iterable[TrainBatch]) -> tuple[Path, ...]:
         """Search the tree that is best on ``batches``, and keep it for ``export``."""
         ranks = [self.ranks(batch)[batch.loss_mask.cpu().numpy()] for batch in batches]
-        gain = trees.gains_of_ranks(np.concatenate(ranks))
-        self.tree = trees.search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
+        gain = gains_of_ranks(np.concatenate(ranks))
+        self.tree = search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
         return self.tree
 
     @torch.no_grad()

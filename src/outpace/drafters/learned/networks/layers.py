@@ -25,11 +25,11 @@ class Norm(nn.Module):
 class Mlp(nn.Module):
     """down(silu(gate(x)) * up(x)), without biases (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, its: Decoder) -> None:
+    def __init__(self, shape: Decoder) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(its.hidden, its.ffn, bias=False)
-        self.up_proj = nn.Linear(its.hidden, its.ffn, bias=False)
-        self.down_proj = nn.Linear(its.ffn, its.hidden, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -37,22 +37,24 @@ class Mlp(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotation of halves by position (Su et al., arXiv 2104.09864), as Hugging Face's Llama pairs dimensions."""
+    """Rotation of halves by position (Su et al., arXiv 2104.09864), as Hugging Face's Llama pairs dimensions.
+
+    Angles are float32 whatever type the weights take: half precision has too few bits for them.
+    """
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", theta**-exponents, persistent=False)
+        self.head_dim, self.theta = head_dim, theta
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, 1, head_dim / 2] of positions [n], for heads [n, heads, head_dim]."""
-        angles = position[:, None, None].to(self.frequencies.dtype) * self.frequencies
+        """Cosines and sines [..., 1, head_dim / 2] of positions [...], for heads [..., heads, head_dim]."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position.device) / self.head_dim
+        angles = position[..., None, None].float() * self.theta**-exponents
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [n, heads, head_dim] at the positions of ``cos``, ``sin`` [n, 1, head_dim / 2], in their own type."""
+    """Heads [..., heads, head_dim] at the positions of ``cos``, ``sin`` [..., 1, head_dim / 2], in their own type."""
     left, right = x.chunk(2, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
@@ -60,26 +62,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Projections, and norms of query and key heads where the shape has them; states have ``reads`` numbers, else h."""
 
-    def __init__(self, its: Decoder, reads: int | None = None) -> None:
+    def __init__(self, shape: Decoder, reads: int | None = None) -> None:
         super().__init__()
-        inner, kv = its.heads * its.head_dim, its.kv_heads * its.head_dim
-        reads = reads or its.hidden
-        self.head_dim = its.head_dim
+        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        reads = reads or shape.hidden
+        self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(reads, inner, bias=False)
         self.k_proj = nn.Linear(reads, kv, bias=False)
         self.v_proj = nn.Linear(reads, kv, bias=False)
-        self.o_proj = nn.Linear(inner, its.hidden, bias=False)
-        self.q_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
-        self.k_norm = Norm(its.head_dim, its.eps) if its.qk_norm else None
+        self.o_proj = nn.Linear(inner, shape.hidden, bias=False)
+        self.q_norm = Norm(shape.head_dim, shape.eps) if shape.qk_norm else None
+        self.k_norm = Norm(shape.head_dim, shape.eps) if shape.qk_norm else None
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Of states [n, reads]: keys, rotated, and values, both [n, kv_heads, head_dim]."""
+        """Of states [..., reads]: keys, rotated, and values, both [..., kv_heads, head_dim]."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         keys = keys if self.k_norm is None else self.k_norm(keys)
         return rotate(keys, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of states [n, reads]: [n, heads, head_dim]."""
+        """Of states [..., reads]: rotated queries [..., heads, head_dim]."""
         queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(queries if self.q_norm is None else self.q_norm(queries), cos, sin)
 
@@ -87,12 +89,12 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer's parts."""
 
-    def __init__(self, its: Decoder) -> None:
+    def __init__(self, shape: Decoder) -> None:
         super().__init__()
-        self.self_attn = Attention(its)
-        self.mlp = Mlp(its)
-        self.input_layernorm = Norm(its.hidden, its.eps)
-        self.post_attention_layernorm = Norm(its.hidden, its.eps)
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
 
 
 def initialise(module: nn.Module, draw: torch.Generator | None = None, std: float = 0.02) -> None:

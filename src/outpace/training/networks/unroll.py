@@ -1,4 +1,4 @@
-"""Attention of a training-time test: causal over real entries, and along each anchor's own predicted ones.
+"""EAGLE unrolled for training: attention of a training-time test, written out with its gradient.
 
 Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) unrolls a drafter: at step s the entry that follows anchor a
 by s sees the real entries up to a and the predicted entries 1 .. s of this anchor. Everything is indexed by anchor, so
@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from outpace.drafters.learned.networks.eagle import EagleNetwork
+from outpace.drafters.learned.networks.layers import rotate
 
 Span = tuple[int, int, int, int]  # a sequence's anchors [m0, m1) and real entries [n0, n1)
 
@@ -113,3 +117,64 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     """``values[index]`` [m, ...] for distinct ``index`` int64 [m]."""
     picked: Tensor = PickRows.apply(values, index)
     return picked
+
+
+def unroll(
+    network: EagleNetwork,
+    hidden_states: Tensor,  # [N, T, h] of the target
+    embedded: Tensor,  # [N, h]: the tokens' embeddings
+    position: Tensor,  # int64 [N]
+    starts: Sequence[int],
+    anchors: Sequence[Tensor],  # of each step, int64 [M_s] ascending, each within the one before
+) -> list[Tensor]:
+    """The normed outputs [M_s, h] of each step; at step s, ``anchors[s]`` + s is an entry and reads token + 1.
+
+    Step 0 has all real entries that a later query may see, so ``anchors[0]`` is every position but the sequences' last.
+    Later ones may be fewer.
+    """
+    layer, shape = network.layer, network.config.decoder
+    weight = torch.cat([p.weight for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)])
+    of_token, of_state = weight[:, : shape.hidden], weight[:, shape.hidden :]
+    read = F.linear(layer.input_layernorm(embedded), of_token)  # [N, q + 2 kv]: once, not once a step
+    bounds = torch.tensor(starts, device=position.device)
+    real = anchors[0]
+    inner = torch.searchsorted(real, bounds).tolist()
+    g = network.fuse(pick(hidden_states, real))
+    outputs: list[Tensor] = []
+    own_k: list[Tensor] = []
+    own_v: list[Tensor] = []  # of the steps after the first, by anchor
+    first_k = first_v = g
+    for s, at in enumerate(anchors):
+        if s:
+            kept = torch.searchsorted(anchors[s - 1], at)
+            g = pick(g, kept)
+            own_k, own_v = [pick(k, kept) for k in own_k], [pick(v, kept) for v in own_v]
+        normed = layer.hidden_norm(g)
+        q, k, v = _project(network, pick(read, at + s + 1) + F.linear(normed, of_state), position[at] + s)
+        if s:
+            own_k.append(k)
+            own_v.append(v)
+        else:
+            first_k, first_v = k, v
+        outer = torch.searchsorted(at, bounds).tolist()
+        spans: list[Span] = list(zip(outer, outer[1:], inner, inner[1:], strict=False))
+        places = torch.searchsorted(real, at)
+        mixed = AnchoredAttention.apply(q, first_k, first_v, _stack(own_k, k), _stack(own_v, v), spans, places)
+        output, g = network.leave(network.residual(g, normed), mixed)
+        outputs.append(output)
+    return outputs
+
+
+def _project(network: EagleNetwork, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys, and values, [n, heads, d], of [n, q + 2 kv]."""
+    shape, attention = network.config.decoder, network.layer.self_attn
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    both, v = heads.split([shape.heads + shape.kv_heads, shape.kv_heads], 1)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        both = torch.cat((attention.q_norm(both[:, : shape.heads]), attention.k_norm(both[:, shape.heads :])), 1)
+    turned = rotate(both, *network.rope(position))
+    return turned[:, : shape.heads], turned[:, shape.heads :], v
+
+
+def _stack(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(parts, 1) if parts else like.new_zeros(len(like), 0, *like.shape[1:])

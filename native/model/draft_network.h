@@ -1,0 +1,85 @@
+// What learned drafters' networks have in common: a small model beside its target, features of the target's hidden states, a
+// draft vocabulary, and a row of the model's cache for each row of the target.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "model/fusion.h"
+#include "model/model.h"
+#include "sampling/ranking.h"
+
+namespace outpace {
+
+class DraftNetwork {
+public:
+    Model& model() { return *model_; }
+    int layers_read() const { return static_cast<int>(fusion_.wide()) / model_->hidden(); }  // whose hidden states it reads
+    size_t wide() const { return fusion_.wide(); }                                          // numbers that a position has in these
+    const std::vector<int32_t>& tokens() const { return ranking_.tokens(); }
+    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes(); }
+
+    // The cache's row of a row of the target's, which is made where it is not there, and given up again. They take the lock.
+    int row(int of) const {  // -1: it is not there
+        const auto found = rows_.find(of);
+        return found == rows_.end() ? -1 : found->second;
+    }
+    bool take(int of) {  // whether it was made
+        if (rows_.count(of)) return false;
+        std::lock_guard<std::mutex> lock(model_->lock());
+        rows_[of] = model_->kv().alloc();
+        return true;
+    }
+    void drop(int of) {
+        const auto gone = rows_.find(of);
+        if (gone == rows_.end()) return;
+        std::lock_guard<std::mutex> lock(model_->lock());
+        model_->kv().free(gone->second);
+        rows_.erase(gone);
+    }
+    const std::map<int, int>& rows() const { return rows_; }
+
+    // Rows that a call has made: given up again unless it comes to its end.
+    class Taken {
+    public:
+        explicit Taken(DraftNetwork& network) : network_(network) {}
+        Taken(const Taken&) = delete;
+        ~Taken() {
+            for (const int of : made_) network_.drop(of);
+        }
+        int row(int64_t of) {
+            const int number = static_cast<int>(of);
+            if (network_.take(number)) made_.push_back(number);
+            return network_.row(number);
+        }
+        void keep() { made_.clear(); }
+
+    private:
+        DraftNetwork& network_;
+        std::vector<int> made_;
+    };
+
+protected:
+    // `fuse` [hidden, layers * hidden] makes features, under `norms`: see Fusion. `tokens` [outputs of the model]: the target's
+    // ids, ascending. Throws std::invalid_argument for what does not fit together.
+    DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens)
+        : model_(std::move(model)),
+          fusion_(*model_, std::move(fuse), std::move(norms)),
+          ranking_(std::move(tokens), model_->outputs(), model_->vocab(), model_->threads()) {}
+
+    // Gives up memory that was taken for a call's own tokens.
+    struct Settled {
+        KV& kv;
+        ~Settled() { kv.settle(); }
+    };
+
+    std::shared_ptr<Model> model_;
+    Fusion fusion_;
+    Ranking ranking_;
+    std::map<int, int> rows_;  // the target's row -> the cache's
+};
+
+}  // namespace outpace

@@ -1,0 +1,303 @@
+"""Learned drafters' networks in torch, the modules that are trained: what they share with a target, and rows' keys and
+values; the runtimes of ``parallel`` and ``medusa``. EAGLE's is torch_eagle.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.arrays import F32, I32
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig, draft_ids, head_shapes
+from outpace.drafters.learned.networks.medusa import MedusaNetwork
+from outpace.drafters.learned.networks.parallel import ParallelNetwork
+from outpace.drafters.learned.parallel import BlockDrafts, Picker
+from outpace.errors import MemoryLimitError
+from outpace.models.base import Model
+
+BLOCK = 64  # positions that memory is counted in
+
+N = TypeVar("N", bound=nn.Module)
+
+
+class Shared:
+    """Embedding and output rows: the checkpoint's own, or the target's.
+
+    Tensors take the type and device of what the target embeds; beside a native target float32 on the CPU.
+    """
+
+    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
+        config = checkpoint.config
+        self.parts = target.parts
+        sample = self.parts.embed(np.zeros(1, np.int32))
+        self._in_torch = isinstance(sample, Tensor)
+        self.device, self.dtype = (
+            (sample.device, sample.dtype) if self._in_torch else (torch.device("cpu"), torch.float32)
+        )
+        tensors = checkpoint.tensors
+        self.ids: I32 = draft_ids(config, tensors)
+        self._rows = {name: self.tensor(tensors[name]) for name in head_shapes(config) if name in tensors}
+        own = "embed_tokens.weight"
+        self._embedding = self.tensor(tensors[own]) if own in tensors else None
+
+    def tensor(self, values: Any) -> Tensor:
+        return torch.as_tensor(values if isinstance(values, Tensor) else np.ascontiguousarray(values)).to(
+            self.device, self.dtype
+        )
+
+    def filled(self, network: N, checkpoint: Checkpoint) -> N:
+        """The network with the checkpoint's weights, not to be trained."""
+        own = {name: torch.tensor(np.asarray(checkpoint.tensors[name])) for name in network.state_dict()}
+        network.load_state_dict(own)
+        network.to(self.device, self.dtype).eval().requires_grad_(False)
+        return network
+
+    def embed(self, tokens: I32) -> Tensor:
+        """[n, h] of target ids int32 [n]."""
+        if self._embedding is not None:
+            return self._embedding[torch.from_numpy(tokens.astype(np.int64)).to(self.device)]
+        return self.tensor(self.parts.embed(tokens))
+
+    def logits(self, normed: Tensor, name: str = "lm_head.weight") -> Tensor:
+        """[..., D] of normed states [..., h], by the rows called ``name``."""
+        if name in self._rows:
+            return F.linear(normed, self._rows[name])
+        flat = normed.reshape(-1, normed.shape[-1])
+        found = self.parts.logits(flat if self._in_torch else flat.numpy(), self.ids)
+        return torch.as_tensor(found).reshape(*normed.shape[:-1], -1)
+
+
+class Slab:
+    """Rows of keys and values [n, parts, heads, head_dim] in one tensor, made when they are first lengthened.
+
+    ``parts``: 2 a layer, its keys and its values. ``limit``: bound in bytes.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], shared: Shared, limit: int | None = None) -> None:
+        self._shape, self._device, self._limit = shape, shared.device, limit
+        self._values = torch.empty(0, 0, *shape, device=shared.device, dtype=shared.dtype)
+        self._slots: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._block: int = BLOCK * int(np.prod(shape)) * shared.dtype.itemsize  # bytes
+
+    @property
+    def rows(self) -> list[int]:
+        return list(self._lengths)
+
+    def length(self, row: int) -> int:
+        return self._lengths.get(row, 0)
+
+    def lengthen(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Room for ``counts[b]`` more positions of each row; where they begin. Raises MemoryLimitError; then nothing
+        has changed."""
+        starts = [self.length(row) for row in rows]
+        ends = [start + n for start, n in zip(starts, counts, strict=True)]
+        need = self.bytes + sum(self.growth(row, end) for row, end in zip(rows, ends, strict=True))
+        if self._limit is not None and need > self._limit:
+            raise MemoryLimitError(f"the drafter's rows need {need:,} bytes of KV, and have {self._limit:,}")
+        self._hold(len(set(self._slots) | set(rows)), max(ends, default=0))
+        for row, end in zip(rows, ends, strict=True):
+            if row not in self._slots:
+                used = set(self._slots.values())
+                self._slots[row] = next(slot for slot in range(len(self._values)) if slot not in used)
+            self._lengths[row] = end
+        return starts
+
+    def _hold(self, slots: int, positions: int) -> None:
+        """Room for so many rows of so many positions."""
+        have, longest = self._values.shape[:2]
+        if slots <= have and positions <= longest:
+            return
+        slots = have if slots <= have else max(slots, 2 * have)
+        if positions > longest:
+            positions = max(positions, 2 * longest)
+        positions = -(-max(positions, longest) // (4 * BLOCK)) * 4 * BLOCK
+        new = torch.zeros(slots, positions, *self._shape, device=self._device, dtype=self._values.dtype)
+        new[:have, :longest] = self._values
+        self._values = new
+
+    def write(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], values: Tensor) -> None:
+        """``values`` [N, parts, heads, head_dim], packed, at ``starts[b]`` of each row."""
+        slot = np.repeat([self._slots[row] for row in rows], counts)
+        at = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
+        self._values[torch.from_numpy(slot).to(self._device), torch.from_numpy(at).to(self._device)] = values
+
+    def read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Values [B, s, parts, heads, head_dim] up to the longest row, and bool [B, s]: what each row has."""
+        lengths = torch.tensor([self.length(row) for row in rows], device=self._device)
+        slots = torch.tensor([self._slots[row] for row in rows], device=self._device)
+        longest = max(self.length(row) for row in rows)
+        there = torch.arange(longest, device=self._device)[None] < lengths[:, None]
+        return self._values[slots, :longest], there
+
+    def row(self, row: int) -> Tensor:
+        """A row's values [n, parts, heads, head_dim], a view."""
+        return self._values[self._slots[row], : self._lengths[row]]
+
+    def truncate(self, row: int, n: int) -> None:
+        """Keep the first n positions; a row without any is gone."""
+        if n == 0:
+            self.release(row)
+        else:
+            assert n <= self._lengths[row], f"{n} positions of a row that has {self._lengths[row]}"
+            self._lengths[row] = n
+
+    def fork(self, src: int, dst: int, n: int) -> None:
+        """``dst``, which is not there, begins with the first n positions of ``src``. Raises MemoryLimitError."""
+        assert dst not in self._slots, f"row {dst} is there already"
+        assert n <= self.length(src), f"{n} positions of a row that has {self.length(src)}"
+        if n:
+            self.lengthen([dst], [n])
+            self._values[self._slots[dst], :n] = self._values[self._slots[src], :n]
+
+    def release(self, row: int) -> None:
+        self._slots.pop(row, None)
+        self._lengths.pop(row, None)
+
+    def growth(self, row: int, positions: int) -> int:
+        """Bytes more that the row takes once it has so many positions."""
+        held = -(-self.length(row) // BLOCK)
+        return max(-(-positions // BLOCK) - held, 0) * self._block
+
+    @property
+    def bytes(self) -> int:
+        return sum(-(-n // BLOCK) for n in self._lengths.values()) * self._block
+
+    def check(self, rows: Sequence[int]) -> None:
+        assert set(self._slots) == set(self._lengths)
+        assert set(self._slots) <= set(rows), f"rows {set(self._slots) - set(rows)} were never released"
+        assert len(set(self._slots.values())) == len(self._slots), "two rows share a slot"
+        assert self._limit is None or self.bytes <= self._limit
+
+    def close(self) -> None:
+        self._slots.clear()
+        self._lengths.clear()
+        self._values = self._values.new_empty(0, 0, *self._shape)
+
+
+class TorchParallel:
+    """See ``ParallelRuntime``. Logits come to the host, slot by slot, where noise or rules decide."""
+
+    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
+        config = checkpoint.config
+        assert isinstance(config, ParallelConfig)
+        self._shared = Shared(target, checkpoint)
+        self._network = self._shared.filled(ParallelNetwork(config), checkpoint)
+        shape = config.decoder
+        self._kv = Slab((2 * shape.layers, shape.kv_heads, shape.head_dim), self._shared)
+        self._positions: dict[int, I32] = {}  # of each row's keys and values, ascending
+        self.ids, self.slots, self.max_length = self._shared.ids, self._network.slots, shape.max_length
+        self.rows = None  # no native step drafts with it
+        self._device_ids = torch.from_numpy(self.ids.astype(np.int64)).to(self._shared.device)
+
+    def end(self, row: int) -> int:
+        return int(self._positions[row][-1]) + 1 if row in self._positions else 0
+
+    def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
+        counts = [len(at) for at in positions]
+        with torch.no_grad():
+            states = torch.cat([self._shared.tensor(each) for each in hidden_states])
+            position = torch.from_numpy(np.concatenate(positions)).to(self._shared.device)
+            layers = self._network.context(states, position)
+            starts = self._kv.lengthen(rows, counts)
+            self._kv.write(rows, starts, counts, torch.stack([each for pair in layers for each in pair], 1))
+        for row, at in zip(rows, positions, strict=True):
+            assert at[0] >= self.end(row), f"row {row} has position {at[0]} already"
+            self._positions[row] = np.concatenate([self._positions.get(row, at[:0]), at])
+
+    def draft(
+        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
+    ) -> BlockDrafts:
+        most = int(counts.max())
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            best = logits.argmax(-1)
+            if slot < most:
+                for b, picker in enumerate(pickers):
+                    if picker is not None:
+                        best[b] = picker(logits[b].float().cpu().numpy())
+            return best
+
+        with torch.no_grad():
+            layers = [self._kv.row(row).unflatten(1, (-1, 2)).unbind(1) for row in rows]
+            drafted = self._network.draft(
+                torch.from_numpy(anchors.astype(np.int64)).to(self._shared.device),
+                torch.from_numpy(positions.astype(np.int64)).to(self._shared.device),
+                [[(each[:, 0], each[:, 1]) for each in row] for row in layers],
+                lambda tokens: self._shared.embed(tokens.cpu().numpy().astype(np.int32)),
+                self._shared.logits, self._device_ids, pick,
+            )  # fmt: skip
+        index = torch.searchsorted(self._device_ids, drafted.tokens[:, :most].contiguous())
+        chance = drafted.confidence[:, :most].float()
+        return BlockDrafts(index.to(torch.int32).cpu().numpy(), chance.cpu().numpy())
+
+    def fork(self, src: int, dst: int, end: int) -> None:
+        n = int(np.searchsorted(self._positions.get(src, np.zeros(0, np.int32)), end))
+        if n:
+            self._kv.fork(src, dst, n)
+            self._positions[dst] = self._positions[src][:n]
+
+    def release(self, row: int) -> None:
+        self._kv.release(row)
+        self._positions.pop(row, None)
+
+    def growth(self, row: int, positions: int) -> int:
+        return self._kv.growth(row, positions)
+
+    @property
+    def bytes(self) -> int:
+        return self._kv.bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        self._kv.check(rows)
+        assert {row: len(at) for row, at in self._positions.items()} == {r: self._kv.length(r) for r in self._kv.rows}
+        assert all((np.diff(at) > 0).all() for at in self._positions.values()), "a row has a position twice"
+
+    def close(self) -> None:
+        self._kv.close()
+        self._positions.clear()
+
+
+class TorchMedusa:
+    """See ``MedusaRuntime``."""
+
+    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
+        config = checkpoint.config
+        assert isinstance(config, MedusaConfig)
+        self._shared = Shared(target, checkpoint)
+        self._network = self._shared.filled(MedusaNetwork(config), checkpoint)
+        self._names = [f"lm_heads.{k}.weight" if config.own_heads else "lm_head.weight" for k in range(config.heads)]
+        self._kept: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # of each row: where its pending token stands, the state before it
+        self.ids, self.rows = self._shared.ids, None
+
+    def keep(self, row: int, position: int, state: Tensor) -> None:
+        self._kept[row] = position, state
+
+    def position(self, row: int) -> int:
+        return self._kept[row][0] if row in self._kept else -1
+
+    def logits(self, rows: Sequence[int]) -> F32:
+        with torch.no_grad():
+            out = self._network(self._shared.parts.norm(torch.stack([self._kept[row][1] for row in rows])))
+            logits = torch.stack([self._shared.logits(out[:, k], name) for k, name in enumerate(self._names)], 1)
+            found: F32 = logits.float().cpu().numpy()
+            return found
+
+    def fork(self, src: int, dst: int) -> None:
+        self._kept[dst] = self._kept[src]
+
+    def release(self, row: int) -> None:
+        self._kept.pop(row, None)
+
+    def known(self) -> list[int]:
+        return list(self._kept)
+
+    def close(self) -> None:
+        self._kept.clear()
