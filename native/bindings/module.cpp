@@ -187,7 +187,7 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 8;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 9;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);

@@ -174,18 +174,9 @@ public:
         policy_.learn(accepted.data(), path.data(), depth, {of("draft"), of("target") + of("verify") + of("other")});
     }
 
-    // For a step in C++ (step.cpp): the policy itself, and what its numbers stand for.
     Policy& policy() { return policy_; }
-    // A row under `coupled`, of a drafter whose nodes may be dropped, or of none.
-    void admit(int64_t row, int64_t request, double temperature, const nb::object& drafter, const nb::object& levels, bool nodes) {
-        if (policy_.knows(row, request)) return;
-        const int source = levels.is_none() ? -1 : number_of(numbers_, levels);
-        policy_.admit(row, {request, sampling_of(temperature), false, number_of(drafters_, drafter), source, nodes, true});
-    }
-    const std::vector<int>& numbers(const nb::object& names) {
-        number(names);
-        return sources_;
-    }
+    // Requests whose acceptance may be pooled.
+    static int sampling_class(double temperature) { return temperature == 0 ? 0 : temperature < 0.9 ? 1 : 2; }
     nb::object decision(size_t i) const {
         const Policy::Said& said = policy_.said(i);
         const size_t why = static_cast<size_t>(said.why);
@@ -228,13 +219,10 @@ private:
         const double temperature = nb::cast<double>(view.attr("chooser").attr("params").attr("temperature"));
         const nb::object cost = view.attr("cost"), levels = cost.attr("levels");
         const bool rejection = nb::cast<std::string>(view.attr("acceptance")) == "rejection";
-        return {request, sampling_of(temperature), rejection, number_of(drafters_, view.attr("drafter")),
+        return {request, sampling_class(temperature), rejection, number_of(drafters_, view.attr("drafter")),
                 levels.is_none() ? -1 : number_of(numbers_, levels), nb::cast<bool>(cost.attr("nodes")),
                 nb::cast<bool>(cost.attr("trims"))};
     }
-
-    // Requests whose acceptance may be pooled.
-    static int sampling_of(double temperature) { return temperature == 0 ? 0 : temperature < 0.9 ? 1 : 2; }
 
     static int number_of(nb::dict& numbers, const nb::object& name) {
         if (!numbers.contains(name)) numbers[name] = nb::len(numbers);

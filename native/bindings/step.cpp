@@ -1,313 +1,344 @@
-// A step of rows that need no Python: drafts, the policy, one forward (with prompts' chunks beside them), verdicts, the
-// rows' cache, and what their drafters hear of it. What engine/step.py and engine/verifier.py do is the reference, value for value; engine/native.py calls this.
-//
-// Between two forwards every line of code and data is cold, so what counts is how much different code runs.
-#include <chrono>
-#include <map>
+// What Python sees of a step: rows, drafts and verdicts go in and out as arrays and tuples; step/step.h has the stages.
+#include <deque>
 #include <memory>
-#include <mutex>
-#include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 
+#include "bindings/arrays.h"
 #include "bindings/bindings.h"
-#include "bindings/step_drafts.h"
-#include "model/walk.h"
+#include "bindings/chooser.h"
+#include "bindings/policy.h"
+#include "step/step.h"
 
 namespace outpace {
 namespace {
 
-class Stepper {
+template <class Item, class Made>
+nb::object filled(Made&& array, const std::vector<Item>& values) {
+    std::copy(values.begin(), values.end(), array.data);
+    return array.object;
+}
+
+nb::object ints(const std::vector<int32_t>& values) { return filled(IntArray({static_cast<Py_ssize_t>(values.size())}), values); }
+
+struct BoundRow {
+    StepRow row;
+    nb::object drafter;  // keeps it alive
+};
+
+class BoundStep {
 public:
-    // `target`: the source of tokens that no draft had. `taps`: layers that drafters read.
-    Stepper(int layers, nb::str target, std::vector<int> taps) : layers_(layers), target_(std::move(target)), taps_(std::move(taps)) {}
-    Stepper(const Stepper&) = delete;
+    BoundStep(int vocab, int layers, std::vector<int> taps, nb::str target) : step_(vocab, layers, std::move(taps)), target_(std::move(target)) {}
+    BoundStep(const BoundStep&) = delete;
 
-    // rows: (StepRow, tokens, how many are committed, most nodes); chunks: (StepRow, tokens, where it begins, how many), at
-    // least one token before the last one. policy: None, where every row gets as many nodes as it may.
-    // A tuple for each row, threads, seconds of drafting, forward and verdicts, and whether all rows were decided.
-    nb::tuple step(Model& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
-        const auto begun = Clock::now();
-        model_ = &model;
-        result_.reset();
-        states_.reset();
-        struct Given {  // the rows' tokens, whatever happens
-            std::deque<RowNow>& rows;
-            ~Given() {
-                for (RowNow& now : rows) now.tokens.reset();
-            }
-        } const given{rows_};
-        drafts_.take(rows);
-        const int64_t prefill = take(chunks);
-        try {
-            drafts_.draft(policy, model.vocab(), prefill);
-        } catch (const nb::python_error&) {
-            throw;
-        } catch (const std::exception& error) {
-            throw DraftFault(error.what());
+    std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter, const nb::object& lookup,
+                                  const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance, bool watched,
+                                  const nb::dict& chooser, const nb::object& levels, bool nodes, bool trims) {
+        Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
+        if (natively && (!its || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
+        const Sampling sampling = sampling_of(chooser);
+        const Policy::Kind kind{request, BoundPolicy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
+                                levels.is_none() ? -1 : number(levels), nodes, trims};
+        std::vector<int> sources;
+        for (const nb::handle name : names) sources.push_back(number(name));
+        return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, its, natively, std::move(sources), reads, ruled, acceptance == "coupled", watched, sampling, kind}, lookup});
+    }
+
+    // rows: (row, tokens, how many are committed, most nodes), and for one with rules the chooser that has those which are known
+    // here (None: not all that no single token can be tested by), and whether it has others; chunks: (row, tokens, where it
+    // begins, how many, whether logits are wanted), at least one token before the last one. policy: None, where Python's
+    // decides; a str, where every row drafts what it may. As `run`.
+    int begin(const nb::object& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
+        held_.clear(), views_.clear();
+        const bool fixed = nb::isinstance<nb::str>(policy);
+        policy_ = policy.is_none() || fixed ? nullptr : nb::cast<BoundPolicy*>(policy);
+        held_.push_back(policy), held_.push_back(model);
+        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model), policy_ ? Step::Deciding::kPolicy : fixed ? Step::Deciding::kFixed : Step::Deciding::kCaller,
+                    policy_ ? &policy_->policy() : nullptr, policy_ && policy_->explain());
+        for (const nb::handle one : rows) {
+            const nb::tuple given = nb::borrow<nb::tuple>(one);
+            const StepRow& fixed = fixed_of(given);
+            const IntView& tokens = views_.emplace_back(nb::handle(given[1]).ptr());
+            const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
+            if (length < 1 || length > tokens.size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
+            RowNow& now = step_.rows.emplace_back();
+            now.fixed = &fixed;
+            now.tokens = tokens.data();
+            now.length = static_cast<size_t>(length);
+            now.most = static_cast<int>(most);
+            now.rules = Rules::kNone;
+            if (given.size() < 6) continue;
+            const nb::object chooser = given[4];
+            now.rules = chooser.is_none() ? Rules::kForeign : nb::cast<bool>(given[5]) ? Rules::kTested : Rules::kKnown;
+            if (!chooser.is_none()) now.chooser.edits = edits_of(nb::cast<nb::list>(chooser));
         }
-        const auto drafted = Clock::now();
-        Clock::time_point computed;
-        {
-            nb::gil_scoped_release release;
-            forward();
-            computed = Clock::now();
-            verify();
-        }
-        const nb::tuple said = outcome(drafted - begun, computed - drafted, Clock::now() - computed);
-        if (decided_) result_.reset();  // its logits' memory is the next forward's
-        return said;
-    }
-
-    // What the policy makes of the step that was: seconds that drafting took, and all else.
-    void learn(double draft, double body) {
-        if (BoundPolicy* policy = drafts_.policy()) policy->policy().learn(accepted_.data(), path_.data(), static_cast<size_t>(kept().width), {draft, body});
-    }
-
-    // The last step's drafts before and after the policy, its verdicts and decisions, as the arrays of Drafts and Verdicts,
-    // and where rows and chunks were packed.
-    nb::tuple record() const {
-        nb::list decisions;
-        const BoundPolicy* policy = drafts_.policy();
-        for (size_t i = 0; policy && i < rows_.size(); ++i) decisions.append(policy->decision(i));
-        const auto b = static_cast<Py_ssize_t>(rows_.size()), w = static_cast<Py_ssize_t>(kept().width);
-        const nb::tuple verdicts = nb::make_tuple(filled(IntArray({b, w + 1}), gained_), filled(IntArray({b}), accepted_),
-                                                  filled(IntArray({b, w}), path_));
-        return nb::make_tuple(drafts_.before(), drafts_.after(), verdicts, policy ? nb::object(decisions) : nb::none(),
-                              filled(IntArray({static_cast<Py_ssize_t>(starts_.size())}), starts_));
-    }
-
-    // The drafters of rows hear what became final: (row of the step, how many of its verdict's tokens), where rows of chunks
-    // follow those that decode, and have all their tokens. Throws what they throw.
-    void observe(const std::vector<std::pair<int, int>>& rows) {
-        if (!states_) throw std::invalid_argument("the last step kept no hidden states, or rows of it were undecided");
-        std::map<Lookup*, std::vector<Final>> heard;
-        for (const auto& [row, count] : rows) {
-            const auto i = static_cast<size_t>(row), b = rows_.size();
-            if (row < 0 || i >= b + chunks_.size()) throw std::invalid_argument("no row of the last step");
-            const StepRow& its = i < b ? *rows_[i].its : *chunks_[i - b].its;
-            const int most = i < b ? accepted_[i] + 1 : static_cast<int>(chunks_[i - b].count());
-            if (!reads(its) || count < 1 || count > most || (i >= b && count < most)) throw std::invalid_argument("no tokens that a row of the last step gained");
-            heard[its.lookup].push_back(i < b ? gained(i, count) : written(i - b));
-        }
-        for (const auto& [lookup, its] : heard) {
-            if (!lookup->observe(its, {states_.get(), taps_})) continue;
-            nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
-            lookup->read_ahead();
-        }
-    }
-
-    // The forward's result, where some row was left undecided.
-    std::unique_ptr<Result> result() {
-        if (!result_) throw std::invalid_argument("every row of the last step was decided");
-        return std::move(result_);
-    }
-
-private:
-    using Clock = std::chrono::steady_clock;
-
-    const Nodes& kept() const { return drafts_.kept(); }
-    static bool reads(const StepRow& its) { return its.lookup && !its.lookup->taps().empty(); }
-
-    // The step's chunks; how many tokens they have.
-    int64_t take(const nb::list& chunks) {
-        chunks_.clear();
-        int64_t sum = 0;
         for (const nb::handle one : chunks) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
-            const StepRow& its = StepDrafts::row_of(given);
+            const StepRow& fixed = fixed_of(given);
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            chunks_.push_back({&its, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}});
-            sum += count;
+            step_.chunks.push_back({&fixed, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
         }
-        return sum;
+        return run();
     }
 
-    // What became final of row i: the first `count` tokens of its verdict.
-    Final gained(size_t i, int count) const {
-        const size_t w = static_cast<size_t>(kept().width);
-        Final final{rows_[i].its->row, static_cast<int>(rows_[i].length) - 1, {}, {}};
-        for (int n = 0; n < count; ++n) {
-            const int32_t slot = n ? path_[i * w + static_cast<size_t>(n) - 1] + 1 : 0;
-            final.tokens.push_back(gained_[i * (w + 1) + static_cast<size_t>(n)]);
-            final.places.push_back(places_[static_cast<size_t>(starts_[i] + slot)]);
+    // Goes on to the next stage that leaves something to the caller: its number (Stage), or that of the end.
+    int run() {
+        std::optional<nb::gil_scoped_release> released;
+        Stage now = step_.stage();
+        for (; now != Stage::kDone; now = step_.stage()) {
+            if (!released && step_.computes()) released.emplace();
+            if (!step_.advance()) break;
         }
-        return final;
+        if (now >= Stage::kForward) views_.clear();
+        return static_cast<int>(now);
     }
 
-    // What became final of chunk j.
-    Final written(size_t j) const {
-        const ChunkNow& chunk = chunks_[j];
-        const auto from = places_.begin() + starts_[rows_.size() + j];
-        return {chunk.its->row, chunk.first, {chunk.tokens.begin() + 1, chunk.tokens.end()}, {from, from + static_cast<std::ptrdiff_t>(chunk.count())}};
+    nb::list failed() const {
+        nb::list found;
+        for (const Step::Failed& one : step_.failed()) found.append(nb::make_tuple(nb::cast(one.rows), one.why));
+        return found;
+    }
+    nb::tuple sizes() const {
+        nb::list nodes, levels;
+        for (const RowNow& now : step_.rows) nodes.append(now.asked), levels.append(now.levels);
+        return nb::make_tuple(nodes, levels);
+    }
+    void ask(const std::vector<int>& nodes, const std::vector<int>& levels) {
+        if (nodes.size() != step_.rows.size() || levels.size() != nodes.size()) throw std::invalid_argument("nodes and levels are of the step's rows");
+        for (size_t i = 0; i < nodes.size(); ++i) {
+            RowNow& now = step_.rows[i];
+            if (nodes[i] < 0 || nodes[i] > now.most)
+                throw std::invalid_argument("it asks for " + std::to_string(nodes[i]) + " nodes where " + std::to_string(now.most) + " are allowed");
+            now.asked = nodes[i], now.levels = levels[i];
+        }
     }
 
-    // Pending tokens with their drafts, then chunks, packed and run.
-    void forward() {
-        const Nodes& nodes = kept();
-        const auto asked = static_cast<size_t>(std::accumulate(nodes.widths.begin(), nodes.widths.end(), 0)) + rows_.size();
-        size_t n = asked;
-        for (const ChunkNow& chunk : chunks_) n += chunk.count();
-        token_.resize(n), row_.resize(n), position_.resize(n), parent_.resize(n), wanted_.resize(asked);
-        std::iota(wanted_.begin(), wanted_.end(), 0);
-        starts_.assign(1, 0);
-        size_t at = 0;
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            const auto pending = static_cast<int32_t>(rows_[i].length) - 1;
-            const size_t first = at, from = nodes.at(i);
-            token_[at] = rows_[i].pending, row_[at] = rows_[i].its->row, position_[at] = pending, parent_[at] = -1;
-            ++at;
-            for (size_t k = 0; k < static_cast<size_t>(nodes.widths[i]); ++k, ++at) {
-                const int32_t above = nodes.parents[from + k] + 1;
-                token_[at] = nodes.tokens[from + k], row_[at] = rows_[i].its->row, parent_[at] = above;
-                position_[at] = position_[first + static_cast<size_t>(above)] + 1;
+    // Drafts for rows `where`. `trimmed`: what the caller's policy leaves of those that were proposed.
+    void put(const std::vector<size_t>& where, const nb::object& drafts, bool trimmed) {
+        const Field<int32_t> tokens(drafts.attr("tokens"), "tokens"), widths(drafts.attr("widths"), "widths");
+        const Field<int32_t> parents(drafts.attr("parents"), "parents"), levels(drafts.attr("levels"), "levels");
+        const Field<float> confidence(drafts.attr("confidence"), "confidence");
+        const Field<uint8_t> source(drafts.attr("source"), "source");
+        const size_t b = where.size(), w = tokens.shape(1);
+        tokens.expect(b, w, "tokens"), widths.expect(b, std::nullopt, "widths"), parents.expect(b, w, "parents");
+        levels.expect(b, std::nullopt, "levels"), confidence.expect(b, w, "confidence"), source.expect(b, w, "source");
+        const bool drawn = !nb::object(drafts.attr("q")).is_none();
+        std::vector<int> names;
+        for (const nb::handle name : nb::cast<nb::tuple>(drafts.attr("sources"))) names.push_back(number(name));
+        if (names.empty()) names.push_back(number(nb::str("draft")));
+        for (size_t j = 0; j < b; ++j) {
+            const int32_t k = widths.data()[j];
+            if (k < 0 || static_cast<size_t>(k) > w) throw std::invalid_argument("it proposed more nodes than its arrays hold");
+            Draft draft;
+            draft.levels = levels.data() ? levels.data()[j] : -1;
+            for (size_t n = j * w; n < j * w + static_cast<size_t>(k); ++n) {
+                draft.tokens.push_back(tokens.data()[n]);
+                draft.parents.push_back(parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1);
+                draft.gains.push_back(confidence.data() ? confidence.data()[n] : NAN);
+                const size_t from = source.data() ? source.data()[n] : 0;
+                if (from >= names.size()) throw std::invalid_argument("a source has no name");
+                draft.sources.push_back(names[from]);
             }
-            starts_.push_back(static_cast<int32_t>(at));
-        }
-        for (const ChunkNow& chunk : chunks_) {
-            for (size_t k = 0; k < chunk.count(); ++k, ++at) {
-                const auto place = static_cast<int32_t>(k);
-                token_[at] = chunk.tokens[k], row_[at] = chunk.its->row, position_[at] = chunk.first + place, parent_[at] = place - 1;
+            RowNow& now = step_.rows.at(where[j]);
+            if (trimmed) {
+                if (draft.tokens.size() > now.proposed.tokens.size()) throw std::invalid_argument("it kept more than was proposed");
+                now.kept = std::move(draft), now.trimmed = true;
+            } else {
+                step_.put(where[j], std::move(draft));
+                now.drawn = drawn && now.fixed->kind.rejection;
             }
-            starts_.push_back(static_cast<int32_t>(at));
         }
-        tapped_.clear();
-        for (const RowNow& row : rows_) tapped_.push_back(reads(*row.its));
-        for (const ChunkNow& chunk : chunks_) tapped_.push_back(reads(*chunk.its));
-        const bool any = std::any_of(tapped_.begin(), tapped_.end(), [](uint8_t tapped) { return tapped; });
-        const BatchView batch{static_cast<int>(n), static_cast<int>(tapped_.size()), static_cast<int>(asked), token_.data(), row_.data(), position_.data(),
-                              parent_.data(), starts_.data(), wanted_.data(), any ? taps_ : std::vector<int>(), layers_, tapped_.data(), nullptr};
-        std::lock_guard<std::mutex> lock(model_->lock());
-        result_ = model_->forward(batch);
-        threads_ = result_->threads;
     }
-
-    // Verdicts, and what they leave in the cache. A row whose cache cannot be settled is left to `step.settle`, which says why.
-    void verify() {
-        const Nodes& nodes = kept();
-        const size_t b = rows_.size(), w = static_cast<size_t>(nodes.width);
-        gained_.assign(b * (w + 1), 0);
-        accepted_.assign(b, -1);
-        path_.assign(b * w, 0);
-        choosers_.resize(b);
-        int sampled = 0;
-        for (size_t i = 0; i < b; ++i) {
-            choosers_[i].sampling = rows_[i].its->sampling;
-            choosers_[i].sampling.index = static_cast<uint32_t>(static_cast<int64_t>(rows_[i].length) - rows_[i].its->prompt);
-            sampled += choosers_[i].sampling.temperature != 0.0;
-        }
-        decide_all(result_->runtime.get(), static_cast<int>(b), sampled, [&](int row, Workspace& workspace) {
-            const auto i = static_cast<size_t>(row);
-            accepted_[i] = walk(*result_, starts_[i], nodes.tokens.data() + nodes.at(i), nodes.chains ? nullptr : nodes.parents.data() + nodes.at(i),
-                                nodes.widths[i], choosers_[i].sampling.temperature != 0.0 ? &choosers_[i] : nullptr,
-                                gained_.data() + i * (w + 1), path_.data() + i * w, workspace);
-        });
-        decided_ = std::all_of(accepted_.begin(), accepted_.end(), [](int32_t accepted) { return accepted >= 0; });
-        if (!decided_) return;
-        states_ = result_->taps;
-        places_ = std::move(result_->tap_place);
-        std::lock_guard<std::mutex> lock(model_->lock());
-        for (size_t i = 0; i < b; ++i) rows_[i].settled = settle(i);
+    // The rows have no drafts.
+    void drop(const std::vector<size_t>& where) {
+        for (const size_t i : where) step_.rows.at(i).proposed = {}, step_.rows[i].trimmed = false;
     }
+    void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { step_.lead(i, tokens, number(source)); }
+    void keep(size_t i, const std::vector<int32_t>& nodes) { step_.keep(i, nodes); }
 
-    bool settle(size_t i) {
-        const Nodes& nodes = kept();
-        const int before = static_cast<int>(rows_[i].length) - 1, gained = accepted_[i] + 1, row = rows_[i].its->row;
-        try {
-            if (!nodes.chains) {
-                slots_.assign(1, 0);
-                for (int n = 0; n < accepted_[i]; ++n) slots_.push_back(path_[nodes.at(i) + static_cast<size_t>(n)] + 1);
-                model_->kv().compact(row, before, slots_.data(), gained);
-            } else if (gained <= nodes.widths[i]) {
-                model_->kv().truncate(row, before + gained);
+    // tokens, parents (None: a chain) of what is to be verified in row i.
+    nb::tuple draft(size_t i) const {
+        const Draft& draft = step_.rows.at(i).draft();
+        return nb::make_tuple(ints(draft.tokens), is_chain(draft) ? nb::none() : ints(draft.parents));
+    }
+    // The fields of Drafts, of all rows: as they were proposed, or what the policy has left of them.
+    nb::tuple drafts(bool kept) {
+        flat_.fill(step_.rows.size(), [&](size_t i) -> const Draft& { return kept ? step_.rows[i].draft() : step_.rows[i].proposed; });
+        const auto b = static_cast<Py_ssize_t>(step_.rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
+        nb::object parents = nb::none(), gains = nb::none(), source = nb::none(), levels = nb::none();
+        std::vector<int> place(names_.size(), -1);
+        nb::list names;
+        for (size_t i = 0; i < step_.rows.size(); ++i)
+            for (size_t n = i * static_cast<size_t>(w); n < i * static_cast<size_t>(w) + static_cast<size_t>(flat_.widths[i]); ++n) {
+                int& its = place[flat_.sources[n]];
+                if (its < 0) its = static_cast<int>(names.size()), names.append(names_[flat_.sources[n]]);
+                flat_.sources[n] = static_cast<uint8_t>(its);
             }
-            return true;
-        } catch (const std::exception&) {
-            return false;
+        if (!flat_.chains) parents = filled(IntArray({b, w}), flat_.parents);
+        if (!kept) gains = filled(Array<float>(Names::get().float32, {b, w}), flat_.confidence);
+        if (names.size() > 1) source = filled(Array<uint8_t>(Names::get().uint8, {b, w}), flat_.sources);
+        if (!kept && step_.levelled()) {
+            for (int32_t& n : flat_.levels) n = std::max(n, 0);
+            levels = filled(IntArray({b}), flat_.levels);
         }
+        return nb::make_tuple(filled(IntArray({b, w}), flat_.tokens), filled(IntArray({b}), flat_.widths), parents, nb::none(), gains, source, nb::tuple(names), levels);
     }
 
-    // By row: tokens, path, their sources, the sources of all nodes, the draft's levels, nodes verified, the speed that was
-    // expected, and whether its cache is settled.
-    nb::tuple outcome(Clock::duration drafting, Clock::duration computing, Clock::duration verifying) {
-        const Nodes& nodes = kept();
-        const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
-        nb::list said;
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            const size_t from = nodes.at(i), w = static_cast<size_t>(nodes.width);
+    // token, row, position, parent, starts, wanted, as in Batch.
+    nb::tuple batch() const {
+        return nb::make_tuple(ints(step_.token), ints(step_.row), ints(step_.position), ints(step_.parent), ints(step_.starts), ints(step_.wanted));
+    }
+
+    // Verdicts that the caller found for all rows at once (accepted below 0: not decided); None: there are none.
+    void found(const nb::object& verdicts) {
+        if (!verdicts.is_none()) {
+            const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"), path(verdicts.attr("path"), "path");
+            const size_t b = step_.rows.size(), w = path.shape(1);
+            tokens.expect(b, w + 1, "tokens"), accepted.expect(b, std::nullopt, "accepted"), path.expect(b, w, "path");
+            for (size_t i = 0; i < b; ++i) {
+                const int32_t n = accepted.data()[i];
+                if (n > static_cast<int32_t>(w)) throw std::invalid_argument("more was accepted than was verified");
+                if (n < 0) continue;
+                const int32_t *gained = tokens.data() + i * (w + 1), *nodes = path.data() + i * w;
+                step_.decide(i, {{gained, gained + n + 1}, {nodes, nodes + n}});
+            }
+        }
+        step_.reopen();
+    }
+    void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) { step_.decide(i, {std::move(tokens), std::move(path)}); }
+    nb::tuple verdict(size_t i) const {
+        const Verdict& verdict = step_.rows.at(i).verdict;
+        return nb::make_tuple(nb::cast(verdict.tokens), nb::cast(verdict.path));
+    }
+    // The fields of Verdicts.
+    nb::tuple verdicts() const {
+        const auto b = static_cast<Py_ssize_t>(step_.rows.size());
+        size_t w = 0;
+        for (const RowNow& now : step_.rows) w = std::max(w, now.draft().tokens.size());
+        std::vector<int32_t> tokens(step_.rows.size() * (w + 1)), accepted, path(step_.rows.size() * w);
+        for (size_t i = 0; i < step_.rows.size(); ++i) {
+            const Verdict& verdict = step_.rows[i].verdict;
+            accepted.push_back(static_cast<int32_t>(verdict.path.size()));
+            std::copy(verdict.tokens.begin(), verdict.tokens.end(), tokens.begin() + static_cast<std::ptrdiff_t>(i * (w + 1)));
+            std::copy(verdict.path.begin(), verdict.path.end(), path.begin() + static_cast<std::ptrdiff_t>(i * w));
+        }
+        return nb::make_tuple(filled(IntArray({b, static_cast<Py_ssize_t>(w) + 1}), tokens), ints(accepted), filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
+    }
+    nb::object decisions() const {
+        if (!policy_ || !step_.planned()) return nb::none();
+        nb::list found;
+        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(policy_->decision(i));
+        return found;
+    }
+
+    // By row: tokens, path, their sources, the sources of all nodes, the draft's levels, nodes verified, and the speed that was
+    // expected. Then threads, and seconds of drafting, forward and verdicts.
+    nb::tuple outcome() const {
+        nb::list found;
+        for (size_t i = 0; i < step_.rows.size(); ++i) {
+            const RowNow& now = step_.rows[i];
+            const Draft& draft = now.draft();
             nb::list tokens, path, sources, named;
-            for (int32_t n = 0; n < accepted_[i]; ++n) {
-                const int32_t node = path_[from + static_cast<size_t>(n)];
+            for (const int32_t token : now.verdict.tokens) tokens.append(token);
+            for (const int32_t node : now.verdict.path) {
                 path.append(node);
-                sources.append(drafts_.name_of(from + static_cast<size_t>(node)));
+                sources.append(names_[static_cast<size_t>(draft.sources[static_cast<size_t>(node)])]);
             }
-            for (int32_t n = 0; n <= accepted_[i]; ++n) tokens.append(gained_[i * (w + 1) + static_cast<size_t>(n)]);
             sources.append(target_);
-            int levels = 0;
-            depths_.resize(w);
-            for (size_t n = 0; n < static_cast<size_t>(nodes.widths[i]); ++n) {
-                const int32_t above = nodes.parents[from + n];
-                depths_[n] = above < 0 ? 1 : depths_[static_cast<size_t>(above)] + 1;
-                levels = std::max(levels, depths_[n]);
-                named.append(drafts_.name_of(from + n));
-            }
-            int size = nodes.widths[i];
+            for (const int source : draft.sources) named.append(names_[static_cast<size_t>(source)]);
+            int size = static_cast<int>(draft.tokens.size());
             nb::object expected = nb::none();
-            if (BoundPolicy* policy = drafts_.policy()) {
-                const Policy::Said& its = policy->policy().said(i);
-                size = its.size;
-                if (its.expected > 0.0) expected = nb::float_(its.expected);
+            if (policy_ && step_.planned()) {
+                const Policy::Said& said = policy_->policy().said(i);
+                size = said.size;
+                if (said.expected > 0.0) expected = nb::float_(said.expected);
             }
-            said.append(nb::make_tuple(tokens, path, sources, named, levels, size, expected, rows_[i].settled));
+            found.append(nb::make_tuple(tokens, path, sources, named, draft.tokens.empty() ? 0 : depth_of(draft), size, expected));
         }
-        return nb::make_tuple(said, threads_, seconds(drafting), seconds(computing), seconds(verifying), decided_);
+        const auto& seconds = step_.seconds();
+        return nb::make_tuple(found, step_.threads(), seconds[0], seconds[1], seconds[2]);
     }
 
-    Model* model_ = nullptr;  // in a step
-    const int layers_;
-    const nb::str target_;
-    const std::vector<int> taps_;
-    // The step that is under way, or was the last one.
-    StepDrafts drafts_;
-    std::deque<RowNow>& rows_ = drafts_.rows();
-    std::vector<ChunkNow> chunks_;
-    bool decided_ = true;
-    int threads_ = 0;
-    std::vector<int32_t> token_, row_, position_, parent_, starts_, wanted_, gained_, accepted_, path_, slots_;
-    std::vector<int32_t> places_;       // where packed tokens stand among the tapped
-    std::shared_ptr<float[]> states_;  // of those, where all rows were decided
-    std::vector<uint8_t> tapped_;
-    std::vector<int> depths_;
-    std::vector<Chooser> choosers_;
-    std::unique_ptr<Result> result_;
+    std::shared_ptr<Result> result() const {
+        if (!step_.result()) throw std::invalid_argument("the step computed nothing here");
+        return step_.result();
+    }
+
+    void observe(const std::vector<std::pair<int, int>>& heard) {
+        for (Lookup* drafter : step_.observe(heard)) {
+            nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
+            drafter->read_ahead();
+        }
+    }
+
+    Step& step() { return step_; }
+
+private:
+    const StepRow& fixed_of(const nb::tuple& given) {
+        if (!nb::isinstance<BoundRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most), a chunk (StepRow, tokens, start, count, wanted)");
+        held_.push_back(given[0]);
+        return nb::inst_ptr<BoundRow>(given[0])->row;
+    }
+
+    int number(const nb::handle name) {
+        for (size_t n = 0; n < names_.size(); ++n)
+            if (names_[n].is(name) || names_[n].equal(name)) return static_cast<int>(n);
+        if (names_.size() == 256) throw std::invalid_argument("an engine's drafters have at most 256 names");
+        names_.push_back(nb::borrow(name));
+        return static_cast<int>(names_.size()) - 1;
+    }
+
+    Step step_;
+    const nb::str target_;  // the source of tokens that no draft had
+    BoundPolicy* policy_ = nullptr;
+    std::vector<nb::object> held_;  // the step's rows, model and policy
+    std::deque<IntView> views_;     // of the rows' tokens
+    std::vector<nb::object> names_; // of sources and drafters
+    Drafts flat_;
 };
 
 }  // namespace
 
 void bind_step(nb::module_& m) {
-    nb::exception<DraftFault>(m, "DraftFault", PyExc_RuntimeError);
-    nb::class_<StepRow>(m, "StepRow")
-        .def("__init__",
-             [](StepRow* self, int32_t row, int64_t request, int64_t prompt, bool adaptive, nb::str drafter, const nb::object& lookup,
-                nb::tuple names, const nb::dict& chooser, const nb::object& levels, bool nodes) {
-                 Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
-                 if (its && names.size() == 0) throw std::invalid_argument("a lookup's sources need names");
-                 new (self) StepRow{row, request, prompt, adaptive, drafter, lookup, its, names, sampling_of(chooser), levels, nodes};
-             },
-             "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "chooser"_a,
-             "levels"_a.none(), "nodes"_a);
-    nb::class_<Stepper>(m, "Stepper")
-        .def(nb::init<int, nb::str, std::vector<int>>(), "layers"_a, "target"_a, "taps"_a)
-        .def("step", &Stepper::step, "model"_a, "policy"_a.none(), "rows"_a, "chunks"_a)
-        .def("learn", &Stepper::learn, "draft"_a, "body"_a)
-        .def("record", &Stepper::record)
-        .def("observe", &Stepper::observe, "rows"_a)
-        .def("result", &Stepper::result);
+    nb::class_<BoundRow>(m, "StepRow");
+    nb::class_<BoundStep>(m, "Step")
+        .def(nb::init<int, int, std::vector<int>, nb::str>(), "vocab"_a, "layers"_a, "taps"_a, "target"_a)
+        .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "natively"_a, "drafts"_a,
+             "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a, "trims"_a)
+        .def("begin", &BoundStep::begin, "model"_a.none(), "policy"_a.none(), "rows"_a, "chunks"_a)
+        .def("run", &BoundStep::run)
+        .def_prop_ro("open", [](BoundStep& x) { return x.step().open(); })
+        .def_prop_ro("lost", [](BoundStep& x) { return x.step().lost(); })
+        .def_prop_ro("calls", [](BoundStep& x) { return nb::make_tuple(x.step().calls()[0], x.step().calls()[1], x.step().calls()[2]); })
+        .def_prop_ro("planned", [](BoundStep& x) { return x.step().planned(); })
+        .def_prop_ro("failed", &BoundStep::failed)
+        .def_prop_ro("sizes", &BoundStep::sizes)
+        .def_prop_ro("batch", &BoundStep::batch)
+        .def_prop_ro("starts", [](BoundStep& x) { return ints(x.step().starts); })
+        .def_prop_ro("tapped", [](BoundStep& x) { return x.step().tapped; })
+        .def_prop_ro("result", &BoundStep::result)
+        .def("ask", &BoundStep::ask, "nodes"_a, "levels"_a)
+        .def("put", &BoundStep::put, "where"_a, "drafts"_a, "trimmed"_a = false)
+        .def("drop", &BoundStep::drop, "where"_a)
+        .def("lead", &BoundStep::lead, "row"_a, "tokens"_a, "source"_a)
+        .def("keep", &BoundStep::keep, "row"_a, "nodes"_a)
+        .def("draft", &BoundStep::draft, "row"_a)
+        .def("drafts", &BoundStep::drafts, "kept"_a)
+        .def("found", &BoundStep::found, "verdicts"_a.none())
+        .def("decide", &BoundStep::decide, "row"_a, "tokens"_a, "path"_a)
+        .def("verdict", &BoundStep::verdict, "row"_a)
+        .def("verdicts", &BoundStep::verdicts)
+        .def("decisions", &BoundStep::decisions)
+        .def("outcome", &BoundStep::outcome)
+        .def("observe", &BoundStep::observe, "rows"_a)
+        .def("learn", [](BoundStep& x, double draft, double body) { x.step().learn(draft, body); }, "draft"_a, "body"_a);
 }
 
 }  // namespace outpace

@@ -307,9 +307,9 @@ void Policy::look(Step& step, const Proposal& drafts, size_t i, double floor, bo
         const double above = parent >= 0 ? step.gains[before] : 1.0;
         if (!all && above < floor && !drafts.parents && n) break;
         const int depth = parent >= 0 ? step.depths[before] + 1 : 0;
-        const int source = drafts.sources[drafts.source ? drafts.source[at + n] : 0];
+        const int number = drafts.source ? drafts.source[at + n] : 0, source = drafts.sources ? drafts.sources[number] : number;
         double said = -1.0;
-        if (drafts.said) {
+        if (drafts.said && !std::isnan(drafts.said[at + n])) {
             said = drafts.said[at + n];
             if (parent >= 0) said = drafts.said[at + before] > 0 ? said / drafts.said[at + before] : 0.0;
             if (!(said >= 0)) said = 0.0;

@@ -41,10 +41,10 @@ public:
     struct Proposal {  // drafts [rows, width]; pointers may be null, as their arrays may be None in Python
         const int32_t* widths;
         const int32_t* parents;
-        const float* said;
+        const float* said;  // NaN: unknown
         const uint8_t* source;
         size_t width;
-        const int* sources;  // what source numbers stand for
+        const int* sources;  // what source numbers stand for; null: themselves
         bool drawn;          // nodes carry q
         const int32_t* levels = nullptr;  // drafting forwards that rows had; null: as many as they were allowed
     };

@@ -169,7 +169,7 @@ void Policy::count_levels(const int32_t* levels) {
     for (size_t i = 0; i < count_; ++i) {
         if (!steps_[i].nodes || steps_[i].kind.levels < 0) continue;
         Asking& asking = asking_[static_cast<size_t>(steps_[i].kind.drafter)];
-        asking.levels = std::max(asking.levels, levels[i]);
+        asking.levels = std::max(asking.levels, levels[i] < 0 ? steps_[i].levels : levels[i]);
     }
     levels_ = forwards() / unit_;
     asked_ = asking() / unit_ + levels_;

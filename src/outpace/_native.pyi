@@ -400,10 +400,18 @@ class SuffixRows(Lookup):
     def rows(self) -> dict[int, tuple[int, int]]: ...
 
 class StepRow:
-    """A sequence in its row, for ``Stepper``. ``lookup`` None: it decodes plainly; ``chooser``: see describe in
-    models/native/output.py, its index and rules aside; ``levels``, ``nodes``: see DraftCost. Raises ValueError."""
+    """What stays as it is of a sequence while it has its row: what ``Step.row`` gives."""
 
-    def __init__(
+_Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...], _I32 | None]
+_Verdicts = tuple[_I32, _I32, _I32]
+_Row = tuple[list[int], list[int], list[str], list[str], int, int, float | None]
+
+class Step:
+    """A step's drafts, verdicts and stages; see native/step/step.h and engine/step.py. ``target``: the source of
+    tokens that no draft had; ``taps``: layers whose outputs drafters read. What does not fit raises ValueError."""
+
+    def __init__(self, vocab: int, layers: int, taps: list[int], target: str) -> None: ...
+    def row(
         self,
         row: int,
         request: int,
@@ -412,46 +420,109 @@ class StepRow:
         drafter: str,
         lookup: Lookup | None,
         names: tuple[str, ...],
+        natively: bool,
+        drafts: bool,
+        reads: bool,
+        ruled: bool,
+        acceptance: str,
+        watched: bool,
         chooser: _Chooser,
         levels: str | None,
         nodes: bool,
-    ) -> None: ...
+        trims: bool,
+    ) -> StepRow:
+        """``lookup``: the row's native drafter, which drafts for it where ``natively``; ``drafts``: whether any does.
+        ``reads``: it reads hidden states; ``ruled``: rules may edit a draft; ``watched``: the caller looks at the row's
+        logits; ``levels``, ``nodes``, ``trims``: see DraftCost."""
 
-class DraftFault(RuntimeError): ...
+    def begin(
+        self,
+        model: Model | None,
+        policy: Policy | str | None,
+        rows: list[tuple[Any, ...]],
+        chunks: list[tuple[StepRow, _I32, int, int, bool]],
+    ) -> int:
+        """A new step: ``run``, with rows (row, its tokens, how many are committed, most nodes) and, for one with rules,
+        those that are known here (None: not all that must be) and whether others can test a token; chunks (row, its
+        tokens, where it begins, how many, whether logits are wanted). Raises MemoryLimit, and what a forward raises."""
 
-_Said = tuple[list[int], list[int], list[str], list[str], int, int, float | None, bool]
-_Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...], _I32 | None]
+    def run(self) -> int:
+        """Go on to the next stage that leaves something to the caller; its number, or that of the end."""
 
-class Stepper:
-    """Whole steps of rows that need no Python; see engine/native.py. ``target``: the source of undrafted tokens;
-    ``taps``: layers whose outputs drafters read."""
+    @property
+    def calls(self) -> tuple[int, int, int]:
+        """So far: of drafters, of the model, and for all rows' verdicts."""
 
-    def __init__(self, layers: int, target: str, taps: list[int]) -> None: ...
-    def step(
-        self, model: Model, policy: Policy | None, rows: list[tuple[StepRow, memoryview, int, int]]
-    ) -> tuple[list[_Said], int, float, float, float, bool]:
-        """Draft for, run and verify ``rows``: (row, its tokens, how many are committed, most nodes); settle their KV.
+    @property
+    def open(self) -> list[int]:
+        """Rows that the stage leaves to the caller."""
 
-        By row: tokens gained, path, the tokens' sources, those of all nodes, levels of the draft, nodes verified, the
-        speed that the policy expected, whether its KV is settled; then threads, seconds of drafting, forward and
-        verdicts, and whether every row was decided (else no KV is settled, and the row that was not gained nothing).
-        Raises DraftFault, where nothing was changed, and what ``Model.forward`` raises.
-        """
+    @property
+    def failed(self) -> list[tuple[list[int], str]]:
+        """Native drafters that failed in this step: their rows, and why."""
+
+    @property
+    def lost(self) -> list[tuple[int, str]]:
+        """Rows whose KV could not be settled, and why."""
+
+    @property
+    def planned(self) -> bool:
+        """Whether some row has a drafter."""
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Nodes to ask for and drafting forwards to allow, by row."""
+
+    def ask(self, nodes: list[int], levels: list[int]) -> None: ...
+    def put(self, where: list[int], drafts: Any, trimmed: bool = False) -> None:
+        """``Drafts`` of rows ``where``; ``trimmed``: what is left of those that were proposed."""
+
+    def drop(self, where: list[int]) -> None:
+        """These rows have no drafts."""
+
+    def lead(self, row: int, tokens: list[int], source: str) -> None:
+        """Tokens that must follow come before what was drafted."""
+
+    def keep(self, row: int, nodes: list[int]) -> None:
+        """Nodes, ascending, that stay, with their parents."""
+
+    def draft(self, row: int) -> tuple[_I32, _I32 | None]:
+        """Tokens and parents (None: a chain) of a row's draft as it stands."""
+
+    def drafts(self, kept: bool) -> _Drafts: ...
+    @property
+    def batch(self) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]:
+        """token, row, position, parent, starts and wanted of the packed ``Batch``."""
+
+    @property
+    def starts(self) -> _I32: ...
+    @property
+    def tapped(self) -> list[int]: ...
+    @property
+    def result(self) -> Result:
+        """The forward's. Raises ValueError where the caller's model computed."""
+
+    def found(self, verdicts: Any) -> None:
+        """``Verdicts`` of all rows (accepted below 0: undecided) by the caller's model; None: it has none."""
+
+    def decide(self, row: int, tokens: list[int], path: list[int]) -> None: ...
+    def verdict(self, row: int) -> tuple[list[int], list[int]]:
+        """Tokens (none: undecided) and path."""
+
+    def verdicts(self) -> _Verdicts: ...
+    def decisions(self) -> list[Any] | None:
+        """The native policy's; None: it was not asked."""
+
+    def outcome(self) -> tuple[list[_Row], int, float, float, float]:
+        """By row: tokens gained, path, the tokens' sources, those of all nodes, levels of the draft, nodes verified,
+        the speed that the policy expected; then threads, seconds of drafting, forward and verdicts."""
 
     def observe(self, rows: list[tuple[int, int]]) -> None:
-        """Tell the drafters of rows what became final: (row of the last step, how many tokens). Raises ValueError, and
-        what a network's forward raises."""
+        """Native drafters hear what became final: (row of the step, how many tokens). Raises what a network's forward
+        raises."""
 
     def learn(self, draft: float, body: float) -> None:
-        """Tell the last step's policy what became of it: seconds that drafting took, and all else."""
-
-    def record(
-        self,
-    ) -> tuple[_Drafts, _Drafts | None, tuple[_I32, _I32, _I32], list[Any] | None, _I32]:
-        """Of the last step: drafts before and after the policy (None: all were kept), verdicts, decisions, starts."""
-
-    def result(self) -> Result:
-        """The forward's, once, of a last step in which some row was not decided. Raises ValueError."""
+        """The native policy hears what became of the step: seconds that drafting took, and all else."""
 
 class Policy:
     """What is behind ``--size auto``; control/adaptive.py is its face. Takes and gives the seams' own values: ``seams``

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import outpace.engine.verifier
+import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, RowView
@@ -182,5 +182,5 @@ def no_residual(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
 def test_a_sampler_that_skips_the_residual_fails(
     monkeypatch: pytest.MonkeyPatch, drafter: Callable[[], Drafter]
 ) -> None:
-    monkeypatch.setattr(outpace.engine.verifier, "reject", no_residual)
+    monkeypatch.setattr(outpace.engine.walk, "reject", no_residual)
     assert pvalue(sample(OWN, drafter(), "rejection")[0], OWN) < BIASED

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import outpace.engine.engine
-import outpace.engine.verifier
+import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.arrays import F32, I32
 from outpace.control.cost import Cost
@@ -100,11 +100,12 @@ def build(fuse: Fuse, script: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     def policy(_: Cost, stretch: float | None = None) -> Fixed:
         made = Fixed()
+        made.native = None  # so that it is asked in Python
         fuse.wrap(made, "policy", "plan", "trim", "learn", "release")
         return made
 
     monkeypatch.setattr(outpace.engine.engine, "policy_for", policy)
-    monkeypatch.setattr(outpace.engine.verifier, "walk", fuse.through("verify.walk", outpace.engine.verifier.walk))
+    monkeypatch.setattr(outpace.engine.walk, "walk", fuse.through("verify.walk", outpace.engine.walk.walk))
     return Engine(
         target,
         ToyTokenizer(),  # type: ignore[arg-type]

@@ -277,21 +277,22 @@ def test_verify_fails_on_a_difference(
     """The check can fail: a rule that accepts whatever was drafted is found out."""
     import numpy as np
 
-    from outpace.engine import native, verifier
     from outpace.exact.drafts import Verdict, Verdicts
+    from outpace.models.native.model import NativeModel
+    from outpace.models.native.output import NativeOutput
 
-    true_verdicts = verifier.Verifier.verdicts
+    true_verdicts = NativeOutput.verify
 
-    def gullible(self: Any) -> Verdicts:
+    def gullible(self: Any, drafts: Any, *rest: Any) -> Verdicts:
         rows = []
-        for i, verdict in enumerate(true_verdicts(self)):
-            tokens = self._drafts.row(i).tokens
+        for i, verdict in enumerate(true_verdicts(self, drafts, *rest)):
+            tokens = drafts.row(i).tokens
             accepted = Verdict(np.append(tokens, np.int32(17)), np.arange(len(tokens), dtype=np.int32))
             rows.append(accepted if len(tokens) else verdict)
         return Verdicts.of(rows)
 
-    monkeypatch.setattr(verifier.Verifier, "verdicts", gullible)
-    monkeypatch.setattr(native.NativeSteps, "of", lambda model, drafting: None)
+    monkeypatch.setattr(NativeOutput, "verify", gullible)
+    monkeypatch.setattr(NativeModel, "stages", None)  # so that it is asked
     code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--drafter", "ngram:size=7")
     assert code == 1
     assert "DIFFERENT" in out

@@ -29,7 +29,7 @@ from tests.toy import BYTES, ToyKV, ToyModel
 def make(kv: ToyKV, *, rows: int = 4, chunk: int = 8, memory: int | None = None, prefix: int = 0) -> Scheduler:
     return Scheduler(
         kv,
-        Drafting({}, Fixed, 1000),
+        Drafting({}, Fixed),
         max_rows=rows,
         pace=Pace(chunk, None),
         memory=None if memory is None else memory * BYTES,

@@ -67,7 +67,7 @@ class Adaptive:
 
     @property
     def native(self) -> Any:
-        """The policy itself (an ``outpace._native.Policy``), for whole steps in C++."""
+        """See ``Policy.native``."""
         return self._native
 
     @property

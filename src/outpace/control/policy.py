@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outpace.drafters.base import RowView
 from outpace.exact.drafts import Drafts, Verdicts
@@ -40,12 +40,20 @@ class Decision(NamedTuple):
 PLAIN = Decision(0, None)  # nothing was proposed
 
 
+EVERYTHING = "everything"  # the ``Policy.native`` that drafts and verifies all that a row may have
+
+
 class Policy(Protocol):
     """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts.
 
     Called once a step in this order, for the same rows; a step that fails in between is simply planned again. Rows
     whose drafter is "none" are in ``rows`` with ``most`` 0.
     """
+
+    @property
+    def native(self) -> Any:
+        """The same policy in C++ (an ``outpace._native.Policy``, or ``EVERYTHING``), which plans, trims and learns in
+        its place; None: there is none."""
 
     def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
         """At most ``most`` [B] nodes each."""
@@ -63,6 +71,8 @@ class Policy(Protocol):
 
 class Fixed:
     """Drafts what was asked for."""
+
+    native: Any = EVERYTHING
 
     def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
         return Sizes(list(most), list(most))

@@ -33,6 +33,7 @@ from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Prepared, Sequence
 from outpace.engine.snapshot import Snapshot, snapshot
 from outpace.engine.statistics import Stats, pooled
+from outpace.engine.step import advance
 from outpace.engine.text import TextReader
 from outpace.errors import Argument, ParameterError
 from outpace.exact.noise import Noise, fresh_seed
@@ -79,7 +80,7 @@ class Engine:
         if self.adaptive:
             table = costs.of(model) if cost is None else cost
             make = partial(policy_for, table, stretch=self.options.step_stretch)
-        drafting = Drafting(self.drafters, make, model.info.vocab_size)
+        drafting = Drafting(self.drafters, make)
         self._memory = min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None)
         scheduler = Scheduler(
             model.kv,
@@ -304,7 +305,7 @@ class Engine:
     def _pump(self) -> None:
         """A step; deltas go to those who wait for them, and stay where nobody does."""
         if not self._core.outbox or not self._core.scheduler.idle:
-            self._core.advance()
+            advance(self._core)
         outbox, self._core.outbox = self._core.outbox, deque()
         for delta in outbox:
             self._mailboxes.get(delta.request, self._core.outbox).append(delta)

@@ -66,7 +66,8 @@ class Sequence:
         self._text = TextState()
         self._shown: list[str] = []
         self.row = -1  # -1: it waits
-        self.native: Any = None  # itself in its row, as native steps take it; False: it needs Python; None: unknown
+        self.native: Any = None  # itself in its row, as steps take it (``complete.admit``)
+        self.ruled = bool(chooser.rules)
         self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None

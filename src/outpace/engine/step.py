@@ -1,195 +1,200 @@
-"""One step of speculative decoding (Leviathan et al., arXiv 2211.17192): draft, one target forward, verify.
+"""One step of speculative decoding (Leviathan et al., arXiv 2211.17192): draft, one target forward, verify, commit.
 
-``compute`` commits nothing: what it leaves in the KV cache lies behind the committed positions and is cut off if
-anything raises. ``settle`` then makes the cache what the verdict says.
+This is the only driver of a step. ``_native.Step`` (native/step/step.h) runs the stages, each for all rows at once, and
+stops where a row needs Python; ``complete`` does what is left there, for those rows alone. Until all of a step is
+computed nothing committed has changed, so a fault leaves every request as it was.
 
 Between two forwards everything is cold: the weights have swept the caches. What runs here for every row therefore
-touches little: no value is made that nobody reads.
+touches little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from outpace.arrays import I32
-from outpace.control.policy import Policy
+from outpace import _fast
+from outpace.control.policy import PLAIN, Decision
+from outpace.engine import complete
 from outpace.engine.clock import Clock
-from outpace.engine.drafting import Drafting, Proposal
-from outpace.engine.results import TARGET
-from outpace.engine.scheduler import Plan
+from outpace.engine.complete import Step
+from outpace.engine.core import Core
+from outpace.engine.request import ChunkRecord, StepRecord
 from outpace.engine.sequence import Extension, Sequence
+from outpace.engine.statistics import Counted
 from outpace.engine.text import TextError
-from outpace.engine.verifier import Verifier
-from outpace.errors import RuleError
-from outpace.exact.drafts import Drafts, Verdicts, levels_of
-from outpace.exact.sampling import TokenLogprob
-from outpace.models.base import Batch, KVCache, Model, Output, Taps
+from outpace.errors import MemoryLimitError, RuleError
+from outpace.exact.drafts import Verdicts
+from outpace.models.base import Taps
 
 
-class Gain(NamedTuple):
-    """What a decoding row gains in a step: the first ``kept`` tokens of its verdict, and what they make of it."""
+class Row(NamedTuple):
+    """What a decoding row gained: the tokens of its verdict, the path of nodes, and what stands behind them."""
 
-    extension: Extension
-    path: list[int]  # nodes of its draft that the verdict accepted
+    tokens: list[int]
+    path: list[int]
     sources: list[str]  # of the tokens
-    logprobs: list[TokenLogprob]
     named: list[str]  # sources of all nodes
     levels: int  # of the draft
     size: int  # nodes that were verified, by the policy's decision
     expected: float | None  # the speed that it expected of them
-    settled: bool = False  # its KV holds the whole verdict already
-
-    @property
-    def kept(self) -> int:
-        return len(self.extension.tokens)
-
-    @property
-    def slots(self) -> list[int]:
-        """Which of its new tokens (the pending one is 0) stay in the KV cache, [max(kept, 1)]."""
-        return [0, *(node + 1 for node in self.path[: max(self.kept - 1, 0)])]
 
 
-class Computed(NamedTuple):
-    """A step before it is applied."""
+def advance(core: Core) -> None:
+    """One step. When it raises, what was committed is whole and the rest is as it was."""
+    clock = Clock()
+    core.drafting.begin()
+    core.expire()
+    plan = core.scheduler.plan()
+    for sequence, why in plan.failed:
+        sequence.commit(sequence.ended("error", why))
+        core.leave(sequence)
+    if not len(plan):
+        return
+    step = Step(plan, core.model, core.drafting, core.native, getattr(core.model, "stages", None))
+    try:
+        compute(step, clock)
+        rows, threads, *seconds = step.native.outcome()
+        clock.spent(*seconds)
+        ends = [ending(step, i, s, rows[i][0]) for i, s in enumerate(plan.decoding)]
+        taps = complete.taps(step, ends) if core.drafting.needs.taps else {}
+        apply(core, step, [Row(*row) for row in rows], ends, threads)
+    except (MemoryLimitError, MemoryError, _fast.native.MemoryLimit) as error:
+        core.scheduler.roll_back()
+        core.give_way(str(error) or "the machine is out of memory")
+    except BaseException:
+        core.scheduler.roll_back()
+        core.sweep()
+        raise
+    else:
+        core.starved = 0
+        try:
+            tell(core, step, ends, taps, clock)
+        except BaseException:
+            core.sweep()
+            raise
 
-    proposal: Proposal
-    verdicts: Verdicts
-    gains: list[Gain]
-    choices: dict[int, I32]  # by decoding row whose drafter reads the choice after every node: [k + 1]
-    taps: dict[int, Taps]  # by row of the batch
-    prompt_logprobs: list[list[TokenLogprob]]  # of chunks
-    threads: int | None  # that the forward ended with, where the backend says
 
-    def teach(self, policy: Policy, seconds: Mapping[str, float]) -> None:
-        """Tell the policy what became of the step, if it was asked."""
-        proposal = self.proposal
-        if proposal.planned:
-            policy.learn(proposal.views, proposal.kept, self.verdicts, seconds)
-
-
-def compute(plan: Plan, target: Model, drafting: Drafting, clock: Clock) -> Computed:
-    """Everything that a step will change, before anything is changed. Raises what the target raises."""
-    rows = plan.decoding
-    clock.start("draft")
-    proposal = drafting.propose(rows, plan.load)  # x_1 ... x_k of each row: a chain or a tree
-    clock.start("target")
-    batch = pack(plan, proposal.kept, drafting)
-    output = target.forward(batch)  # what the target says after the pending token and after every x
-    clock.start("verify")
-    verifier = Verifier(
-        [s.chooser for s in rows], [s.request.acceptance for s in rows], proposal.kept, batch.starts, output
-    )
-    verdicts = verifier.verdicts()  # the x that it agrees with, and one token of its own
-    gains = [
-        gain(s, proposal, i, tokens, path, verifier.failures.get(i), output, batch.starts)
-        for i, (s, (tokens, path)) in enumerate(zip(rows, verdicts.lists(), strict=True))
+def compute(step: Step, clock: Clock) -> None:
+    """Everything that the step will change, before anything is changed."""
+    native, plan = step.native, step.plan
+    rows: list[tuple[Any, ...]] = []
+    for s in plan.decoding:
+        most = 0 if s.paused else min(s.size, s.request.limit - s.length - 1)
+        row = (s.native or complete.admit(step, s), s.buffer, s.length, most)
+        rows.append((*row, *complete.known_rules(s)) if s.ruled else row)
+    chunks = [
+        (c.sequence.native or complete.admit(step, c.sequence), c.sequence.tokens, c.start, c.count, c.wanted)
+        for c in plan.chunks
     ]
-    choices = {}
-    if drafting.needs.choices:
-        choices = {i: verifier.every(i) for i, s in enumerate(rows) if drafting.needs_of(s).choices}
-    taps = _taps(batch, output, gains) if batch.taps else {}
-    prompts = [_prompt_logprobs(plan, j, batch, output) for j in range(len(plan.chunks))]
-    clock.start("other")
-    return Computed(proposal, verdicts, gains, choices, taps, prompts, getattr(output, "threads", None))
+    stage = native.begin(step.stages, step.drafting.native_policy, rows, chunks)
+    while stage < complete.DONE:
+        clock.start(complete.PHASES[stage])
+        complete.STAGES[stage](step)
+        clock.start("other")
+        stage = native.run()
+    step.lost.update(native.lost)
 
 
-def pack(plan: Plan, drafts: Drafts, drafting: Drafting) -> Batch:
-    """Pending tokens with their drafts, then prefill chunks."""
-    rows = plan.decoding
-    sequences = [*rows, *(c.sequence for c in plan.chunks)]
-    taps, tapped = drafting.needs.taps, None
-    if taps:
-        reads = [bool(drafting.needs_of(s).taps) for s in sequences]
-        taps, tapped = (taps if any(reads) else ()), np.array(reads, np.bool_)
-    return Batch.pack_step(
-        [s.row for s in sequences], [*(s.length - 1 for s in rows), *(c.start for c in plan.chunks)],
-        [s.pending for s in rows], drafts, [c.tokens for c in plan.chunks], [c.wanted for c in plan.chunks],
-        taps=taps, tapped=tapped,
-    )  # fmt: skip
-
-
-def gain(
-    sequence: Sequence,
-    proposal: Proposal,
-    i: int,
-    tokens: list[int],
-    path: list[int],
-    failure: Exception | None,
-    output: Output,
-    starts: I32,
-) -> Gain:
-    """What row i's verdict makes of its sequence. A fault of its own rules or tokenizer ends it, here and alone.
-
-    ``failure``: its rules left no token after what was accepted. ``starts``: where rows are packed.
-    """
-    if failure is not None:  # what was accepted before the dead end stays
+def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extension:
+    """What row i's verdict makes of its sequence. A fault of its own rules or tokenizer ends it, here and alone."""
+    dead = step.dead.get(i)
+    if dead is not None:  # what was accepted before the dead end stays
         tokens = tokens[:-1]
-    params, logprobs = sequence.request.params, []
     try:
-        extension = sequence.extended(tokens) if tokens else sequence.ended("error", failure)
-        if failure is not None and extension.finish_reason is None:  # a stop before the dead end comes first
-            extension = extension._replace(finish_reason="error", error=failure)
-        if params.wants_logprobs and extension.tokens:
-            kept = extension.tokens
-            slots = np.array([0, *(node + 1 for node in path[: len(kept) - 1])], np.int32)
-            found = output.logprobs(int(starts[i]) + slots, np.array(kept, np.int32), [params.top_logprobs] * len(kept))
-            logprobs = sequence.spelled(found)
+        if i in step.broken:
+            return sequence.ended("error", step.broken[i])
+        extension = sequence.extended(tokens) if tokens else sequence.ended("error", dead)
     except (RuleError, TextError) as error:
-        extension = sequence.ended("error", error)
-    drafts, decision = proposal.kept, proposal.decisions[i]
-    named, levels = [], 0
-    if drafts.tokens.size:
-        named, k = drafts.sources_of(i), int(drafts.widths[i])
-        levels = levels_of(None if drafts.parents is None else drafts.parents[i, :k], k)
-    sources = [*(named[node] for node in path), TARGET][: len(extension.tokens)]
-    return Gain(extension, path, sources, logprobs, named, levels, decision.size, decision.expected)
+        return sequence.ended("error", error)
+    if dead is not None and extension.finish_reason is None:  # a stop before the dead end comes first
+        extension = extension._replace(finish_reason="error", error=dead)
+    return extension
 
 
-def settle(kv: KVCache, sequence: Sequence, drafts: Drafts, i: int, gained: Gain) -> int:
-    """Make the row's KV what its sequence will be once ``gained`` is committed: all but the last token. Its length."""
-    before, kept = sequence.length - 1, gained.kept
-    if drafts.parents is not None and kept:
-        kv.compact(sequence.row, before, np.array(gained.slots, np.int32))
-    elif kept <= int(drafts.widths[i]):  # some of what was verified goes; otherwise all of it stays
-        kv.truncate(sequence.row, before + kept)
-    return before + kept
+def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], threads: int) -> None:
+    """Sequences take up what they gained; the KV cache has the whole verdict already."""
+    for i, (sequence, row, end) in enumerate(zip(step.plan.decoding, rows, ends, strict=True)):
+        kept = len(end.tokens)
+        length = sequence.length - 1 + kept
+        try:
+            if i in step.lost:
+                raise RuntimeError(step.lost[i])
+            if kept <= len(row.path):  # it ends before its verdict does
+                core.model.kv.truncate(sequence.row, length)
+        except Exception as error:  # its KV is in doubt: computed again, with the same tokens
+            core.drafting.faults.append(f"a row's KV could not be settled ({error!r}): it is computed again")
+            core.scheduler.preempt(sequence)
+            ends[i] = end._replace(tokens=[])
+            continue
+        sequence.commit(end, row.sources)
+        sequence.cached = length
+        if i in step.logprobs:
+            sequence.logprobs.extend(step.logprobs[i][:kept])
+        size, expected = row.size, row.expected
+        if step.decisions is not None:
+            size, expected = step.decisions[i].size, step.decisions[i].expected
+        sequence.count(Counted(kept, row.levels, row.named, row.path, size, expected, threads or None))
+    for j, chunk in enumerate(step.plan.chunks):
+        chunk.sequence.cached = chunk.start + chunk.count
+        if chunk.wanted:
+            known, found = chunk.sequence.prompt_logprobs, step.prompt_logprobs[j]
+            known.extend(found if known else [None, *found])  # the first token follows nothing
 
 
-def cut(kv: KVCache, sequence: Sequence, gained: Gain) -> int:
-    """``settle`` where the KV holds the whole verdict already: only what the sequence did not take goes."""
-    length = sequence.length - 1 + gained.kept
-    if gained.kept <= len(gained.path):
-        kv.truncate(sequence.row, length)
-    return length
+def tell(core: Core, step: Step, ends: list[Extension], taps: dict[int, Taps], clock: Clock) -> None:
+    """Who has ended leaves; then drafters, the policy and the callers hear of the step."""
+    plan, drafting = step.plan, core.drafting
+    rows = () if core.on_step is None else tuple(s.row for s in plan.decoding)
+    for sequence in [s for s in plan.decoding if s.finish_reason]:
+        core.clock(sequence, clock)
+        core.leave(sequence)
+    clock.start("draft")
+    heard = [(i, len(ends[i].tokens), s) for i, s in enumerate(plan.decoding) if s.row >= 0]
+    heard += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
+    for name, its in drafting.listening(heard).items():
+        sequences = [s for _, _, s in its]
+        if step.hears_natively(sequences[0]):
+            drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in its])
+        else:
+            drafting.observe(name, sequences, [complete.event(step, i, n, s, taps.get(i)) for i, n, s in its])
+    if step.learns and step.native.planned:
+        seconds = clock.so_far()
+        drafting.learn(plan.decoding, lambda policy: complete.teach(step, policy, seconds))
+    clock.start("other")
+    for sequence in plan.decoding:
+        if sequence.row >= 0:
+            core.clock(sequence, clock)
+            core.outbox.append(sequence.delta())
+    if core.scheduler.pace.bounded:
+        tokens = sum(chunk.count for chunk in plan.chunks)
+        core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])
+    for chunk in plan.chunks:
+        chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
+    if core.on_step is not None:
+        core.on_step(record(core, step, ends, rows, clock))
 
 
-def _taps(batch: Batch, output: Output, gains: list[Gain]) -> dict[int, Taps]:
-    """Hidden states of the positions whose KV becomes final, of rows that draft with them."""
-    if batch.tapped is None:
-        return {}
-    found = {}
-    starts = batch.starts.tolist()
-    for b, tapped in enumerate(batch.tapped.tolist()):
-        if tapped:
-            begin, end = starts[b], starts[b + 1]
-            at = [begin + slot for slot in gains[b].slots] if b < len(gains) else range(begin, end)
-            found[b] = output.taps(np.array(at, np.int32))
-    return found
-
-
-def _prompt_logprobs(plan: Plan, j: int, batch: Batch, output: Output) -> list[TokenLogprob]:
-    """The log-probabilities of the prompt tokens that follow those of chunk j."""
-    chunk = plan.chunks[j]
-    if not chunk.wanted:
-        return []
-    sequence, b = chunk.sequence, len(plan.decoding) + j
-    after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
-    at = np.arange(batch.starts[b], batch.starts[b] + len(after), dtype=np.int32)
-    found = output.logprobs(at, after, [sequence.request.params.prompt_logprobs or 0] * len(after))
-    try:
-        return sequence.spelled(found)
-    except TextError:  # figures without words are better than none
-        return found
+def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...], clock: Clock) -> StepRecord:
+    plan = step.plan
+    gained = tuple(len(end.tokens) for end in ends)
+    kept = complete.drafts(step, kept=True)
+    decisions = step.native.decisions() if step.decisions is None else step.decisions
+    if decisions is None:
+        decisions = [Decision(n, None) if n else PLAIN for n in kept.widths.tolist()]
+    return StepRecord(
+        index=next(core.steps),
+        requests=tuple(s.request.id for s in plan.decoding),
+        samples=tuple(s.sample for s in plan.decoding),
+        rows=rows,
+        starts=tuple(s.length - n for s, n in zip(plan.decoding, gained, strict=True)),
+        proposed=complete.drafts(step, kept=False),
+        kept=kept,
+        verdicts=Verdicts(*step.native.verdicts()),
+        gained=gained,
+        decisions=tuple(decisions),
+        chunks=tuple(
+            ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks
+        ),
+        seconds=dict(clock.so_far()),
+        faults=tuple(core.drafting.faults),
+    )

@@ -269,6 +269,9 @@ class Model(Protocol):
     def close(self) -> None:
         """Give back memory and threads. Calling twice is allowed."""
 
+    # A model may also have ``stages``, an ``outpace._native.Model``: steps compute, verify and settle there, in bulk;
+    # ``forward`` and ``kv`` serve the rest. Raises ValueError once the model is closed.
+
 
 class HostOutput:
     """An Output over logits that are already on the host: float32 [M, V], in the order of ``wanted`` [M]."""

@@ -131,7 +131,12 @@ class NativeModel:
 
     @property
     def native(self) -> Any:
-        """The runtime's own model (an ``outpace._native.Model``), for whole steps in C++."""
+        """The runtime's own model (an ``outpace._native.Model``)."""
+        return self._live()
+
+    @property
+    def stages(self) -> Any:
+        """See ``Model.stages``."""
         return self._live()
 
     @property

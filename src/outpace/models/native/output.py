@@ -171,13 +171,19 @@ def _known(rule: Any, state: Any) -> Edit | None:
     return None
 
 
+def known_edits(chooser: Chooser) -> list[Edit] | None:
+    """The chooser's rules with their states; None when the runtime cannot take one of them along a draft's path."""
+    edits = [_known(rule, state) for rule, state in zip(chooser.rules, chooser.states, strict=True)]
+    known = [edit for edit in edits if edit is not None]
+    return known if len(known) == len(edits) else None
+
+
 def _walker(chooser: Chooser) -> dict[str, Any] | None:
     """A chooser that the runtime can take along a draft's path; {}: greedy without rules; None: it cannot."""
     if chooser.plain_greedy:
         return {}
-    edits = [_known(rule, state) for rule, state in zip(chooser.rules, chooser.states, strict=True)]
-    known = [edit for edit in edits if edit is not None]
-    return describe(chooser, known) if len(known) == len(edits) else None
+    edits = known_edits(chooser)
+    return None if edits is None else describe(chooser, edits)
 
 
 def _complain(code: int) -> NoReturn:

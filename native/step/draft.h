@@ -1,0 +1,92 @@
+// What is drafted for the rows of a step, and what becomes of it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "drafting/merge.h"
+
+namespace outpace {
+
+// One row's draft: `gains` are the chances of each node's whole path (NaN: unknown), `levels` the drafting forwards it took
+// (-1: as many as the policy allowed, or none that count).
+using Draft = SourcedTree;
+
+inline bool is_chain(const Draft& draft) {
+    for (size_t n = 0; n < draft.parents.size(); ++n)
+        if (draft.parents[n] != static_cast<int32_t>(n) - 1) return false;
+    return true;
+}
+
+inline int depth_of(const Draft& draft) {
+    int deepest = 0;
+    std::vector<int> depths(draft.parents.size());
+    for (size_t n = 0; n < depths.size(); ++n) {
+        const int32_t above = draft.parents[n];
+        depths[n] = above < 0 ? 1 : depths[static_cast<size_t>(above)] + 1;
+        deepest = std::max(deepest, depths[n]);
+    }
+    return deepest;
+}
+
+// Nodes `keep` of a draft (ascending, with their parents).
+template <class Index>
+Draft only(const Draft& draft, const std::vector<Index>& keep) {
+    Draft kept;
+    kept.levels = draft.levels;
+    std::vector<int32_t> place(draft.tokens.size());
+    for (size_t n = 0; n < keep.size(); ++n) {
+        const size_t old = static_cast<size_t>(keep[n]);
+        place.at(old) = static_cast<int32_t>(n);
+        kept.tokens.push_back(draft.tokens[old]);
+        kept.parents.push_back(draft.parents[old] < 0 ? -1 : place[static_cast<size_t>(draft.parents[old])]);
+        kept.gains.push_back(draft.gains[old]);
+        kept.sources.push_back(draft.sources[old]);
+    }
+    return kept;
+}
+
+// The drafts of B rows side by side, [B][width], as Drafts of exact/drafts.py has them.
+struct Drafts {
+    int width = 0;
+    bool chains = true;
+    std::vector<int32_t> widths, tokens, parents, levels;
+    std::vector<float> confidence;
+    std::vector<uint8_t> sources;
+
+    // `draft_of(i)`: row i's.
+    template <class Of>
+    void fill(size_t rows, const Of& draft_of) {
+        width = 0;
+        chains = true;
+        widths.assign(rows, 0);
+        levels.assign(rows, -1);
+        for (size_t i = 0; i < rows; ++i) {
+            const Draft& draft = draft_of(i);
+            widths[i] = static_cast<int32_t>(draft.tokens.size());
+            levels[i] = draft.levels;
+            width = std::max(width, static_cast<int>(widths[i]));
+            chains = chains && is_chain(draft);
+        }
+        const size_t w = static_cast<size_t>(width), size = rows * w;
+        tokens.assign(size, 0), parents.assign(size, -1), confidence.assign(size, 0.0f), sources.assign(size, 0);
+        for (size_t i = 0; i < rows; ++i) {
+            const Draft& draft = draft_of(i);
+            for (size_t n = 0, at = i * w; n < draft.tokens.size(); ++n, ++at) {
+                tokens[at] = draft.tokens[n];
+                parents[at] = draft.parents[n];
+                confidence[at] = static_cast<float>(draft.gains[n]);
+                sources[at] = static_cast<uint8_t>(draft.sources[n]);
+            }
+        }
+    }
+};
+
+// What a row gains: the tokens (the last one is the target's own), and the nodes that were accepted.
+struct Verdict {
+    std::vector<int32_t> tokens, path;
+    bool decided() const { return !tokens.empty(); }
+};
+
+}  // namespace outpace

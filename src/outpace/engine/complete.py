@@ -1,0 +1,316 @@
+"""What ``_native.Step`` leaves to Python, completed for the rows that need it: drafters, rules and policies that are
+written in Python, ``rejection`` and ``typical``, log-probabilities; and models that are not the native one.
+
+A function of ``STAGES`` takes the step as that stage left it; ``step.native.open`` are the rows that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from outpace.arrays import F64, I32
+from outpace.control.policy import EVERYTHING, PLAIN, Decision, Policy
+from outpace.drafters.base import Event, RowView
+from outpace.drafters.learned.picks import level_by_level
+from outpace.engine.drafting import Drafting
+from outpace.engine.scheduler import Plan
+from outpace.engine.sequence import Extension, Sequence
+from outpace.engine.text import TextError
+from outpace.engine.walk import Walk
+from outpace.errors import MemoryLimitError, RuleError
+from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.rules import forced, pruned
+from outpace.exact.sampling import TokenLogprob
+from outpace.models.base import Batch, Model, Output, Taps
+from outpace.models.native.output import NativeOutput, describe, known_edits
+
+GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
+
+
+@dataclass(slots=True)
+class Step:
+    """A step of B decoding rows and C chunks. ``native``: their drafts and verdicts, an ``_native.Step``; ``stages``:
+    the model in C++, where it is there.
+
+    What completing a row in Python leaves is kept by row: ``q`` [k, V], what each node was drawn from; ``dead``, why
+    its rules left no token after what was accepted; ``broken``, what else of its own failed; ``logprobs`` of all tokens
+    of its verdict; ``choices`` int32 [k + 1], the target's choice after every node; ``lost``, why its KV is in doubt.
+    """
+
+    plan: Plan
+    model: Model
+    drafting: Drafting
+    native: Any
+    stages: Any
+    output: Output | None = None
+    views: SequenceOf[RowView] = ()  # as a policy in Python saw them
+    decisions: SequenceOf[Decision] | None = None  # of such a policy
+    learns: bool = True  # whether the policy hears of the step
+    asked: dict[int, Draft] = field(default_factory=dict)  # where a drafter reads choices: its own proposal
+    q: dict[int, F64] = field(default_factory=dict)
+    dead: dict[int, Exception] = field(default_factory=dict)
+    broken: dict[int, Exception] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    choices: dict[int, I32] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by chunk
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def hears_natively(self, sequence: Sequence) -> bool:
+        """Whether the row's drafter hears in C++ what becomes final."""
+        drafter = self.drafting.drafter_of(sequence)
+        lookup = None if drafter is None else drafter.lookup
+        return lookup is not None and bool(lookup.taps) and self.stages is not None
+
+
+def admit(step: Step, sequence: Sequence) -> Any:
+    """What stays as it is of a sequence while it has its row, for ``_native.Step.begin``."""
+    request, drafting = sequence.request, step.drafting
+    view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
+    lookup = None if drafter is None else drafter.lookup
+    sequence.native = step.native.row(
+        row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
+        drafter=view.drafter, lookup=lookup, names=() if drafter is None else drafter.names,
+        natively=lookup is not None and not (needs.draws and level_by_level(view)),
+        drafts=drafter is not None, reads=bool(needs.taps),
+        ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
+        acceptance=request.acceptance, watched=request.params.wants_logprobs or needs.choices,
+        chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
+    )  # fmt: skip
+    return sequence.native
+
+
+def known_rules(sequence: Sequence) -> tuple[Any, bool]:
+    """The row's rules that C++ can take along its draft (None: not all that must be), and whether others are left that
+    can test what it chooses."""
+    chooser = sequence.chooser
+    free = chooser.free
+    return known_edits(free), free is not chooser
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def plan(step: Step) -> None:
+    """A policy in Python says how much each row drafts."""
+    rows = step.plan.decoding
+    most, _ = step.native.sizes
+    step.views = [step.drafting.view(s) for s in rows]
+    found = step.drafting.plan(rows, step.views, most, step.plan.load())
+    step.learns = found is not None
+    if found is None:  # it failed: rows whose size is their own go on
+        nodes = [0 if s.request.adaptive else n for s, n in zip(rows, most, strict=True)]
+        found = nodes, nodes
+    step.native.ask(*found)
+
+
+def propose(step: Step) -> None:
+    """Drafters in Python draft for their rows."""
+    native, drafting, decoding = step.native, step.drafting, step.plan.decoding
+    for where, why in native.failed:
+        drafting.drafter_failed(decoding[where[0]].drafter, ValueError(why), [decoding[i] for i in where])
+    groups: dict[str, list[int]] = {}
+    for i in native.open:
+        groups.setdefault(decoding[i].drafter, []).append(i)
+    nodes, levels = native.sizes
+    for name, where in groups.items():
+        drafter = drafting.drafters[name]
+        views = [drafting.view(decoding[i]) for i in where]
+        if drafter.cost.levels is not None:
+            views = [view._replace(depth=levels[i]) for view, i in zip(views, where, strict=True)]
+        try:
+            drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
+            native.put(where, drafts)
+        except (MemoryLimitError, RuleError):  # no room for its cache, or a request's own fault, which VERIFY meets
+            native.drop(where)
+        except Exception as error:
+            native.drop(where)
+            drafting.drafter_failed(name, error, [decoding[i] for i in where])
+        else:
+            for j, i in enumerate(where):
+                if drafts.q is not None:
+                    step.q[i] = drafts.q[j]
+                if drafter.needs.choices:
+                    step.asked[i] = drafts.row(j)
+
+
+def rules(step: Step) -> None:
+    """Nodes that a rule forbids are dropped; tokens that must follow are drafted, whether anybody was asked or not."""
+    native = step.native
+    most = [min(s.size, s.room - 1) for s in step.plan.decoding]
+    for i in native.open:
+        chooser = step.plan.decoding[i].chooser
+        try:
+            if must := forced(chooser, most[i]):
+                native.lead(i, must, GRAMMAR)
+            native.keep(i, pruned(draft(step, i), chooser))
+        except RuleError:  # VERIFY meets it again, and ends the request
+            native.drop([i])
+
+
+def trim(step: Step) -> None:
+    """A policy in Python says what of the drafts is worth verifying."""
+    if not step.learns:
+        return
+    rows, proposed = step.plan.decoding, drafts(step, kept=False)
+    found = step.drafting.trim(rows, step.views, proposed, step.plan.load())
+    step.learns = found is not None
+    if found is None:
+        step.decisions = [PLAIN] * len(rows)
+        step.native.drop(list(range(len(rows))))
+        return
+    kept, step.decisions = found
+    if kept is not proposed:
+        step.native.put(list(range(len(rows))), kept, trimmed=True)
+        step.q = {} if kept.q is None else {i: kept.q[i] for i in step.q}
+
+
+def draft(step: Step, i: int) -> Draft:
+    """Row i's draft as it stands."""
+    tokens, parents = step.native.draft(i)
+    q = step.q.get(i)
+    return Draft(tokens, parents, None if q is None else q[: len(tokens)])
+
+
+def drafts(step: Step, *, kept: bool) -> Drafts:
+    """All drafts, as they were proposed or are verified."""
+    found = Drafts(*step.native.drafts(kept))
+    if not step.q:
+        return found
+    q = found.one_hot(next(iter(step.q.values())).shape[1])
+    for i, own in step.q.items():
+        k = min(int(found.widths[i]), len(own))
+        q[i, :k] = own[:k]
+    return replace(found, q=q)
+
+
+# -- forward, verdicts, KV -------------------------------------------------------------------------------------------
+
+
+def forward(step: Step) -> None:
+    """A model in Python computes."""
+    tapped = np.array(step.native.tapped, np.bool_)
+    needed = step.drafting.needs.taps if tapped.any() else ()
+    token, row, position, parent, starts, wanted = step.native.batch
+    batch = Batch(token, row, position, parent, starts, wanted, needed, tapped if needed else None)
+    step.output = step.model.forward(batch)
+
+
+def verify(step: Step) -> None:
+    """Rows that were not decided, or whose verdict has to be looked at, are walked here; log-probabilities are read."""
+    native, decoding = step.native, step.plan.decoding
+    starts = native.starts
+    if step.output is None:
+        step.output = NativeOutput(native.result)
+    elif decoding:  # a model in Python
+        choosers = [s.chooser.free if s.request.acceptance == "coupled" else None for s in decoding]
+        found = (
+            step.output.verify(drafts(step, kept=True), starts[: len(decoding)], choosers) if any(choosers) else None
+        )
+        native.found(found)
+    for i in native.open:
+        sequence = decoding[i]
+        walk = Walk(sequence.chooser, sequence.request.acceptance, draft(step, i), int(starts[i]), step.output)
+        tokens, path = native.verdict(i)
+        if not tokens or not walk.stands(tokens, path):
+            tokens, path = walk.verdict()
+            native.decide(i, tokens, path)
+        if walk.failure is not None:
+            step.dead[i], tokens = walk.failure, tokens[:-1]
+        if i in step.asked:
+            step.choices[i] = numbered(step.asked[i], walk.draft, walk.every())
+        if sequence.request.params.wants_logprobs and tokens:
+            at = int(starts[i]) + np.array([0, *(node + 1 for node in path)], np.int32)[: len(tokens)]
+            top = [sequence.request.params.top_logprobs] * len(tokens)
+            try:
+                step.logprobs[i] = sequence.spelled(step.output.logprobs(at, np.array(tokens, np.int32), top))
+            except TextError as error:
+                step.broken[i] = error
+    for j, chunk in enumerate(step.plan.chunks):
+        if chunk.wanted:
+            sequence, first = chunk.sequence, int(starts[len(decoding) + j])
+            after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
+            at = np.arange(first, first + len(after), dtype=np.int32)
+            top = [sequence.request.params.prompt_logprobs or 0] * len(after)
+            step.prompt_logprobs[j] = step.output.logprobs(at, after, top)
+            with suppress(TextError):  # figures without words are better than none
+                step.prompt_logprobs[j] = sequence.spelled(step.prompt_logprobs[j])
+
+
+def settle(step: Step) -> None:
+    """The KV of a model in Python becomes what the verdicts say: all but their last tokens."""
+    for i, sequence in enumerate(step.plan.decoding):
+        tokens, parents = step.native.draft(i)
+        _, path = step.native.verdict(i)
+        before = sequence.length - 1
+        try:
+            if parents is not None:
+                step.model.kv.compact(sequence.row, before, np.array([0, *(n + 1 for n in path)], np.int32))
+            elif len(path) < len(tokens):
+                step.model.kv.truncate(sequence.row, before + 1 + len(path))
+        except Exception as error:
+            step.lost[i] = repr(error)
+
+
+STAGES = (plan, propose, rules, trim, forward, verify, settle)
+PHASES = ("draft", "draft", "draft", "draft", "target", "verify", "verify")
+DONE = len(STAGES)
+
+
+# -- what became final -----------------------------------------------------------------------------------------------
+
+
+def taps(step: Step, ends: SequenceOf[Extension]) -> dict[int, Taps]:
+    """By row of the batch: hidden states of the positions whose KV becomes final, for drafters in Python."""
+    found: dict[int, Taps] = {}
+    rows = [*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]
+    starts = step.native.starts
+    for b, sequence in enumerate(rows):
+        if not step.drafting.needs_of(sequence).taps or step.hears_natively(sequence):
+            continue
+        if step.output is None:
+            step.output = NativeOutput(step.native.result)
+        at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
+        if b < len(ends):
+            kept = max(len(ends[b].tokens), 1)
+            at = starts[b] + np.array([0, *(n + 1 for n in step.native.verdict(b)[1])], np.int32)[:kept]
+        found[b] = step.output.taps(at)
+    return found
+
+
+def numbered(own: Draft, kept: Draft, choices: I32) -> I32:
+    """Choices after ``kept``'s nodes, numbered as the drafter proposed them; -1 where a node was not verified."""
+    numbers = {(kept.parent(n), int(token)): n for n, token in enumerate(kept.tokens)}
+    place = {-1: -1}
+    for node, token in enumerate(own.tokens.tolist()):
+        found = numbers.get((place[own.parent(node)], token)) if own.parent(node) in place else None
+        if found is not None:
+            place[node] = found
+    after = [int(choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
+    return np.array(after, np.int32)
+
+
+def event(step: Step, i: int, gained: int, sequence: Sequence, taps: Taps | None) -> Event:
+    """What became final in a row of the batch that goes on."""
+    if i < len(step.plan.decoding):
+        tokens, path = step.native.verdict(i)
+        verdict = Verdict(np.array(tokens, np.int32), np.array(path, np.int32))
+        start = sequence.length - gained
+        return Event(sequence.row, start, sequence.tokens[start:], verdict, taps, step.choices.get(i))
+    chunk = step.plan.chunks[i - len(step.plan.decoding)]
+    start = chunk.start + 1
+    return Event(sequence.row, start, sequence.tokens[start : start + chunk.count], None, taps)
+
+
+def teach(step: Step, policy: Policy, seconds: Mapping[str, float]) -> None:
+    """Tell the policy what became of the step."""
+    native = step.drafting.native_policy
+    if native is None:
+        policy.learn(step.views, drafts(step, kept=True), Verdicts(*step.native.verdicts()), seconds)
+    elif native != EVERYTHING:
+        step.native.learn(seconds["draft"], seconds["target"] + seconds["verify"] + seconds["other"])
