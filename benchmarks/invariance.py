@@ -36,7 +36,7 @@ from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.measure.remote import Answer, Remote, RemoteError, Token
-from outpace.measure.verify import Way, bodies, difference
+from outpace.measure.servers import Way, bodies, difference
 from outpace.params import SamplingParams
 
 T = TypeVar("T")

@@ -38,5 +38,5 @@ def _set(values: dict[int, int]) -> bool:
 def _glibc(name: str) -> Callable[..., Any] | None:
     if sys.platform != "linux":
         return None
-    its: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)  # musl has none of these
-    return its
+    function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)  # musl has none of these
+    return function

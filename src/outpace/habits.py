@@ -1,4 +1,4 @@
-"""What people who come from vLLM, transformers, llama.cpp or an HTTP API are used to, in our words."""
+"""Names that vLLM, transformers, llama.cpp and HTTP APIs have for parameters, and what stands for each here."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ _NO_MATTER = frozenset(  # about other things than what is sampled, or known fro
 
 
 def recommended(source: Any, parameters: Mapping[str, Parameter]) -> tuple[dict[str, Any], list[str]]:
-    """``(taken, ignored)``: what a generation_config asks for in our names, and what of it we have no name for.
+    """``(taken, ignored)``: what a generation_config sets under our names, and its settings that have no name here.
 
-    ``source``: its content, an object with ``to_dict`` (transformers' GenerationConfig), its path, a model's folder, a
+    ``source``: the content, an object with ``to_dict`` (transformers' GenerationConfig), its path, a model's folder, a
     Hugging Face id that is in the local cache, or something with such a ``name`` (a ModelInfo). Only what is written
     there is taken, none of transformers' own defaults: without ``do_sample``, sampling is asked for by a temperature or
     any filter. Raises ParameterError.

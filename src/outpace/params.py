@@ -46,7 +46,7 @@ class LogitRule(Protocol):
 
     A rule may have three methods more (``GrammarRule``). ``mask(state)`` gives the tokens it allows as bits, or None;
     where it gives bits, they are all that the rule does there: ``apply`` is not called, no logits are copied, and
-    drafted nodes that it forbids are dropped before the forward. ``allows(state, token)`` says the same of one token.
+    drafted nodes that it forbids are dropped before the forward. ``allows(state, token)`` answers for one token.
     ``forced(state)`` gives tokens that must follow.
     """
 
@@ -64,9 +64,9 @@ class GrammarRule(LogitRule, Protocol):
     """A rule with all methods that a rule may have. ``allows`` needs ``mask``; nothing needs to inherit from here."""
 
     def mask(self, state: Any) -> U32 | None:
-        """uint32 [ceil(V / 32)]: bit t % 32 of word t // 32 says that token t is allowed. Not to be changed by anyone.
+        """uint32 [ceil(V / 32)]: token t is allowed if bit t % 32 of word t // 32 is set. Not to be changed by anyone.
 
-        None: nothing is said in this state, ``apply`` is called.
+        None: there is no mask in this state, and ``apply`` is called.
         """
 
     def allows(self, state: Any, token: int) -> bool:
@@ -78,7 +78,7 @@ class GrammarRule(LogitRule, Protocol):
     def forced(self, state: Any) -> Sequence[int]:
         """Tokens, in order, that are likely since the text must go on so; as many as are known, perhaps none.
 
-        They are drafted, which costs nothing; never imposed: the target says them itself, under the mask, or others.
+        They are drafted, which costs nothing, and never imposed: under the mask the target may choose others.
         """
 
 

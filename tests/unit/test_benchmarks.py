@@ -22,7 +22,7 @@ from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow
 from outpace.measure.remote import Remote, RemoteError
 from tests import fake_hub
-from tests.unit.test_verify_url import WORDS, Scripted
+from tests.unit.test_compare_servers import WORDS, Scripted
 
 OURS = Contender("outpace", "serve", OUR_STARTS, OUR_AXES, ours=True)
 THEIRS = Contender("theirs", "serve", STARTS, AXES["vllm"])

@@ -32,12 +32,11 @@ def run(
     found = [] if where is None else weight_cache.entries(where)
     if common.json:
         files = [
-            {"path": str(its.path), "model": its.name, "bytes": its.bytes, "used": its.used, "made_of": its.key}
-            for its in found
+            {"path": str(e.path), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key} for e in found
         ]
-        named = [{"name": its.name, "path": str(its.path), "bytes": its.bytes, "whole": its.whole} for its in fetched]
-        told = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
-        print(json_.dumps({**told, "removed": removed, "downloads": named}))
+        named = [{"name": e.name, "path": str(e.path), "bytes": e.bytes, "whole": e.whole} for e in fetched]
+        packed = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
+        print(json_.dumps({**packed, "removed": removed, "downloads": named}))
         return 0
     if removed is not None:
         print(f"{format_bytes(removed)} removed")
@@ -49,10 +48,10 @@ def run(
         return 0
     if freed is not None:
         print(f"{format_bytes(freed)} freed")
-    for its in found:
-        target = "unusable" if its.key is None else its.key["target"]
-        print(f"{format_bytes(its.bytes):>10}  {target:<8}  {its.name}")
-    total = format_bytes(sum(its.bytes for its in found))
+    for entry in found:
+        target = "unusable" if entry.key is None else entry.key["target"]
+        print(f"{format_bytes(entry.bytes):>10}  {target:<8}  {entry.name}")
+    total = format_bytes(sum(entry.bytes for entry in found))
     print(f"{total:>10}  of {format_bytes(limit)} in {where}")
     return 0
 

@@ -1,4 +1,4 @@
-"""How a function becomes a command: its parameters say how they are spelled, and argparse reads them.
+"""How a function becomes a command: argparse reads options that the parameters' annotations define.
 
 A command is a function whose parameters are annotated with ``option`` or ``argument``; a parameter whose type is a
 dataclass stands for that dataclass's fields. Importing this must stay quick: a person waits for the first token.
@@ -95,7 +95,7 @@ class Command:
 
 
 def _log(verbose: bool) -> None:
-    """Where a person waits, what takes a while is said."""
+    """Log what takes a while, where a person waits."""
     if verbose or sys.stderr.isatty():
         logging.basicConfig(format="%(message)s", force=True)
         logging.getLogger("outpace" if verbose else "outpace.control.cost").setLevel(logging.INFO)
@@ -186,7 +186,7 @@ class _Parser:
         """A parameter annotated with ``Annotated[type, Spelling]``."""
         kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         spelling = next((part for part in rest if isinstance(part, Spelling)), None)
-        assert spelling is not None, f"{name} does not say how it is spelled"
+        assert spelling is not None, f"{name} is annotated with neither option nor argument"
         if get_origin(kind) is UnionType:
             (kind,) = (each for each in get_args(kind) if each is not NoneType)
         many, required = get_origin(kind) is list, default is inspect.Parameter.empty
@@ -237,8 +237,8 @@ class _Arguments(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         free = [action for action in self._actions if not action.option_strings]
-        words = [f"[{its.metavar}]" if its.nargs == "?" else str(its.metavar) for its in free]
-        needed = [f"{its.option_strings[0]} {its.metavar}" for its in self._actions if its.required and its not in free]
+        words = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar) for action in free]
+        needed = [f"{a.option_strings[0]} {a.metavar}" for a in self._actions if a.required and a not in free]
         return " ".join(["usage:", self.prog, *needed, "[options]", *words]) + "\n"
 
     def format_help(self) -> str:

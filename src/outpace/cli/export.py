@@ -38,16 +38,16 @@ def vllm(
     source = resolve(model)
     rows = TargetRows.of(source)
     served = verifier_of(source, verifier)
-    said = to_vllm(out, drafter, rows, served, tokens=tokens, dtype=dtype)
+    config = to_vllm(out, drafter, rows, served, tokens=tokens, dtype=dtype)
     if common.json:
-        print(json_.dumps({"target": served.name, "out": str(out), "speculative_config": said}))
+        print(json_.dumps({"target": served.name, "out": str(out), "speculative_config": config}))
         return 0
     if served.name is None:
         print(
             f"outpace: vLLM does not serve {model}, a GGUF file: name its folder or id with --verifier", file=sys.stderr
         )
     target = served.name or "MODEL"
-    print(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json_.dumps(said))}")
+    print(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json_.dumps(config))}")
     return 0
 
 

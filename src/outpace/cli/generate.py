@@ -57,8 +57,8 @@ def run(
     if system is not None and raw:
         raise ParameterError("--system needs the chat template, which --raw leaves out: give one of them")
     asked: Prompt = prompt if system is None else [*system_message(system), {"role": "user", "content": prompt}]
-    told = {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0, "prompt_logprobs": prompt_logprobs}
-    params = sampling.params(n=n, **told)
+    scores = {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0, "prompt_logprobs": prompt_logprobs}
+    params = sampling.params(n=n, **scores)
     grammar = _grammar(json_schema, json_object, regex)
     if compare and n != 1:
         raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
@@ -196,16 +196,19 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
 
     from outpace.cli.terminal import coloured
     from outpace.exact.noise import fresh_seed
-    from outpace.measure.compare import compare
+    from outpace.measure.bench import Bench, Configuration
+    from outpace.measure.prompts import PromptRow
 
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
-    engine.generate(tokens.tolist(), params.with_(max_tokens=8), drafter=False)  # warm up: first touches are not speed
-    drafted, plain = _pair(engine, tokens, params)
-    runs = [(drafted, plain)]
-    if drafted.stats.total_seconds + plain.stats.total_seconds < _PATIENCE:
-        runs += [_pair(engine, tokens, params) for _ in range(2)]
-    difference = compare(engine, tokens, params, plain, drafted)
-    speeds = [median(pair[i].stats.decode_tokens_per_second for pair in runs) for i in (0, 1)]
+    row = PromptRow("prompt", "all", ("",), token_ids=tuple(tokens.tolist()))
+    bench = Bench([Configuration("plain", engine, plain=True), Configuration("drafted", engine)], params)
+    bench.run([row], 1, lambda _: None)
+    if sum(run.result.stats.total_seconds for run in bench.runs) < _PATIENCE:
+        bench.run([row, row], 1, lambda _: None)
+    (plain, _), (drafted, difference) = ((run.result, run.difference) for run in bench.runs[:2])
+    speeds = [
+        median(run.result.stats.decode_tokens_per_second for run in bench.runs[i::2]) for i in (1, 0)
+    ]  # drafted, plain
     if as_json:
         compared = {
             "identical": difference is None,
@@ -231,11 +234,6 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
         print(coloured(same, "bold green" if difference is None else "yellow" if difference.near_tie else "red"))
     return 0 if difference is None or difference.near_tie else 1
-
-
-def _pair(engine: Engine, tokens: I32, params: SamplingParams) -> tuple[Result, Result]:
-    drafted = engine.generate(tokens.tolist(), params)
-    return drafted, engine.generate(tokens.tolist(), params, drafter=False)
 
 
 def pieces(engine: Engine, result: Result, *, skip_special: bool = True) -> Iterator[tuple[str, str]]:

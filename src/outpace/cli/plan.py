@@ -32,7 +32,7 @@ def run(
         raise ParameterError("give either --alpha (with --size, --draft-cost, --width-cost) or --from BENCH")
     if source is not None:
         return _from_bench(source, json)
-    from outpace.measure.plan import StepCosts, outlook
+    from outpace.measure.theory import StepCosts, outlook
 
     assert alpha is not None
     found = outlook(alpha, size, StepCosts(draft_cost, width_cost, size))
@@ -47,7 +47,7 @@ def run(
 
 
 def _from_bench(source: Path, as_json: bool) -> int:
-    from outpace.measure.plan import from_bench, outlook
+    from outpace.measure.theory import from_bench, outlook
 
     try:
         value = json_.loads(source.read_text(encoding="utf-8"))

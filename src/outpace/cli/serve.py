@@ -107,15 +107,15 @@ def run(
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
                 held.enter_context(recorded(engine, record, load.model, load.load_options()))
                 return SingleModel(name, AsyncEngine(engine))
-            its = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
+            shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             named = [(name, load.model), *((other, other) for other in also)]
-            return Pool([pooled(a, model, **its) for a, model in named], memory=model_memory)
+            return Pool([pooled(a, model, **shared) for a, model in named], memory=model_memory)
 
         async def serve() -> None:
             service = Service(
                 models(),
                 settings,
-                fingerprint=lambda its: system_fingerprint(its, load.load_options()),
+                fingerprint=lambda model: system_fingerprint(model, load.load_options()),
                 observers=observers,
             )
             server = Server(service, listener)

@@ -29,8 +29,8 @@ def layers(
     """How many of the target's first layers should draft (--drafter layers:N), or that none of them pay."""
     from outpace.cli.terminal import progress
     from outpace.measure.bench import Bench, Configuration
-    from outpace.measure.plan import from_bench, outlook
     from outpace.measure.prompts import read_prompts
+    from outpace.measure.theory import from_bench, outlook
     from outpace.params import SamplingParams
 
     if not 1 <= size <= 15:
@@ -52,15 +52,15 @@ def layers(
             engine.close()
     measured = from_bench({"configs": bench.report(), "runs": [run.to_dict() for run in bench.runs]})
     found: list[dict[str, Any]] = []
-    for its in measured:
-        expected = outlook(its.alpha, its.costs.size, its.costs)
+    for one in measured:
+        expected = outlook(one.alpha, one.costs.size, one.costs)
         found.append(
             {
-                "layers": int(its.name.partition(":")[2]),
-                "acceptance": its.alpha,
-                "draft_cost": its.costs.draft,
-                "tokens_per_step": its.tokens_per_step,
-                "speedup": its.speedup,
+                "layers": int(one.name.partition(":")[2]),
+                "acceptance": one.alpha,
+                "draft_cost": one.costs.draft,
+                "tokens_per_step": one.tokens_per_step,
+                "speedup": one.speedup,
                 "best_size": expected.best_size,
                 "best_speedup": expected.best_speedup,
             }

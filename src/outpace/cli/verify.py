@@ -56,7 +56,7 @@ def _servers(
     url: str, against: str | None, model: str | None, concurrency: int, rows: list[Any], params: Any, common: Common
 ) -> int:
     from outpace.measure.remote import Remote
-    from outpace.measure.verify import answers, difference, ways
+    from outpace.measure.servers import answers, difference, ways
 
     key = os.environ.get(_KEY) or None
     other = None if against is None else Remote(against, key)
@@ -68,25 +68,25 @@ def _servers(
     for way in others:
         found, note = answers(rows, params, way)
         notes += [note] if note and note not in notes else []
-        told = [difference(a, b) for a, b in zip(expected, found, strict=True)]
+        differences = [difference(a, b) for a, b in zip(expected, found, strict=True)]
         # two servers compute in two ways: that their logprobs' bits differ is no fault
         counts = {"identical": 0, "other_logprobs": 0, "near_ties": 0, "different": 0}
-        for row, its in zip(rows, told, strict=True):
-            kind = "identical" if its is None else "near_ties" if its.near_tie else "different"
-            kind = "other_logprobs" if its is not None and its.what == "logprob" else kind
+        for row, part in zip(rows, differences, strict=True):
+            kind = "identical" if part is None else "near_ties" if part.near_tie else "different"
+            kind = "other_logprobs" if part is not None and part.what == "logprob" else kind
             counts[kind] += 1
-            if its is not None and not common.json and (its.what != "logprob" or against is None):
-                print(f"{row.id}: {first.name} / {way.name}: {its}", flush=True)
+            if part is not None and not common.json and (part.what != "logprob" or against is None):
+                print(f"{row.id}: {first.name} / {way.name}: {part}", flush=True)
         wrong = counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
         changed += wrong
         each = [
-            {"id": row.id, "difference": None if its is None else its.to_dict()}
-            for row, its in zip(rows, told, strict=True)
+            {"id": row.id, "difference": None if part is None else part.to_dict()}
+            for row, part in zip(rows, differences, strict=True)
         ]
         listed.append({"a": first.name, "b": way.name, **counts, "prompts": each})
         if not common.json:
-            said = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items() if count)
-            print(f"{first.name} / {way.name}: {said}", flush=True)
+            summary = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items() if count)
+            print(f"{first.name} / {way.name}: {summary}", flush=True)
     if common.json:
         print(json.dumps({"seed": params.seed, "notes": notes, "compared": listed}))
     else:
@@ -97,36 +97,26 @@ def _servers(
 
 
 def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common) -> int:
-    from outpace.measure.compare import compare
-    from outpace.measure.prompts import encode_turns
+    from outpace.measure.bench import Bench, Configuration
 
-    checked = []
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
-        encoded = [encode_turns(engine, row) for row in rows]  # what cannot be answered is refused before the run
-        for row, tokens in zip(rows, encoded, strict=True):
-            plain = engine.generate(tokens.tolist(), params, drafter=False)
-            drafted = engine.generate(tokens.tolist(), params)
-            difference = compare(engine, tokens, params, plain, drafted)
-            checked.append((row, drafted, difference))
+        bench = Bench([Configuration("plain", engine, plain=True), Configuration("drafted", engine)], params)
+
+        def show(_: int) -> None:
+            run = bench.runs[-1]
             if not common.json:
-                verdict = "identical" if difference is None else str(difference)
-                print(f"{row.id}: {verdict} ({plain.completion_tokens} tokens)", flush=True)
-    identical = sum(d is None for _, _, d in checked)
-    ties = sum(d is not None and d.near_tie for _, _, d in checked)
-    different = len(checked) - identical - ties
+                verdict = "identical" if run.difference is None else str(run.difference)
+                print(f"{run.prompt.id}: {verdict} ({run.result.completion_tokens} tokens)", flush=True)
+
+        bench.run(rows, 1, show)
+    runs = [run.to_dict() for run in bench.runs if run.configuration == "drafted"]
+    identical = sum(run["identical"] for run in runs)
+    ties = sum(not run["identical"] and run["difference"]["near_tie"] for run in runs)
+    different = len(runs) - identical - ties
     if common.json:
-        listed = [
-            {
-                "id": row.id,
-                "category": row.category,
-                "identical": difference is None,
-                "difference": None if difference is None else difference.to_dict(),
-                "tokens": result.completion_tokens,
-            }
-            for row, result, difference in checked
-        ]
+        names = ("id", "category", "identical", "difference", "tokens")
         counts = {"identical": identical, "near_ties": ties, "different": different, "seed": params.seed}
-        print(json.dumps({**counts, "prompts": listed}))
+        print(json.dumps({**counts, "prompts": [{name: run[name] for name in names} for run in runs]}))
     else:
         print(f"{identical} identical, {ties} near-ties, {different} different; seed {params.seed}")
     return 1 if different else 0

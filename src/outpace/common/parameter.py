@@ -1,4 +1,4 @@
-"""What the definition of a sampling parameter says: its values, its meaning, and its names in other places.
+"""The definition of a sampling parameter: its values, its meaning, and its names in other places.
 
 ``outpace.params`` defines every parameter once, by these. The command line's options, the server's request fields,
 the table in the docs, traces and the native runtime's struct are made from the definitions or checked against them.

@@ -28,8 +28,8 @@ def called(rule: LogitRule, method: str, *args: Any) -> Any:
 
 def fault(who: str, error: Exception) -> RuleError:
     """What a rule's own error becomes."""
-    said = str(error)
-    return RuleError(f"{who} raised {type(error).__name__}{': ' if said else ''}{said}: mend the rule, or leave it out")
+    message = f": {error}" if str(error) else ""
+    return RuleError(f"{who} raised {type(error).__name__}{message}: mend the rule, or leave it out")
 
 
 def mask_of(rule: LogitRule, state: Any, vocab_size: int | None = None) -> U32 | None:

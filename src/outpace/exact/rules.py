@@ -1,4 +1,4 @@
-"""Logit rules: penalties, bias, masks, forbidden words, foreign processors, and what a grammar says of a draft.
+"""Logit rules: penalties, bias, masks, forbidden words, foreign processors; which drafted nodes rules allow.
 
 A rule's state is immutable along a node's path, so that a draft's branches never see each other: ``advance`` returns
 a new state and leaves the old one as it was.
@@ -106,7 +106,7 @@ class AllowedTokens:
 
 
 class Forbids:
-    """Base of rules that forbid a few tokens: ``forbidden(state)`` says which."""
+    """Base of rules that forbid a few tokens, those of ``forbidden(state)``."""
 
     def __init__(self, vocab_size: int) -> None:
         self._everything = everything(vocab_size)
@@ -281,11 +281,11 @@ def _token_ids(name: str, ids: Sequence[int], vocab_size: int) -> I32:
     return np.array(sorted(ids), np.int32)
 
 
-# -- what rules say of drafts ----------------------------------------------------------------------------------------
+# -- rules and drafts ------------------------------------------------------------------------------------------------
 
 
 def forced(chooser: Chooser, most: int = MOST_FORCED) -> list[int]:
-    """Tokens that the rules say must come next, at most ``most``: to be drafted, never imposed. Raises RuleError."""
+    """Tokens that must come next under the rules, at most ``most``: to be drafted, never imposed. Raises RuleError."""
     asked = [i for i, rule in enumerate(chooser.rules) if getattr(rule, "forced", None) is not None]
     rules, states = [chooser.rules[i] for i in asked], [chooser.states[i] for i in asked]
     tokens: list[int] = []
@@ -323,10 +323,9 @@ def pruned(draft: Draft, chooser: Chooser) -> list[int]:
             if parent not in states:
                 above = states[draft.parent(parent)]
                 states[parent] = [called(r, "advance", s, tokens[parent]) for r, s in zip(rules, above, strict=True)]
-            its = states[parent]
-            masks[parent] = allowed_mask([rules[i] for i in masked], [its[i] for i in masked])
-        mask, its = masks[parent], states[parent]
-        if (mask is None or allows(mask, token)) and all(called(rules[i], "allows", its[i], token) for i in tested):
+            masks[parent] = allowed_mask([rules[i] for i in masked], [states[parent][i] for i in masked])
+        mask, current = masks[parent], states[parent]
+        if (mask is None or allows(mask, token)) and all(called(rules[i], "allows", current[i], token) for i in tested):
             alive.add(node)
             kept.append(node)
     return kept

@@ -41,7 +41,7 @@ class TokenLogprob:
     text: str | None = None
 
     def with_texts(self, text_of: Callable[[int], str]) -> TokenLogprob:
-        """The same, with what ``text_of`` says of its own and the alternatives' tokens."""
+        """The same with the texts, ``text_of(token)``, of the token and the alternatives."""
         top = tuple(Alternative(token, logprob, text_of(token)) for token, logprob, _ in self.top)
         return replace(self, top=top, text=text_of(self.token))
 
@@ -83,15 +83,15 @@ class Chooser:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the choice is the argmax of the raw logits, so that it can be taken where they lie."""
+        """Whether the choice is the argmax of the raw logits."""
         return self.params.greedy and not self.rules
 
     @property
     def free(self) -> Chooser:
-        """Itself without rules that can test a single token: what it chooses is the choice if they allow it.
+        """The chooser without rules that can test a single token: its choice is the choice if those rules allow it.
 
-        That holds where a choice does not depend on what else is allowed, so not under a filter; itself there, and
-        where no rule can.
+        A choice under a filter depends on which other tokens are allowed, so the chooser itself is returned there, and
+        where no rule can test a single token.
         """
         p = self.params
         if not self.rules or not (p.greedy or not p.filtered):
@@ -107,7 +107,7 @@ class Chooser:
         return all(called(rule, "allows", state, token) for rule, state in pairs if hasattr(rule, "allows"))
 
     def mask(self) -> U32 | None:
-        """What all rules that say allow next, as bits (``LogitRule``); None where none says. Raises RuleError."""
+        """The tokens that all rules with a mask allow next, as bits; None where no rule has one. Raises RuleError."""
         return allowed_mask(self.rules, self.states)
 
     def apply_rules(self, logits: F32) -> F32:

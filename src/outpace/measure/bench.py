@@ -23,10 +23,19 @@ _WARM_UP = 8  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to decode: an engine over the shared target, and the spec its drafter came from."""
+    """One way to decode: an engine over the shared target, and the spec its drafter came from.
+
+    ``plain``: without drafts, whatever the engine's drafter is.
+    """
 
     name: str
     engine: Engine
+    plain: bool = False
+
+    def generate(self, prompts: Sequence[I32], params: SamplingParams) -> list[Result]:
+        """The answers to ``prompts`` int32 [P] each, run together."""
+        options: dict[str, Any] = {"drafter": False} if self.plain else {}
+        return self.engine.generate_many([prompt.tolist() for prompt in prompts], params, **options)
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ class Bench:
         engine = self.configurations[0].engine
         encoded = [encode_turns(engine, prompt) for prompt in prompts]
         for configuration in self.configurations:  # first touches are not speed
-            configuration.engine.generate(encoded[0].tolist(), self.params.with_(max_tokens=_WARM_UP))
+            configuration.generate(encoded[:1], self.params.with_(min_tokens=0, max_tokens=_WARM_UP))
         for start in range(0, len(prompts), concurrency):
             group = prompts[start : start + concurrency]
             self._group(group)
@@ -99,7 +108,7 @@ class Bench:
         baseline: list[Result] = []
         for configuration in self.configurations:
             begun = time.perf_counter()
-            results = configuration.engine.generate_many([p.tolist() for p in prompts], self.params)
+            results = configuration.generate(prompts, self.params)
             seconds = (time.perf_counter() - begun) / len(rows)
             baseline = baseline or results
             for row, prompt, first, result in zip(rows, prompts, baseline, results, strict=True):
@@ -114,7 +123,7 @@ class Bench:
         for configuration in self.configurations:
             categories = dict.fromkeys(run.prompt.category for run in self.runs)
             engine = configuration.engine
-            drafts = engine.drafter.name != "none"
+            drafts = engine.drafter.name != "none" and not configuration.plain
             entry = {
                 "name": configuration.name,
                 "drafter": engine.drafter.name,

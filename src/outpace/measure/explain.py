@@ -57,9 +57,9 @@ class Explanation:
         if self.identical:
             also = f" (although: {'; '.join(map(str, self.causes))})" if self.causes else ""
             return f"{name}: identical, {self.common} tokens{also}"
-        said = " / ".join("ended" if text is None else repr(text) for text in self.texts)
+        parted = " / ".join("ended" if text is None else repr(text) for text in self.texts)
         gap = "" if self.gap is None else f"; score gap {'at least ' if self.at_least else ''}{self.gap:.2g}"
-        return f"{name}: part at token {self.index} ({said}){gap}. {'; '.join(map(str, self.causes))}"
+        return f"{name}: part at token {self.index} ({parted}){gap}. {'; '.join(map(str, self.causes))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no infinity: such a gap is None."""

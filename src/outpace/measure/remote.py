@@ -15,7 +15,7 @@ from typing import Any
 
 from outpace.errors import Argument, OutpaceError
 
-_TRIES = 5  # of a request that is told to come again
+_TRIES = 5  # of a request that the server asks to repeat later
 _LONGEST = 30.0  # seconds between two of them
 
 
@@ -29,7 +29,7 @@ class RemoteError(OutpaceError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as a server tells it; ``top``: the likeliest ones' logprobs in nats, by text."""
+    """A token as a server sends it; ``top``: the likeliest ones' logprobs in nats, by text."""
 
     text: str
     logprob: float
@@ -38,7 +38,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``tokens`` are None where the server tells no logprobs; ``speculation``: what it says of it, None: nothing."""
+    """``tokens``: None where the server sends no logprobs; ``speculation``: statistics, None where there are none."""
 
     text: str
     finish: str | None
@@ -66,7 +66,7 @@ class Remote:
         with self._open("/models", None) as response:
             listed = _json(self.base, response)
         try:
-            return [str(its["id"]) for its in listed["data"]]
+            return [str(model["id"]) for model in listed["data"]]
         except (KeyError, TypeError) as error:
             raise RemoteError(f"{self.base}/models does not list models: is it an OpenAI-compatible server?") from error
 
@@ -74,8 +74,8 @@ class Remote:
         """``wanted``, or the first that it serves. Raises RemoteError for one that it does not."""
         there = self.models()
         if not there or (wanted is not None and wanted not in there):
-            its = " nothing" if not there else f" {', '.join(there)}"
-            raise RemoteError(f"{self.url} serves", its, "; name one as ", Argument("model"))
+            served = ", ".join(there) or "nothing"
+            raise RemoteError(f"{self.url} serves {served}; name one as ", Argument("model"))
         return there[0] if wanted is None else wanted
 
     def chat(self, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
@@ -117,10 +117,10 @@ class Remote:
                 return urllib.request.urlopen(request, timeout=self.timeout)
             except urllib.error.HTTPError as error:
                 with error:
-                    told, busy = _told(error), error.headers.get("Retry-After", "")
+                    why, busy = _reason(error), error.headers.get("Retry-After", "")
                 waits = error.code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
                 if last or not waits or not busy.isdecimal() or int(busy) > _LONGEST:
-                    raise RemoteError(f"{self.base}{path} refuses ({told})", status=error.code) from None
+                    raise RemoteError(f"{self.base}{path} refuses ({why})", status=error.code) from None
                 time.sleep(int(busy))
             except (OSError, HTTPException, ValueError) as error:
                 reason = getattr(error, "reason", error)
@@ -128,7 +128,7 @@ class Remote:
         raise AssertionError("unreachable")
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     try:
         message = json.loads(error.read(1 << 16))["error"]["message"]
         return f"HTTP {error.code}: {' '.join(str(message).split())}"
@@ -171,8 +171,8 @@ def _streamed(base: str, response: Any) -> Answer:
                 tokens = [*(tokens or ()), *more]
     if not done:
         raise RemoteError(f"{base} ended a stream without [DONE]")
-    its = None if tokens is None else tuple(tokens)
-    return Answer(text, finish, its, (usage or {}).get("speculation"), fingerprint)
+    whole = None if tokens is None else tuple(tokens)
+    return Answer(text, finish, whole, (usage or {}).get("speculation"), fingerprint)
 
 
 def _events(base: str, response: Any) -> Iterator[Any]:
@@ -193,13 +193,13 @@ def _tokens(logprobs: Any) -> tuple[Token, ...] | None:
         Token(
             _spelled(item),
             float(item["logprob"]),
-            {_spelled(its): float(its["logprob"]) for its in item.get("top_logprobs") or ()},
+            {_spelled(other): float(other["logprob"]) for other in item.get("top_logprobs") or ()},
         )
         for item in logprobs["content"]
     )
 
 
 def _spelled(item: Any) -> str:
-    """A token by its bytes, where they are told: half a character has no text."""
+    """A token by its bytes, where the server sends them: half a character has no text."""
     code = item.get("bytes")
     return str(item["token"]) if not code else bytes(code).decode("utf-8", "surrogateescape")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -159,8 +159,7 @@ def replay(trace: Trace, engine: Replayable, drafter: ReplayDrafter) -> Report:
             except ParameterError as error:
                 skipped.append((request.id, str(error)))
                 continue
-            acceptance: Acceptance = request.acceptance  # type: ignore[assignment]  # ``add`` checks it
-            number = engine.add(list(request.prompt), params, acceptance=acceptance)
+            number = engine.add(list(request.prompt), params, acceptance=cast(Acceptance, request.acceptance))
             drafter.follow(number, request.id)
             check.follow(number, request)
             added[number] = request
@@ -181,7 +180,7 @@ def replay(trace: Trace, engine: Replayable, drafter: ReplayDrafter) -> Report:
 
 
 def _replayable(request: TracedRequest, rows: Mapping[Key, Mapping[int, tuple[int, TracedRow]]]) -> SamplingParams:
-    drawn = any(row.drawn for key, its in rows.items() if key[0] == request.id for _, row in its.values())
+    drawn = any(row.drawn for key, steps in rows.items() if key[0] == request.id for _, row in steps.values())
     if drawn and request.acceptance == "rejection":
         raise ParameterError(
             f"request {request.id} was verified by rejection against a drafter's distributions, which no trace holds: "
@@ -195,8 +194,10 @@ class _Check:
     """Holds every step of a replay against the recorded one."""
 
     def __init__(self, trace: Trace) -> None:
-        self.rows = {key: {row.start: (step.index, row) for step, row in its} for key, its in trace.rows().items()}
-        self._end = {key: max(start + row.gained for start, (_, row) in its.items()) for key, its in self.rows.items()}
+        self.rows = {key: {row.start: (step.index, row) for step, row in rows} for key, rows in trace.rows().items()}
+        self._end = {
+            key: max(start + row.gained for start, (_, row) in rows.items()) for key, rows in self.rows.items()
+        }
         self._keys: dict[int, list[Key]] = {}  # of each recorded request
         for key in self._end:
             self._keys.setdefault(key[0], []).append(key)
@@ -227,8 +228,8 @@ class _Check:
                 index = len(self.outputs.get(key, ()))
                 length = len(request.prompt) + index
                 if key not in self._departed and length < self._end[key]:
-                    its = self.rows[key].values()
-                    step, row = next((step, row) for step, row in its if row.start + row.gained > length)
+                    rows = self.rows[key].values()
+                    step, row = next((step, row) for step, row in rows if row.start + row.gained > length)
                     token = row.output[max(0, length - row.start)]
                     self._departed[key] = Departure(*key, step, index, (token, None), "the replay ended early")
         return [self._departed[key] for key in sorted(self._departed)]
@@ -249,8 +250,8 @@ class _Check:
         if same < max(len(was.verdict), len(now.verdict)):
             output.extend(now.verdict[:same])
             tokens = _item(was.verdict, same), _item(now.verdict, same)
-            said = " / ".join("nothing" if token is None else str(token) for token in tokens)
-            self._departed[key] = Departure(*key, step, index + same, tokens, f"recorded {said} now")
+            parted = " / ".join("nothing" if token is None else str(token) for token in tokens)
+            self._departed[key] = Departure(*key, step, index + same, tokens, f"recorded {parted} now")
             return
         path = tuple(was.kept[node] for node in now.path)
         if path != was.path or now.gained != was.gained:

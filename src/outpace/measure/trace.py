@@ -337,12 +337,12 @@ def _rounded(values: Sequence[float]) -> list[float] | list[float | str]:
 def _kept(proposed: Draft, kept: Draft) -> list[int]:
     """Which nodes of ``proposed`` are the nodes of ``kept``: those in their order, with parents renumbered."""
     nodes: list[int] = []
-    said, said_kept = proposed.tokens.tolist(), kept.tokens.tolist()
+    tokens, kept_tokens = proposed.tokens.tolist(), kept.tokens.tolist()
     at = 0
-    for node, token in enumerate(said_kept):
+    for node, token in enumerate(kept_tokens):
         parent = kept.parent(node)
         above = nodes[parent] if parent >= 0 else -1
-        while said[at] != token or proposed.parent(at) != above:
+        while tokens[at] != token or proposed.parent(at) != above:
             at += 1
         nodes.append(at)
         at += 1

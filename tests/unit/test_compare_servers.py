@@ -17,7 +17,7 @@ from outpace.cli import verify as command
 from outpace.cli.options import Common, Draft, Load, Sampling, spell
 from outpace.errors import OutpaceError
 from outpace.measure.remote import Answer, Remote, RemoteError, Token
-from outpace.measure.verify import difference
+from outpace.measure.servers import difference
 from tests.fake_hub import plain, serving
 
 WORDS = ["The", " sky", " is", " blue", ".", " é"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outpace.errors import ParameterError
-from outpace.measure.plan import StepCosts, break_even, from_bench, outlook, tokens_per_step
+from outpace.measure.theory import StepCosts, break_even, from_bench, outlook, tokens_per_step
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 0.999, 1.0])

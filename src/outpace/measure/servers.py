@@ -56,7 +56,7 @@ class Way:
 
 def ways(a: Remote, b: Remote | None, wanted: str | None, concurrency: int) -> tuple[list[Way], list[str]]:
     """What to compare, the first with each other, and notes: two servers, or one alone, crowded, and with its
-    speculation off and on where it can be told so. Raises RemoteError."""
+    speculation off and on where it takes our field for it. Raises RemoteError."""
     first = Way(a.url, a, a.model(wanted))
     if b is not None:
         there = b.models()
@@ -67,16 +67,16 @@ def ways(a: Remote, b: Remote | None, wanted: str | None, concurrency: int) -> t
     probe = {"model": first.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
     off = {"speculation": {"off": True}}
     try:
-        said = a.chat({**probe, **off}).speculation
-        told = None if said is not None else "takes speculation: {off} and says nothing of it"
+        answered = a.chat({**probe, **off}).speculation
+        refusal = None if answered is not None else "takes speculation: {off} and reports none"
     except RemoteError as error:
         if error.status is None or error.status >= 500:
             raise
-        told = f"does not take it ({error})"
-    if told is None:
+        refusal = f"does not take it ({error})"
+    if refusal is None:
         found += [Way("speculation off", a, first.model, 1, off)]
         return found, []
-    return found, [f"speculation is not turned off: {a.url} {told}"]
+    return found, [f"speculation is not turned off: {a.url} {refusal}"]
 
 
 def bodies(rows: Sequence[PromptRow], params: SamplingParams, way: Way, *, logprobs: bool) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def answers(rows: Sequence[PromptRow], params: SamplingParams, way: Way) -> tupl
 
 def difference(a: Answer, b: Answer) -> RemoteDifference | None:
     """None where two answers are the same: in their tokens and the bits of their logprobs if both tell them, in their
-    text and how they ended. Of the same text, tokens that are told and do not make it are no more than logprobs."""
+    text and how they ended. Where the text is the same, tokens that do not make it count as logprobs."""
     if a.tokens is not None and b.tokens is not None:
         for i, (mine, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
             if mine.text != other.text:
@@ -123,7 +123,7 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
                 return RemoteDifference(what, i, mine.text, other.text, _gap(mine, other))
         short, there = min(len(a.tokens), len(b.tokens)), (a.tokens, b.tokens)
         if len(a.tokens) != len(b.tokens):
-            x, y = (its[short].text if len(its) > short else None for its in there)
+            x, y = (tokens[short].text if len(tokens) > short else None for tokens in there)
             return RemoteDifference("token", short, x, y)
     if a.text != b.text:
         pairs = enumerate(zip(a.text, b.text, strict=False))
@@ -138,12 +138,12 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
 
 
 def _spells(answer: Answer) -> bool:
-    """Whether the tokens that are told make the text, with thoughts, stop strings or ends perhaps beside it."""
-    told = "".join(token.text for token in answer.tokens or ())
-    return answer.text in told.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Whether the tokens of the logprobs make the text, with thoughts, stop strings or ends perhaps beside it."""
+    spelled = "".join(token.text for token in answer.tokens or ())
+    return answer.text in spelled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _gap(x: Token, y: Token) -> float | None:
     """How far apart the two tokens lie in the answer that knows both; the larger of two such figures."""
-    found = [abs(said.logprob - said.top[other]) for said, other in ((x, y.text), (y, x.text)) if other in said.top]
+    found = [abs(one.logprob - one.top[other]) for one, other in ((x, y.text), (y, x.text)) if other in one.top]
     return max(found) if found else None
