@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from outpace import Engine, SamplingParams, __version__
+from outpace.common.files import check_writable, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum
 from outpace.engine.load import load_engines
 from outpace.engine.results import Result
 from outpace.errors import OutpaceError, ParameterError
-from outpace.files import check_writable, write_json
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
 from outpace.models.fingerprint import identity
 

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from outpace.files import write_bytes, write_json
+from outpace.common.files import write_bytes, write_json
 
 WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 820, 22, 8, 230, 240, 48
 INK = {"light": ("#1f2328", "#59636e", "#afb8c1", "#1a7f37"), "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#3fb950")}

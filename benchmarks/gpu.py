@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import write_json
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
 from outpace.errors import OutpaceError
-from outpace.files import write_json
 from outpace.measure.bench import Bench, Configuration
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.params import SamplingParams

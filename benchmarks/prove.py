@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from outpace.cli.terminal import progress
+from outpace.common.files import write_json
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.learned.shipped import SPEC
 from outpace.drafters.registry import build, parse
@@ -33,7 +34,6 @@ from outpace.engine.intake import checked_size
 from outpace.engine.request import Size
 from outpace.errors import OutpaceError, ParameterError
 from outpace.exact.noise import Noise
-from outpace.files import write_json
 from outpace.measure.compare import NEAR_TIE, compare_tokens
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import write_bytes, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, read
 from outpace.errors import OutpaceError, ParameterError
-from outpace.files import write_bytes, write_json
 from outpace.models.weights.facts import read_config
 from outpace.training.data import Answers
 

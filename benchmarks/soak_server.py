@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from outpace import AsyncEngine, Engine
-from outpace.allocator import few_arenas
+from outpace.common.allocator import few_arenas
 from outpace.server.engines.models import SingleModel, system_fingerprint
 from outpace.server.engines.runner import Server, bound
 from outpace.server.engines.service import Service

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint, Decoder, EagleConfig
 from outpace.drafters.learned.configs import tensor_shapes
 from outpace.models.base import Model

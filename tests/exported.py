@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 
 
 def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None) -> Path:

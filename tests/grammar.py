@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outpace.arrays import F32, I32, U32
+from outpace.common.arrays import F32, I32, U32
 from outpace.exact.masks import packed
 
 EOS = ""  # the piece of the token that ends a text

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch, HostOutput, HostTaps, ModelInfo
 

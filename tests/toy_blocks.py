@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.base import RowView
 from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
 from outpace.drafters.learned.parallel import BlockDrafts, ParallelDrafter, Picker

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.torch_eagle import Growing, drafts_of
 from outpace.errors import MemoryLimitError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.control.policy import Decision, Load, Sizes
 from outpace.drafters.base import RowView, TreeDrafter
 from outpace.engine.engine import Engine

@@ -25,8 +25,8 @@ from benchmarks.peers import report
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import progress, table
+from outpace.common.files import cache_dir, check_writable, write_json
 from outpace.errors import OutpaceError, ParameterError
-from outpace.files import cache_dir, check_writable, write_json
 from outpace.measure import machine
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo

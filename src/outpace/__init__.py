@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outpace.common.version import __version__
+
 if TYPE_CHECKING:
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.engine import Engine
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from outpace.exact.sampling import TokenLogprob
     from outpace.params import GrammarRule, LogitRule, SamplingParams
 
-__version__ = "0.1.0"
 
 _HOME = {
     "AsyncEngine": "engine.aio",
@@ -65,6 +66,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "TokenLogprob",
+    "__version__",
 ]
 
 
@@ -76,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted(__all__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from outpace import habits
+from outpace.common import habits
 from outpace.common.parameter import (
     Biases,
     Flag,
@@ -27,7 +27,7 @@ from outpace.common.parameter import (
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
-    from outpace.arrays import F32, I32, U32
+    from outpace.common.arrays import F32, I32, U32
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from outpace.arrays import F64
+from outpace.common.arrays import F64
 
 T = TypeVar("T")
 

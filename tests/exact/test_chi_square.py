@@ -14,7 +14,7 @@ from scipy import stats
 
 import outpace.engine.walk
 from outpace import Engine, SamplingParams
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.engine.results import Result
 from outpace.exact.drafts import Draft, Drafts, Verdict

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from outpace import Engine, SamplingParams
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import ComposedDrafter

@@ -18,7 +18,7 @@ import pytest
 import outpace.engine.engine
 import outpace.engine.walk
 from outpace import Engine, SamplingParams
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.control.cost import Cost
 from outpace.control.policy import Fixed
 from outpace.engine.results import Result

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outpace import Engine, Grammars, SamplingParams
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.errors import NoTokenAllowedError, RuleError

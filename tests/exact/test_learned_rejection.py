@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.eagle import EagleDrafter

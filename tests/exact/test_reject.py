@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for

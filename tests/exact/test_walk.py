@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.verify import walk
 

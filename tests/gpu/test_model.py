@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise

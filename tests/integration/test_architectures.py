@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch
 from outpace.models.torch.anatomy import max_length

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.models.base import Model

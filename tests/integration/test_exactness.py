@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outpace.common.files import cache_dir
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
 from outpace.exact.noise import Noise
-from outpace.files import cache_dir
 from outpace.measure.compare import NEAR_TIE, compare, first_difference, scores_after
 from outpace.models import demo
 from outpace.params import SamplingParams

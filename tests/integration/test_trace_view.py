@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
 from outpace.measure.trace import tracing

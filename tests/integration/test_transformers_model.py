@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise

@@ -11,8 +11,8 @@ import torch
 from native_helpers import feed
 
 import outpace
+from outpace.common.files import cache_dir
 from outpace.errors import ModelError
-from outpace.files import cache_dir
 from outpace.models import demo
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.text.tokenizer import Tokenizer

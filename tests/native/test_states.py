@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_helpers import Tiny
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel
 

@@ -17,7 +17,7 @@ from native_helpers import Grammar, Tiny
 import outpace.drafters.learned.eagle
 import outpace.engine.step
 from outpace import Engine, SamplingParams
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from native_helpers import Foreign, Grammar
 
 from outpace import _native
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.lookup.datastore import DEPTH, END, MOST_TOKENS
 from outpace.drafters.lookup.segment_files import I64, Arrays
 from tests.oracles.votes import grow

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.lookup.datastore import END
 from tests.oracles.votes import Place, grow
 

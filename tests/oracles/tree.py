@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.exact.drafts import is_chain
 from outpace.exact.tree import Tree
 

@@ -14,7 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from outpace import Engine, allocator
+from outpace import Engine
+from outpace.common import allocator
 from outpace.engine import core
 from tests.server.serving import Running, serving
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from outpace import allocator
+from outpace.common import allocator
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
 
 # As many arenas as threads have asked for by then; each of those threads lives on until all have memory.
 ARENAS = """
 import ctypes, sys, threading
-from outpace import allocator
+from outpace.common import allocator
 most = int(sys.argv[1])
 assert not most or allocator.few_arenas(most)
 there = threading.Barrier(6)
@@ -76,5 +76,5 @@ def test_elsewhere_nothing_is_done(platform: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(not GLIBC, reason="glibc's own")
 def test_all_that_training_asks_for_is_taken() -> None:
-    code = "from outpace import allocator; raise SystemExit(not allocator.keep_freed())"
+    code = "from outpace.common import allocator; raise SystemExit(not allocator.keep_freed())"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outpace.common.files import check_writable, write_json
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
-from outpace.files import check_writable, write_json
 from outpace.measure.bench import Bench, Configuration, speedup
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
 from outpace.params import SamplingParams

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import ComposedDrafter, follow
 from outpace.drafters.registry import build, parse

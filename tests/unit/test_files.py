@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.files import replacing, write_bytes, write_json
+from outpace.common.files import replacing, write_bytes, write_json
 
 
 def test_a_block_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

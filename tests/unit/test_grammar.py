@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import NoTokenAllowedError, RuleError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.masks import allows, everything, packed, unpacked, words

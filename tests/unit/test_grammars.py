@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outpace import GrammarError, Grammars, SamplingParams
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.engine import grammar as its_module
 from outpace.engine.grammar_rule import Grammar
 from outpace.errors import ComplexityError, MissingExtraError

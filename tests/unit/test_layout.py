@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outpace"
 FLOORS = (  # from the ground up; ARCHITECTURE: an import never runs upwards
     ("errors",),
-    ("common", "allocator", "arrays", "units"),
-    ("files", "habits", "params"),
+    ("common",),
+    ("params",),
     ("exact",),
     ("models",),
     ("drafters",),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.base import Event, RowView
 from outpace.drafters.forward.lookahead import LookaheadDrafter
 from outpace.engine.engine import Engine

@@ -23,8 +23,8 @@ def repository(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts" / "release", tmp_path / "scripts")
     (tmp_path / "scripts" / "check").write_text("#!/bin/sh\necho checked >checked\nexit 3\n")
     (tmp_path / "scripts" / "check").chmod(0o755)
-    (tmp_path / "src" / "outpace").mkdir(parents=True)
-    (tmp_path / "src" / "outpace" / "__init__.py").write_text('__version__ = "1.2.0"\n')
+    (tmp_path / "src" / "outpace" / "common").mkdir(parents=True)
+    (tmp_path / "src" / "outpace" / "common" / "version.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0\n\n- Something.\n")
     (tmp_path / ".gitignore").write_text("checked\n")
     git(tmp_path, "init", "-q")
@@ -68,7 +68,7 @@ def test_refusals(repository: Path, how: str) -> None:
     assert "the tag v1.2.0 exists" in said
     for file, text, complaint in (
         ("CHANGELOG.md", "## 1.2.01\n", "no entry '## 1.2.0'"),
-        ("src/outpace/__init__.py", '__version__ = "next"\n', "the version 'next'"),
+        ("src/outpace/common/version.py", '__version__ = "next"\n', "the version 'next'"),
     ):
         (repository / file).write_text(text)
         git(repository, "commit", "-qam", "worse")

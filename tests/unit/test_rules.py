@@ -16,7 +16,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.errors import ParameterError, RuleError
 from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outpace.arrays import F32, F64
+from outpace.common.arrays import F32, F64
 from outpace.errors import NoTokenAllowedError
 from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
 from outpace.exact.rules import rules_for

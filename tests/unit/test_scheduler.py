@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace import Engine
-from outpace.arrays import common_prefix
+from outpace.common.arrays import common_prefix
 from outpace.control.policy import Fixed
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting

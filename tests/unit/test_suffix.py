@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace._native import SuffixIndex
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import RowView
 from outpace.drafters.lookup.datastore import END
 from outpace.drafters.lookup.suffix import DOUBT, FEW, NEAREST, WEIGHTS, SuffixDrafter

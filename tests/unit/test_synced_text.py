@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.forward.synced_text import KEEP, SyncedText
 from outpace.models.load import resolve
 from outpace.models.text.token_bytes import TokenBytes

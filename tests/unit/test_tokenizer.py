@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import ModelError, ParameterError
 from outpace.models.load import resolve
 from outpace.models.text import gguf as gguf_tokenizer

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.common.habits import ELSEWHERE
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 from outpace.exact.noise import Noise, Stream
-from outpace.habits import ELSEWHERE
 from outpace.params import FILTERS, PARAMETERS, SamplingParams
 
 NAN, INF = math.nan, math.inf

@@ -33,7 +33,7 @@ def command(name: str) -> Command | Group:
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """The call that a command line asks for. Raises UsageError, or SystemExit after ``--help`` and ``--version``."""
     if arguments[:1] == ["--version"]:
-        from outpace import __version__
+        from outpace.common.version import __version__
 
         print(__version__)
         raise SystemExit(0)

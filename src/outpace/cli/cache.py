@@ -21,9 +21,9 @@ def run(
 ) -> int:
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
     OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
+    from outpace.common.units import format_bytes
     from outpace.models import downloads
     from outpace.models.native import weight_cache
-    from outpace.units import format_bytes
 
     removed = downloads.remove(remove) if remove else None
     fetched = downloads.found()

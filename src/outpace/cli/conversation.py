@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.params import SamplingParams

@@ -62,7 +62,7 @@ def answers(
     concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 16,
 ) -> int:
     """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
-    from outpace.files import check_writable
+    from outpace.common.files import check_writable
     from outpace.measure.corpus import write_answers
     from outpace.measure.prompts import read_prompts
     from outpace.params import SamplingParams

@@ -152,7 +152,7 @@ def _amx(found: dict[str, Any]) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from outpace.units import format_bytes
+    from outpace.common.units import format_bytes
 
     print(f"python        {found['python']}")
     for name, version in found["packages"].items():

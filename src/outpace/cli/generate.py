@@ -14,7 +14,7 @@ from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, r
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
-    from outpace.arrays import I32
+    from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
     from outpace.exact.sampling import TokenLogprob
@@ -67,7 +67,7 @@ def run(
 
         require_tokens(draft.acceptance, params)
     if trace is not None:
-        from outpace.files import check_writable
+        from outpace.common.files import check_writable
 
         check_writable(trace)
     reused = 0 if compare else None  # a prefix that is found again would favour whoever comes second

@@ -104,8 +104,8 @@ class Load:
 
     def load_options(self) -> LoadOptions:
         """Raises ParameterError."""
+        from outpace.common.units import parse_bytes
         from outpace.models.options import LoadOptions
-        from outpace.units import parse_bytes
 
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "prefix_rows")}
         if self.offline is None:

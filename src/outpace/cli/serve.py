@@ -68,7 +68,7 @@ def run(
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"a server needs {', '.join(missing)}: pip install 'outpace[serve]'")
-    from outpace.allocator import few_arenas
+    from outpace.common.allocator import few_arenas
     from outpace.server.settings import ServerSettings
 
     if model_memory is not None and not also:

@@ -54,7 +54,7 @@ def view(
     ] = None,
 ) -> int:
     """Write one HTML page that shows every step. It holds everything, and asks for nothing outside itself."""
-    from outpace.files import check_writable
+    from outpace.common.files import check_writable
     from outpace.measure.view import write
 
     out = file.with_suffix(".html") if out is None else out

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outpace.common.files import cache_dir, write_json
 from outpace.errors import MemoryLimitError
-from outpace.files import cache_dir, write_json
 from outpace.models import processors
 from outpace.models.base import Batch
 
@@ -291,7 +291,7 @@ class _Bench:
 
 def _identity(model: Model) -> dict[str, Any]:
     """What a cost depends on; a change of any of these measures anew."""
-    from outpace import __version__
+    from outpace.common.version import __version__
 
     info = model.info
     return {

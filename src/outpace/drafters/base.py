@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.exact.drafts import Drafts, Verdict
 from outpace.exact.sampling import Chooser
 from outpace.exact.tree import Tree, pack

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Draft, Drafts, Verdict, depths

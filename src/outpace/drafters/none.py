@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.exact.drafts import Drafts
 

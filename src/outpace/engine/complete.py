@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.control.policy import EVERYTHING, PLAIN, Decision, Policy
 from outpace.drafters.base import Event, RowView
 from outpace.drafters.learned.picks import level_by_level

@@ -17,7 +17,7 @@ from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowVi
 from outpace.errors import MemoryLimitError
 
 if TYPE_CHECKING:
-    from outpace.arrays import I32
+    from outpace.common.arrays import I32
     from outpace.engine.sequence import Sequence
     from outpace.exact.drafts import Drafts
 

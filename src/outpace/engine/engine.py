@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.control import cost as costs
 from outpace.control.auto import policy_for
 from outpace.control.cost import Cost

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32, I32, U32
+from outpace.common.arrays import F32, I32, U32
 from outpace.errors import ComplexityError
 from outpace.exact.masks import packed, unpacked, words
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.control.auto import AUTO_SIZE
 from outpace.drafters.base import Drafter
 from outpace.engine.request import Size

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from outpace.common.units import format_bytes, parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, draft_models, parse
 from outpace.engine.intake import EngineOptions
@@ -15,7 +16,6 @@ from outpace.errors import ParameterError
 from outpace.models.load import Source, estimate, load, resolve
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
-from outpace.units import format_bytes, parse_bytes
 
 E = TypeVar("E")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from outpace.arrays import I32, common_prefix
+from outpace.common.arrays import I32, common_prefix
 
 PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.control.policy import Decision
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.params import Acceptance, SamplingParams

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from outpace.arrays import I32, common_prefix
+from outpace.common.arrays import I32, common_prefix
 from outpace.control.policy import Load
 from outpace.engine.drafting import Drafting
 from outpace.engine.pace import Pace

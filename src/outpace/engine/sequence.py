@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.engine.request import Request
 from outpace.engine.results import Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import OutpaceError
 
 UNFINISHED = 3  # tokens that may be the beginning of one character: UTF-8 has at most four bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.errors import NoTokenAllowedError, RuleError
 from outpace.exact.chance import NoiseChance
 from outpace.exact.drafts import Draft, Drafts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.arrays import F64
+from outpace.common.arrays import F64
 from outpace.exact.noise import Noise, Stream
 from outpace.exact.sampling import gumbel_max
 

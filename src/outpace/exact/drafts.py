@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace import _fast
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 
 UNNAMED = "draft"  # the source of nodes whose drafter gives no name
 

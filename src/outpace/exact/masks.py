@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import U32
+from outpace.common.arrays import U32
 from outpace.errors import RuleError
 from outpace.params import LogitRule
 

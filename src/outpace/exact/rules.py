@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32, I32, U32
+from outpace.common.arrays import F32, I32, U32
 from outpace.errors import Argument, ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.masks import allowed_mask, allows, called, everything, fault, forced_by, packed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.arrays import F32, F64, I32, U32
+from outpace.common.arrays import F32, F64, I32, U32
 from outpace.errors import NotFiniteError, NoTokenAllowedError
 from outpace.exact.masks import allowed_mask, called, mask_of, unpacked
 from outpace.exact.noise import GUMBEL_MAX, Noise, Stream, log

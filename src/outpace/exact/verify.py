@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 
 # Medusa's defaults: accept x when p(x) > min(epsilon, delta exp(-entropy)); delta = sqrt(epsilon).

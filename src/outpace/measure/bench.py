@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.engine.statistics import Stats, pooled

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.errors import Argument, ParameterError

@@ -32,7 +32,7 @@ class Described(Protocol):
 
 def facts(engine: Described, load: LoadOptions | None = None) -> dict[str, Any]:
     """Plain values for JSON. ``load``: how the model was loaded, so that a replay can load it the same way."""
-    from outpace import __version__
+    from outpace.common.version import __version__
 
     model = engine.model
     info = model.info

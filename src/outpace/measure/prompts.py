@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
-    from outpace.arrays import I32
+    from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.params import Message
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.errors import MemoryLimitError, ParameterError
 from outpace.exact.drafts import Drafts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.arrays import F64, I32
+from outpace.common.arrays import F64, I32
 from outpace.engine.intake import encoder
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for

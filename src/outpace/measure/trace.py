@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
+from outpace.common.files import check_writable
 from outpace.engine.text import TextReader, TextState
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
-from outpace.files import check_writable
 from outpace.measure.compare import promises_tokens
 from outpace.measure.facts import Described, facts
 from outpace.measure.scores import margins

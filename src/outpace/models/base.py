@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace import _fast
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
 

@@ -6,8 +6,8 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
+from outpace.common.files import replacing, write_bytes
 from outpace.errors import Argument, ModelError
-from outpace.files import replacing, write_bytes
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "gemma-3-270m-q4_k_m.gguf"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import urlsplit
 
+from outpace.common.units import format_bytes
 from outpace.errors import ModelError
-from outpace.units import format_bytes
 
 ATTEMPTS = 5  # in a row without a byte of progress
 LONGEST_WAIT = 120.0  # seconds that a server may ask for; beyond them a person decides

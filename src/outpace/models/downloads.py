@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outpace.common.files import cache_dir, locked
 from outpace.errors import Argument, ParameterError
-from outpace.files import cache_dir, locked
 from outpace.models.hub import label
 
 

@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from outpace.common.files import cache_dir, locked, write_json
+from outpace.common.units import format_bytes
 from outpace.errors import Argument, ModelError
-from outpace.files import cache_dir, locked, write_json
 from outpace.models.download import Remote, StatusError, UnreachableError, Web
-from outpace.units import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from outpace.common.files import cache_dir
 from outpace.errors import Argument, ModelError, ParameterError
-from outpace.files import cache_dir
 from outpace.models import demo, families
 from outpace.models.hub import from_hub, from_name, is_name
 from outpace.models.options import LoadOptions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from outpace.common.units import format_bytes
 from outpace.errors import Argument, MemoryLimitError
 from outpace.models.cgroups import ROOT, group_folders, lines, number
-from outpace.units import format_bytes
 
 
 def spare_memory(device: str, weights: int, root: Path = ROOT) -> int | None:

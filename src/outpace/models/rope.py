@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.models.weights.facts import Facts
 
 _ONE = np.float32(1)

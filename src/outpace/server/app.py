@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outpace import __version__
+from outpace.common.version import __version__
 from outpace.errors import OutpaceError
 from outpace.server.api import chat, completions, models, operations, page, replay, responses
 from outpace.server.auth import Guard, refusal

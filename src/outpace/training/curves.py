@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from outpace.files import write_bytes
+from outpace.common.files import write_bytes
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.training import folder as folders
 

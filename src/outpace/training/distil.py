@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.common.files import write_json
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, ParameterError
-from outpace.files import write_json
 from outpace.models.base import Model
 from outpace.models.load import Source
 from outpace.models.text.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
+from outpace.common.files import write_json
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import (
@@ -27,7 +28,6 @@ from outpace.drafters.learned.configs import (
     tensor_shapes,
 )
 from outpace.errors import ModelError, ParameterError
-from outpace.files import write_json
 from outpace.models.load import Source
 from outpace.models.native.build import open_weights
 from outpace.models.weights import safetensors

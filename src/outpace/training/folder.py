@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import replacing, write_json
+from outpace.common.units import format_bytes
 from outpace.errors import DataError
-from outpace.files import replacing, write_json
 from outpace.training import missing
-from outpace.units import format_bytes
 
 try:
     import pyarrow as pa

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from outpace.common.files import write_json
 from outpace.errors import Argument, ParameterError, TrainingError
-from outpace.files import write_json
 from outpace.training import curves, export, snapshots
 from outpace.training.devices import on_cpu
 from outpace.training.objective import Objective, Simulated

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from outpace.common.files import locked
 from outpace.drafters.learned.checkpoint import read
 from outpace.errors import Argument, DataError, ParameterError
-from outpace.files import locked
 from outpace.models.processors import usable_cores
 from outpace.training import folder as folders
 from outpace.training import snapshots

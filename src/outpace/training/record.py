@@ -22,7 +22,7 @@ from outpace.training import folder as folders
 from outpace.training.data import Answer, Answers
 
 if TYPE_CHECKING:
-    from outpace.arrays import I32
+    from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
 

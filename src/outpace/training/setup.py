@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.allocator import keep_freed
+from outpace.common.allocator import keep_freed
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint

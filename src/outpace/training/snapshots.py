@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from outpace.common.files import replacing
 from outpace.errors import Argument, TrainingError
-from outpace.files import replacing
 
 NAME = "snapshot.pt"
 FORMAT = 1

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
+from outpace.common.units import format_bytes
 from outpace.errors import Argument, DataError, NotFiniteError, ParameterError
 from outpace.models.base import Batch
 from outpace.models.fingerprint import ARITHMETIC, difference, identity
@@ -22,7 +23,6 @@ from outpace.models.load import load
 from outpace.models.options import LoadOptions
 from outpace.training import folder as folders
 from outpace.training.data import Answers
-from outpace.units import format_bytes
 
 if TYPE_CHECKING:
     from outpace.models.base import Model

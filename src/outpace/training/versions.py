@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import write_json
 from outpace.errors import DataError
-from outpace.files import write_json
 
 HISTORY = "online.json"
 

@@ -23,8 +23,8 @@ def run(
     threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None,
 ) -> int:
     """Compute the hidden states that a drafter reads, once for all training. Run it again to go on after any end."""
+    from outpace.common.units import format_bytes
     from outpace.training import taps
-    from outpace.units import format_bytes
 
     cache = taps.Cache(folder, layer)
     missing = cache.missing

@@ -34,11 +34,11 @@ def run(
     drafter: Annotated[str, option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
 ) -> int:
     """Let the model answer prompts, with the weights it is served with. Run it again to go on after any end."""
+    from outpace.common.units import format_bytes
     from outpace.measure.prompts import read_prompts
     from outpace.training import generate as answers
     from outpace.training import taps
     from outpace.training.data import Answers
-    from outpace.units import format_bytes
 
     if rows < 1:
         raise ParameterError(f"--rows {rows} is out of range: give at least 1")

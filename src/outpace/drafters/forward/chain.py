@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, RowView, levels
 from outpace.errors import MemoryLimitError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts

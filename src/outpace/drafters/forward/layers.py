@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import RowView
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.errors import DrafterError

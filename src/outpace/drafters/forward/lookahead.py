@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import DraftContext, RowView
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import I32, common_prefix
+from outpace.common.arrays import I32, common_prefix
 from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 512  # tokens of one row that are caught up with in one forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.models.text.token_bytes import TokenBytes
 
 KEEP = 64  # characters at the end whose ids may still change

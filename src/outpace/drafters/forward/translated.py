@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.drafters.base import DrafterNeeds, RowView, levels
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
 from outpace.drafters.forward.chain import ChainDrafter

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 
 _NONE = np.zeros(0, np.int32)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.eagle import Ask

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Decoder, MedusaConfig, ParallelConfig, draft_ids
 from outpace.drafters.learned.medusa import Path, parents

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
 from outpace.drafters.learned.picks import chosen, level_by_level

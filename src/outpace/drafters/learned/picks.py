@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outpace.arrays import F32, F64, I32
+from outpace.common.arrays import F32, F64, I32
 from outpace.drafters.base import RowView
 from outpace.exact.noise import Stream
 from outpace.exact.rules import Penalties

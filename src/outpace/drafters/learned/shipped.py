@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import cache_dir
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.checkpoint import read
 from outpace.errors import DrafterError, ModelError
-from outpace.files import cache_dir
 from outpace.models.base import ModelInfo
 from outpace.models.fingerprint import fingerprint_of
 from outpace.models.options import LoadOptions

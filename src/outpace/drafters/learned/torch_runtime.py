@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig, draft_ids, head_shapes
 from outpace.drafters.learned.networks.medusa import MedusaNetwork

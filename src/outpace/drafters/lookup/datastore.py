@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
+from outpace.common.files import replacing, write_json
 from outpace.drafters.lookup.segment_files import I64, Arrays, open_arrays, read_manifest
 from outpace.errors import Argument, DrafterError
-from outpace.files import replacing, write_json
 
 if TYPE_CHECKING:
     from outpace.models.text.tokenizer import Tokenizer

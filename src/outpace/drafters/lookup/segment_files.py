@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace import _fast
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import DrafterError
 
 I64 = npt.NDArray[np.int64]

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import I32
+from outpace.common.arrays import I32
+from outpace.common.files import write_bytes
 from outpace.drafters.base import LookupDrafter
 from outpace.drafters.lookup.datastore import END
 from outpace.errors import DrafterError
-from outpace.files import write_bytes
 
 MAGIC = b"OUTPACE-SUFFIX-1"
 _HEADER = struct.Struct("<16sIII")  # magic, vocabulary, tokens, their CRC-32

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from outpace import _fast
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import NotFiniteError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.masks import mask_of

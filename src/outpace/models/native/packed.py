@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace import _fast
-from outpace.files import replacing
+from outpace.common.files import replacing
 from outpace.models.weights.file_bytes import StoredTensor
 
 _native = _fast.native

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outpace import __version__, _fast
+from outpace import _fast
+from outpace.common.files import cache_dir
+from outpace.common.units import format_bytes, parse_bytes
+from outpace.common.version import __version__
 from outpace.errors import ParameterError
-from outpace.files import cache_dir
 from outpace.models.memory import available_memory
 from outpace.models.native import packed
-from outpace.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 

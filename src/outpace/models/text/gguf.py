@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
+from outpace.common.files import write_bytes
 from outpace.errors import ModelError
-from outpace.files import write_bytes
 
 if TYPE_CHECKING:
     from outpace.models.weights.gguf import GGUFFile

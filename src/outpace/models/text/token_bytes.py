@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import ModelError
 from outpace.models.text.tokenizer import Tokenizer
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
+from outpace.common.files import cache_dir, write_bytes, write_json
 from outpace.errors import Argument, ModelError, ParameterError
-from outpace.files import cache_dir, write_bytes, write_json
 from outpace.models.text import gguf as gguf_tokenizer
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.weights.gguf import GGUFFile

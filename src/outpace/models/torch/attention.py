@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
 from outpace.models.torch.kv import TorchKV

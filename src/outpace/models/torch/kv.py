@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
 from outpace.models.torch.slabs import LayerShape, Run, Slab, run_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import ModelError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.errors import NotFiniteError, NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.sampling import Chooser, TokenLogprob, choose

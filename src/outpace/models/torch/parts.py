@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.errors import ModelError
 
 # How far apart two computations of the same may be, relative to the largest value: rounding, of another order of sums.

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace import _fast
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 

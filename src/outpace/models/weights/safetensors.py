@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
+from outpace.common.files import replacing
 from outpace.errors import ModelError
-from outpace.files import replacing
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation

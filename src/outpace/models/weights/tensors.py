@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outpace.arrays import F32
+from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
 from outpace.models.families import BIASES, MATRICES, NORMS, OUTER, SPELLINGS

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outpace.arrays import F32, I32
+from outpace.common.arrays import F32, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.errors import Argument, ParameterError

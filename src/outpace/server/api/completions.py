@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api.answers import (
     Choice,

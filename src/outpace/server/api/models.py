@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.server.api.chat import template_variables
 from outpace.server.api.route import Route, service_of
 from outpace.server.conversation.messages import Messages, conversation

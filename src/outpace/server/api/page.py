@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outpace import __version__
+from outpace.common.version import __version__
 from outpace.measure.view import colours, empty_page
 from outpace.server.api.route import service_of
 from outpace.server.errors import APIError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import Field, create_model
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.common.parameter import Parameter
 from outpace.errors import GrammarError
 from outpace.params import PARAMETERS, Acceptance, LogitRule, SamplingParams

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from outpace.arrays import I32
+from outpace.common.arrays import I32
 from outpace.engine.aio import Running
 from outpace.engine.results import Result
 from outpace.exact.noise import fresh_seed

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outpace import __version__, _fast
-from outpace.arrays import I32
+from outpace import _fast
+from outpace.common.arrays import I32
+from outpace.common.version import __version__
 from outpace.engine.aio import AsyncEngine
 from outpace.engine.grammar import Grammars
 from outpace.engine.text import TextReader

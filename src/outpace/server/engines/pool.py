@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outpace.common.units import format_bytes, parse_bytes
 from outpace.engine.aio import AsyncEngine
 from outpace.errors import Argument, MemoryLimitError, OutpaceError, ParameterError
-from outpace.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from outpace import allocator
+from outpace.common import allocator
 from outpace.engine.aio import AsyncEngine
 from outpace.server.admission import Places
 from outpace.server.engines.generation import Caller, Generation, Observer, Work, seeded
