@@ -25,8 +25,6 @@ class FakeHub:
         self.faults: deque[Answer | None] = deque()
         self.asked: list[tuple[str, str, dict[str, str]]] = []
         self.lies: dict[str, bytes] = {}  # content whose checksum is told instead
-        self.tells_digests = True  # in the listing
-        self.content_at = ""  # where files lie, if not here
         self.url = ""
 
     def paths(self, method: str = "GET") -> list[str]:
@@ -35,12 +33,12 @@ class FakeHub:
     def listing(self, repo: str) -> dict[str, Any]:
         siblings = []
         for name, content in self.files[repo].items():
-            item: dict[str, Any] = {"rfilename": name}
-            if self.tells_digests:
-                told = self.lies.get(name, content)
-                item["lfs"] = {"sha256": hashlib.sha256(told).hexdigest(), "size": len(content)}
-            siblings.append(item)
-        return {"sha": COMMIT, "siblings": siblings}
+            lfs = {"sha256": self.digest(name, content), "size": len(content), "pointerSize": 130}
+            siblings.append({"rfilename": name, "size": len(content), "lfs": lfs})
+        return {"id": repo, "sha": COMMIT, "siblings": siblings}
+
+    def digest(self, name: str, content: bytes) -> str:
+        return hashlib.sha256(self.lies.get(name, content)).hexdigest()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
@@ -57,19 +55,11 @@ class FakeHub:
         content = self.files.get(repo, {}).get(name)
         if content is None:
             return plain(request, 404)
-        if request.command == "GET" and self.faults:
-            fault = self.faults.popleft()
-            if fault is not None:
-                return fault(request)
-        if self.content_at and not request.headers.get("X-Here"):
-            told = hashlib.sha256(self.lies.get(name, content)).hexdigest()
-            headers = {
-                "Location": self.content_at + request.path,
-                "X-Linked-Etag": f'"{told}"',
-                "X-Linked-Size": str(len(content)),
-            }
-            return plain(request, 302, headers=headers)
-        return send(request, content)
+        if request.command == "HEAD":
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{self.digest(name, content)}"'}
+            return plain(request, 200, content, headers)
+        fault = self.faults.popleft() if self.faults else None
+        return send(request, content) if fault is None else fault(request)
 
 
 def plain(request: BaseHTTPRequestHandler, code: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
@@ -81,18 +71,13 @@ def plain(request: BaseHTTPRequestHandler, code: int, body: bytes = b"", headers
         request.wfile.write(body)
 
 
-def send(
-    request: BaseHTTPRequestHandler, content: bytes, *, most: int | None = None, whole: bool = False, bad: bool = False
-) -> None:
-    """The content, from where Range says; ``most``: the connection is cut after so many bytes; ``whole``: Range is not
-    known; ``bad``: one bit is wrong."""
+def send(request: BaseHTTPRequestHandler, content: bytes, *, most: int | None = None) -> None:
+    """The content, from where Range says; ``most``: the connection is cut after so many bytes."""
     asked = request.headers.get("Range", "")
-    start = 0 if whole or not asked else int(asked.removeprefix("bytes=").rstrip("-"))
+    start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
     if start >= len(content):
         return plain(request, 416)
     body = content[start:]
-    if bad:
-        body = bytes([body[0] ^ 1]) + body[1:]
     request.send_response(206 if start else 200)
     request.send_header("Content-Length", str(len(body)))
     if start:

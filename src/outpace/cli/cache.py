@@ -22,8 +22,11 @@ def run(
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
     OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
     from outpace.common.units import format_bytes
-    from outpace.models import downloads
     from outpace.models.native import weight_cache
+
+    """List GGUF files from a hub, which HF_HOME has, and packed weights, or delete them. OUTPACE_CACHE is the folder of
+    packed weights, OUTPACE_WEIGHT_CACHE another one, or 0 for none."""
+    from outpace.models.weights import downloads
 
     removed = downloads.remove(remove) if remove else None
     fetched = downloads.found()
@@ -32,9 +35,10 @@ def run(
     found = [] if where is None else weight_cache.entries(where)
     if common.json:
         files = [
-            {"path": str(e.path), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key} for e in found
+            {"path": str(e.paths[0]), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key}
+            for e in found
         ]
-        named = [{"name": e.name, "path": str(e.path), "bytes": e.bytes, "whole": e.whole} for e in fetched]
+        named = [{"name": e.name, "path": str(e.paths[0]), "bytes": e.bytes, "whole": e.whole} for e in fetched]
         packed = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
         print(json_.dumps({**packed, "removed": removed, "downloads": named}))
         return 0

@@ -95,7 +95,7 @@ class Load:
 
     def fetch(self) -> None:
         """Download a model that is named as in a hub, with a bar. Raises ModelError."""
-        from outpace.models.hub import from_name, is_name
+        from outpace.models.weights.hub import from_name, is_name
 
         if is_name(self.model) and not Path(self.model).expanduser().exists():
             from outpace.cli.terminal import progress

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from outpace.common.files import cache_dir
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import demo, families
-from outpace.models.hub import from_hub, from_name, is_name
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
+from outpace.models.weights.hub import from_hub, from_name, is_name
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
