@@ -35,8 +35,7 @@ def run(
     found = [] if where is None else weight_cache.entries(where)
     if common.json:
         files = [
-            {"path": str(e.paths[0]), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key}
-            for e in found
+            {"path": str(e.path), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key} for e in found
         ]
         named = [{"name": e.name, "path": str(e.paths[0]), "bytes": e.bytes, "whole": e.whole} for e in fetched]
         packed = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
