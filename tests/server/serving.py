@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import openai
 
 from outpace import AsyncEngine, Engine
@@ -26,6 +28,7 @@ class Running:
         self.server, self.service, self.loop, self.engine = server, service, loop, engine
         self.url = f"http://127.0.0.1:{server.address[1]}"
         self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=None))
 
     def client(self) -> openai.OpenAI:
         """The one that threads share, closed with the server."""
@@ -34,7 +37,26 @@ class Running:
     def close(self) -> None:
         """Stop the server; its thread ends."""
         self._client.close()
+        self.http.close()
         self.loop.call_soon_threadsafe(self.server.stop)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Post ``body`` as JSON; bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(path, content=data, headers={"content-type": "application/json", **headers})
+
+    def answer(self, path: str, body: Any, status: int = 200) -> Any:
+        """What is answered with ``status``, as JSON."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, but for its end."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8", response.text
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
 
     def call(self, waiting: Any, timeout: float = 30) -> Any:
         """Run a coroutine in the server's loop."""

@@ -3,12 +3,10 @@ drafted and plain, streamed and not."""
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from outpace import Engine, Grammars, SamplingParams
@@ -151,9 +149,7 @@ def test_any_parameters_together(demo: Running, plain: Engine) -> None:
             sent["grammar"] = {"type": "regex", "value": its["grammar"]}
         if "top_logprobs" in its:
             sent["logprobs"] = True
-        answer = httpx.post(f"{demo.url}/v1/chat/completions", json=sent, timeout=120)
-        assert answer.status_code == 200, (answer.text, its)
-        return answer.json()["choices"]
+        return demo.answer("/v1/chat/completions", sent)["choices"]
 
     with ThreadPoolExecutor(18) as threads:
         answers = [threads.submit(wire, its, i) for i, its in enumerate(asked)]
@@ -168,13 +164,11 @@ def test_answers_say_what_speculation_did(demo: Running) -> None:
 
     def told(wish: dict[str, Any]) -> tuple[dict[str, Any], int]:
         sent = {"messages": talk, "max_tokens": 32, "temperature": 0, "speculation": wish, "ignore_eos": True}
-        path = f"{demo.url}/v1/chat/completions"
-        whole = httpx.post(path, json=sent, timeout=60).json()["usage"]
-        said = httpx.post(path, json={**sent, "stream": True, "stream_options": {"include_usage": True}}, timeout=60)
-        *_, last, usage, done = said.text.strip().split("\n\n")
-        assert done == "data: [DONE]"
-        streamed = json.loads(last.removeprefix("data: "))["speculation"]
-        assert streamed == json.loads(usage.removeprefix("data: "))["usage"]["speculation"]
+        path = "/v1/chat/completions"
+        whole = demo.answer(path, sent)["usage"]
+        *_, last, usage = demo.events(path, {**sent, "stream_options": {"include_usage": True}})
+        streamed = last["speculation"]
+        assert streamed == usage["usage"]["speculation"]
         assert streamed.keys() == whole["speculation"].keys()
         for its in (streamed, whole["speculation"]):
             assert its["tokens_per_step"] * its["steps"] == pytest.approx(whole["completion_tokens"])

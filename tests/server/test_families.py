@@ -7,7 +7,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from outpace.models.text.chat_template import ChatTemplate
@@ -47,7 +46,7 @@ def use(demo: Running, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
 
 def ask(demo: Running, more: dict[str, Any]) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": "Weather in Rome?"}], "max_tokens": 96, "seed": 4, **more}
-    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=120)
+    answer = demo.post("/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
     if not more.get("stream"):
         choice: dict[str, Any] = answer.json()["choices"][0]
@@ -134,7 +133,7 @@ def test_a_format_begins_after_the_thoughts(demo: Running, monkeypatch: pytest.M
 def test_a_model_of_no_known_family_takes_no_tools(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     use(demo, monkeypatch, formats.CODER)
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 2}
-    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=60)
+    answer = demo.post("/v1/chat/completions", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 

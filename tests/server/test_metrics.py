@@ -159,6 +159,22 @@ def test_a_client_that_leaves_is_counted(served: Running) -> None:
     assert scraped(served)["outpace_answers_total"][("gone",)] == before + 1
 
 
+def test_what_fails_is_counted_once(served: Running, written: dict[str, io.StringIO]) -> None:
+    """As a generation's end, not as a refusal too; and no client writes lines or fields of the log."""
+    before = scraped(served)
+    grammar = {"type": "regex", "value": "(yes|no)"}
+    body = {"prompt": SAID, "grammar": grammar, "min_tokens": 8, "user": "a\nFAKE status=200\x1b[31m"}
+    error = served.answer("/v1/completions", body, 400)["error"]
+    assert error["code"] == "no_answer"
+    served.at_rest()
+    after = scraped(served)
+    assert after["outpace_answers_total"][("error",)] == before["outpace_answers_total"].get(("error",), 0) + 1
+    assert after.get("outpace_refused_total") == before.get("outpace_refused_total")
+    (line,) = written["text"].getvalue().splitlines()
+    assert line.startswith("failed ")
+    assert 'user="a\\nFAKE status=200\\u001b[31m"' in line
+
+
 def test_waiting_for_a_row_is_told_apart_from_running() -> None:
     """Of two choices the queue's time is the first one's whole answer, where one row writes them."""
     with Engine.load("demo", drafter="none", max_length=256, max_rows=1) as engine:

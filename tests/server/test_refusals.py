@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
 from outpace.server.api.models import DetokenizeRequest, TokenizeRequest
 from outpace.server.api.responses import ResponsesRequest
+from outpace.server.schema import UNSUPPORTED, Body
 from tests.server.serving import Running
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
-PATHS = {
+PATHS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
@@ -37,14 +38,8 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 def post(demo: Running, path: str, data: bytes | dict[str, Any], **headers: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", demo.server.address[1], timeout=60)
-    try:
-        sent = data if isinstance(data, bytes) else json.dumps(data).encode()
-        connection.request("POST", path, sent, {"content-type": "application/json", **headers})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    answer = demo.post(path, data, **headers)
+    return answer.status_code, answer.json()
 
 
 def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
@@ -76,9 +71,6 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop": [""]}, "stop"),
-        ({"audio": {"voice": "x"}}, "audio"),
-        ({"functions": []}, "functions"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"temprature": 1}, "temprature"),
         ({"speculation": {"drafter": "psychic"}}, "speculation.drafter"),
         ({"speculation": {"size": 64}}, "speculation.size"),
@@ -153,10 +145,60 @@ def test_what_turns_out_to_be_impossible_is_the_requests_fault(demo: Running, mo
     demo.at_rest()
 
 
+ECHOED = {  # an answer's message as openai's helpers and other clients send it back
+    "role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": None, "reasoning": "Well.",
+    "provider_specific_fields": {}, "tool_calls": [{
+        "index": 0, "id": "a", "type": "function",
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
+    }],
+}  # fmt: skip
+CACHED = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"messages": [CACHED, ECHOED, {"role": "tool", "tool_call_id": "a", "content": "1"}]}),
+        ("/v1/chat/completions", {"messages": [{**ECHOED, "content": "x", "tool_calls": None, "refusal": "no"}]}),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}, "parallel_tool_calls": True}),
+        ("/v1/completions", {"best_of": 1, "use_beam_search": False, "echo": False}),
+        (
+            "/v1/responses",
+            {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}, "top_logprobs": 0},
+        ),
+        *((path, dict.fromkeys(UNSUPPORTED.keys() - {"prompt"})) for path in ANSWERING),
+        *((path, {"store": True, "metadata": {"a": "b"}, "service_tier": "auto"}) for path in ANSWERING),
+        *((path, {"safety_identifier": "x", "prompt_cache_key": "y", "user": "z"}) for path in ANSWERING),
+    ],
+)
+def test_what_changes_nothing_is_taken(demo: Running, path: str, more: dict[str, Any]) -> None:
+    demo.answer(path, {**GOOD[path], **more})
+
+
+@pytest.mark.parametrize("path", ANSWERING)
+def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -> None:
+    for name, why in UNSUPPORTED.items():
+        if name != "prompt":
+            error = demo.answer(path, {**GOOD[path], name: {"a": 1}}, 400)["error"]
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+            assert why in error["message"]
+
+
+def test_a_body_of_mistakes_is_refused_at_its_first(demo: Running) -> None:
+    """An error object for each of a million items took minutes and gigabytes."""
+    for kind in PATHS.values():
+        for name in kind.model_fields:
+            wrong = json.dumps({name: [[1.5]] * 100, "messages": [{"role": 1, "content": [3] * 100}] * 100})
+            with pytest.raises(ValidationError) as found:
+                kind.model_validate_json(wrong)
+            assert found.value.error_count() < 30
+
+
 def test_bodies_are_bounded_and_json(demo: Running) -> None:
     path = "/v1/chat/completions"
     check(*post(demo, path, b" " * (9 << 20)), 413)
-    check(*post(demo, path, b"{}", **{"content-type": "text/plain"}), 415)
+    for kind in ("text/plain", ""):
+        check(*post(demo, path, b"{}", **{"content-type": kind}), 415)
     check(*post(demo, path, b"[" * 100_000), 400)
     check(*post(demo, path, b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}"), 400)
     check(*post(demo, path, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400)
@@ -199,10 +241,7 @@ def test_malformed_bodies_are_refused(demo: Running, data: st.DataObject) -> Non
 
 
 def test_every_field_that_is_taken_is_described(demo: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", demo.server.address[1], timeout=60)
-    connection.request("GET", "/openapi.json")
-    document = json.loads(connection.getresponse().read())
-    connection.close()
+    document = demo.http.get("/openapi.json").json()
     for path, kind in PATHS.items():
         place = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         described = document["components"]["schemas"][place.rpartition("/")[2]]

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.serving import Running
@@ -20,9 +19,7 @@ TEXTS = {"prompt": ["One, two,", "A, b,"], "max_tokens": 6, "temperature": 0, "r
 
 
 def ask(demo: Running, path: str, body: Any, status: int = 200) -> Any:
-    response = httpx.post(demo.url + path, json=body, timeout=60)
-    assert response.status_code == status, response.text
-    return response.json()
+    return demo.answer(path, body, status)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import itertools
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from outpace.engine import core
@@ -137,7 +136,7 @@ def test_a_stream_is_the_answer_and_both_are_the_chats(demo: Running, more: dict
         chat["tools"] = [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
     if "text" in more:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}
-    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=chat, timeout=60).json()
+    answer = demo.answer("/v1/chat/completions", chat)
     assert whole["token_ids"] == answer["choices"][0]["token_ids"]
     assert whole["prompt_token_ids"] == answer["prompt_token_ids"]
     message = answer["choices"][0]["message"]
@@ -207,6 +206,5 @@ def test_a_fault_in_mid_stream_is_told(demo: Running, monkeypatch: pytest.Monkey
     ],
 )
 def test_what_is_wrong_is_named(demo: Running, more: dict[str, Any], param: str) -> None:
-    response = httpx.post(f"{demo.url}/v1/responses", json={"input": INPUT, "max_output_tokens": 2, **more}, timeout=60)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
+    error = demo.answer("/v1/responses", {"input": INPUT, "max_output_tokens": 2, **more}, 400)["error"]
+    assert error["param"] == param, error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.fake_hub import FakeHub, send, serving
@@ -47,13 +47,14 @@ def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
 
 
 def ask(port: int, body: dict[str, Any] = BODY, path: str = "/v1/chat/completions") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    response = httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60)
+    return response.status_code, response.json()
+
+
+def scraped(port: int, pattern: str) -> float:
+    """The sum of all samples that are so named."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+    return sum(map(float, re.findall(f"^{pattern}", text, re.MULTILINE)))
 
 
 def test_killed_it_serves_the_same_again_and_told_to_stop_under_load_it_answers_everybody() -> None:
@@ -67,7 +68,8 @@ def test_killed_it_serves_the_same_again_and_told_to_stop_under_load_it_answers_
         assert before["system_fingerprint"] == after["system_fingerprint"]
         assert told["identical"] is True
         asked = [threads.submit(ask, port) for _ in range(8)]
-        time.sleep(0.2)
+        while scraped(port, r"outpace_requests_inside (.+)") + scraped(port, r"outpace_answers_total\S+ (.+)") < 10:
+            time.sleep(0.01)  # two were answered before
         its.send_signal(signal.SIGTERM)
         answers = [future.result(60) for future in asked]
         assert {status for status, _ in answers} <= {200, 503}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from outpace import Engine, Grammars, SamplingParams
@@ -32,7 +31,7 @@ def its() -> Iterator[Running]:
 
 
 def post(its: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    answer = httpx.post(its.url + path, json=body, timeout=30)
+    answer = its.post(path, body)
     return answer.status_code, answer.json()
 
 
@@ -43,7 +42,7 @@ def test_while_a_step_lasts_everything_else_is_answered(its: Running) -> None:
             waiting = threads.submit(post, its, "/v1/chat/completions", CHAT)
             assert reached.wait(30)
             for path in ("/health", "/ready", "/v1/models", "/docs", "/openapi.json", "/"):
-                assert httpx.get(its.url + path, timeout=30).status_code == 200
+                assert its.http.get(path).status_code == 200
             assert post(its, "/tokenize", {"messages": MESSAGES})[1]["count"] > 3
             assert post(its, "/v1/chat/completions", {**CHAT, "n": 0})[0] == 400
             assert post(its, "/v1/chat/completions", {**CHAT, "grammar": {"type": "regex", "value": "("}})[0] == 400
@@ -74,7 +73,7 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
     watched(ChatCompletion, "to_json")
     tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
     for more in ({"response_format": FORMAT}, {"tools": [tool], "tool_choice": "required"}, {"stream": True}):
-        answer = httpx.post(f"{its.url}/v1/chat/completions", json={**CHAT, "ignore_eos": False, **more}, timeout=30)
+        answer = its.post("/v1/chat/completions", {**CHAT, "ignore_eos": False, **more})
         assert answer.status_code == 200
     assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "parsed", "to_json"}
     for name, threads in where.items():

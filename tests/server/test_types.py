@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -52,31 +51,18 @@ def check(kind: Any, value: Any) -> None:
     assert more(parsed) <= OURS
 
 
-def post(demo: Running, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(demo.url + path, json={"max_tokens": 40, **body}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def events(demo: Running, path: str, body: dict[str, Any]) -> list[Any]:
-    answer = httpx.post(demo.url + path, json={"max_tokens": 40, "stream": True, **body}, timeout=60)
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
 @pytest.mark.parametrize("body", CHATS)
 def test_chats(demo: Running, body: dict[str, Any]) -> None:
-    body = {"messages": MESSAGES, **body}
-    check(ChatCompletion, post(demo, "/v1/chat/completions", body))
-    for chunk in events(demo, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}):
+    body = {"messages": MESSAGES, "max_tokens": 40, **body}
+    check(ChatCompletion, demo.answer("/v1/chat/completions", body))
+    for chunk in demo.events("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}):
         check(ChatCompletionChunk, chunk)
 
 
 @pytest.mark.parametrize("body", TEXTS)
 def test_completions(demo: Running, body: dict[str, Any]) -> None:
-    check(Completion, post(demo, "/v1/completions", body))
-    for chunk in events(demo, "/v1/completions", body):
+    check(Completion, demo.answer("/v1/completions", body))
+    for chunk in demo.events("/v1/completions", body):
         for choice in chunk["choices"]:
             choice["finish_reason"] = (
                 choice["finish_reason"] or "stop"
@@ -87,14 +73,11 @@ def test_completions(demo: Running, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("body", RESPONSES)
 def test_responses(demo: Running, body: dict[str, Any]) -> None:
     body = {"input": "Count to ten.", "max_output_tokens": 40, **body}
-    answer = httpx.post(f"{demo.url}/v1/responses", json=body, timeout=60).json()
-    check(Response, answer)
-    streamed = httpx.post(f"{demo.url}/v1/responses", json={**body, "stream": True}, timeout=60).text
-    for line in streamed.splitlines():
-        if line.startswith("data: "):
-            check(ResponseStreamEvent, json.loads(line.removeprefix("data: ")))
+    check(Response, demo.answer("/v1/responses", body))
+    for event in demo.events("/v1/responses", body):
+        check(ResponseStreamEvent, event)
 
 
 def test_models(demo: Running) -> None:
-    for model in httpx.get(f"{demo.url}/v1/models").json()["data"]:
+    for model in demo.http.get("/v1/models").json()["data"]:
         check(Model, model)

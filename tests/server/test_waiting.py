@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -50,9 +49,7 @@ def single(tiny: Tiny) -> Iterator[Running]:
 
 
 def ask(running: Running, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
+    found: dict[str, Any] = running.answer("/v1/completions", body)
     return found
 
 
@@ -70,7 +67,7 @@ def until_waiting(running: Running, waiting: int) -> None:
 def test_higher_priorities_and_deadlines_come_first_among_those_who_wait(single: Running) -> None:
     with (
         ThreadPoolExecutor(3) as threads,
-        httpx.stream("POST", f"{single.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as first,
+        single.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first,
     ):
         pieces = first.iter_bytes()  # which close the stream once they are gone
         next(pieces)
@@ -124,8 +121,8 @@ def test_who_gives_way_when_memory_runs_out_says_the_same(tiny: Tiny) -> None:
     with serving(engine(tiny, kv_memory="64KiB"), name="tiny") as running, ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda body: ask(running, body)["choices"], bodies)) == expected
         assert running.call(running.engine.ask(lambda its: its.snapshot().preemptions)) > 0
-        answer = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        error = running.answer("/v1/completions", LONG, 400)["error"]
+        assert error["code"] == "context_length_exceeded"
         running.at_rest()
 
 

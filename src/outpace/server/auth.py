@@ -59,7 +59,7 @@ class Keys:
 def refusal(error: Exception, service: Service, what: str) -> Response:
     """The answer to a request that failed: all that its client can mend, and nothing internal."""
     refused = errors.of(error)
-    for observer in service.observers:
+    for observer in () if refused.observed else service.observers:
         observer.refused(refused)
     if refused.status >= 500 and refused is not error:
         log.error("%s failed", what, exc_info=error)

@@ -57,6 +57,7 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.kind = kind or (SERVER if status >= 500 else CLIENT)
         self.headers = dict(headers or {})
+        self.observed = False  # by observers, as the end of a generation
 
     @property
     def body(self) -> Refusal:

@@ -88,6 +88,8 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 def refusal(error: ValidationError) -> APIError:
     """What a client reads of ``error``: one thing that is wrong, by name."""
+    if error.error_count() > _MOST_ERRORS:  # of a mapping's values; each would become an object
+        return APIError(400, f"the body has {error.error_count()} mistakes: correct it", code="invalid_value")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # of a union's branches, the one that went furthest is what was meant
     first = min(found, key=lambda its: (its["type"] != "extra_forbidden", -len(its["loc"])))
@@ -113,4 +115,5 @@ def _internal(part: str | int) -> bool:
     return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in _BRANCHES)
 
 
+_MOST_ERRORS = 10_000
 _BRANCHES = {"str", "int", "float", "bool", "dict", "constrained-str"}

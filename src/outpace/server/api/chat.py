@@ -46,7 +46,7 @@ from outpace.server.engines.generation import Generation, Work, seeded
 from outpace.server.engines.models import Served
 from outpace.server.engines.parts import Part, Whole
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer
+from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
 from outpace.server.streaming import EventStream, event
 
@@ -66,7 +66,7 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     grammar: Grammar | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
 
 
 class Function(Answer):

@@ -79,7 +79,7 @@ class ResponsesRequest(Parameters):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     grammar: Grammar | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="The answer has it, too.")

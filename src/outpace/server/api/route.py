@@ -117,7 +117,11 @@ async def each_part(request: Request, generation: Generation, take: Callable[[Pa
                 take(part)
 
     async with aclosing(generation):
-        await _unless_gone(request, all_parts())
+        try:
+            await _unless_gone(request, all_parts())
+        except APIError as error:
+            error.observed = True
+            raise
 
 
 async def _unless_gone(
@@ -126,7 +130,7 @@ async def _unless_gone(
     """What ``waiting`` gives; when the client goes away first, it is cancelled, which raises APIError. ``dispose`` gets
     a result that came too late."""
     task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(gone(request.receive))
-    taken = False
+    taken, gone_error = False, APIError(_GONE, "the client went away")
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -137,8 +141,9 @@ async def _unless_gone(
             future.cancel()
         found = (await asyncio.gather(task, leaving, return_exceptions=True))[0]
         if dispose is not None and not taken and not isinstance(found, BaseException):
+            gone_error.observed = True
             await dispose(found)
-    raise APIError(_GONE, "the client went away")
+    raise gone_error
 
 
 def stream(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import Field, create_model
@@ -58,14 +61,17 @@ class Grammar(Body):
     value: str = Field(min_length=1)
 
 
-_LISTS: Any = Items
+def _first_error_only(hint: Any) -> Any:
+    """``hint`` with ``Items`` for every list."""
+    lists: Any = Items
+    if isinstance(hint, UnionType):
+        return reduce(or_, map(_first_error_only, get_args(hint)))
+    return lists[get_args(hint)[0]] if get_origin(hint) is list else hint
 
 
 def _field(parameter: Parameter) -> Any:
     """A parameter's field in a request; null is the server's default."""
-    hint = parameter.values.json
-    if get_origin(hint) is list:
-        hint = _LISTS[get_args(hint)[0]]  # which end at their first error
+    hint = _first_error_only(parameter.values.json)
     default = {"temperature": " Default: 1."}.get(parameter.name, "")
     return hint | None, Field(default=None, description=parameter.meaning + default)
 

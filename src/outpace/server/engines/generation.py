@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from outpace.common.arrays import I32
 from outpace.engine.aio import Running
@@ -60,8 +60,8 @@ class Caller:
     scope: str = ""
 
 
-class Observer(Protocol):
-    """What metrics, logs and spans implement. Called in the event loop, so no method may take long."""
+class Observer:
+    """Base of metrics, logs and spans; by itself it does nothing. Called in the event loop: no method may take long."""
 
     def began(self, generation: Generation) -> None:
         """The request was queued."""
@@ -73,7 +73,7 @@ class Observer(Protocol):
         """The request is over: with ``error``; or all choices have ended; or, neither, the client went away."""
 
     def refused(self, error: APIError) -> None:
-        """A request was answered with an error before it began."""
+        """A request was answered with an error that ended no generation."""
 
 
 class Generation:
@@ -87,6 +87,8 @@ class Generation:
         self.held = AsyncExitStack()  # what it has of the server, given back when it closes
         self.id = f"{caller.kind}{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.began = time.perf_counter()
+        self.first_token_at: float | None = None  # by the same clock
         self._choices = {
             (request, sample): self._choice(i * work.params.n + sample)
             for i, request in enumerate(running.ids)
@@ -119,6 +121,7 @@ class Generation:
             return await self._parts(timeout)
         except Exception as error:
             self._error = errors.of(error)
+            self._error.observed = True
             raise self._error from error
 
     async def _parts(self, timeout: float | None) -> list[Part]:
@@ -134,6 +137,8 @@ class Generation:
                     raise _failure(result)
                 self.model.admission.took(result.stats.total_seconds)
                 self.results[part.index] = result
+        if self.first_token_at is None and any(part.token_ids for part in parts):
+            self.first_token_at = time.perf_counter()
         if parts:
             for observer in self._observers:
                 observer.gained(self, parts)

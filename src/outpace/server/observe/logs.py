@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from outpace.errors import Argument, ParameterError
-from outpace.server.engines.generation import Generation
-from outpace.server.engines.parts import Part
+from outpace.server.engines.generation import Generation, Observer
 from outpace.server.engines.usage import usage
 from outpace.server.errors import APIError
 
@@ -32,18 +31,26 @@ def configure(form: str) -> None:
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
     """What a record says beside its message; the request's id where it was logged in one."""
-    its: dict[str, Any] = dict(getattr(record, "fields", {}))
-    if REQUEST_ID.get() and "request_id" not in its:
-        its = {"request_id": REQUEST_ID.get(), **its}
-    return its
+    found: dict[str, Any] = dict(getattr(record, "fields", {}))
+    if REQUEST_ID.get() and "request_id" not in found:
+        found = {"request_id": REQUEST_ID.get(), **found}
+    return found
 
 
 class Lines(logging.Formatter):
-    """Text: the fields follow the message as ``name=value``."""
+    """Text: the fields follow the message as ``name=value``. What clients write begins neither a line nor a field."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without what was raised."""
-        return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in fields(record).items())])
+        found = [f"{name}={_quoted(str(value))}" for name, value in fields(record).items()]
+        return _CONTROL.sub(lambda its: json.dumps(its[0])[1:-1], " ".join([super().formatMessage(record), *found]))
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if re.search(r"[\s\"=\\]", text) else text
 
 
 class JsonLines(logging.Formatter):
@@ -52,7 +59,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record's line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        its = {
+        line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -60,34 +67,22 @@ class JsonLines(logging.Formatter):
             **fields(record),
         }
         if record.exc_info:
-            its["exception"] = self.formatException(record.exc_info)
-        return json.dumps(its, default=str)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
-class RequestLog:
-    """An Observer: one line for every request that was answered, left or refused."""
-
-    def __init__(self) -> None:
-        self._began: dict[Generation, tuple[float, float | None]] = {}  # when, and when the first token came
-
-    def began(self, generation: Generation) -> None:
-        self._began[generation] = (time.perf_counter(), None)
-
-    def gained(self, generation: Generation, parts: Sequence[Part]) -> None:
-        began, first = self._began[generation]
-        if first is None and any(part.token_ids for part in parts):
-            self._began[generation] = (began, time.perf_counter())
+class RequestLog(Observer):
+    """One line for every request that was answered, left or refused."""
 
     def ended(self, generation: Generation, error: APIError | None) -> None:
-        began, first = self._began.pop(generation)
         line: dict[str, Any] = {
             "request_id": generation.request_id,
             "id": generation.id,
             "model": generation.model.name,
-            "seconds": round(time.perf_counter() - began, 4),
+            "seconds": round(time.perf_counter() - generation.began, 4),
         }
-        if first is not None:
-            line["first_token_seconds"] = round(first - began, 4)
+        if generation.first_token_at is not None:
+            line["first_token_seconds"] = round(generation.first_token_at - generation.began, 4)
         if generation.user is not None:
             line["user"] = generation.user
         if generation.results:

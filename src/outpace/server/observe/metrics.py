@@ -20,7 +20,7 @@ from outpace.engine.aio import AsyncEngine
 from outpace.engine.snapshot import Snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.errors import OutpaceError
-from outpace.server.engines.generation import Generation
+from outpace.server.engines.generation import Generation, Observer
 from outpace.server.engines.parts import Part
 from outpace.server.errors import APIError
 
@@ -50,14 +50,6 @@ _ENDED = {
 }  # vLLM's words for how a request ended
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Of a generation: when it began, and when each choice last gained."""
-
-    began: float
-    last: dict[int, float]
-
-
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The last snapshot of a model's engine. ``before``: what engines did that served the model earlier."""
@@ -72,8 +64,8 @@ class _Seen:
         return pooled([self.before, self.snapshot.stats])
 
 
-class Metrics:
-    """An Observer that counts. It has a registry of its own: nothing of the process is in it."""
+class Metrics(Observer):
+    """Counts, in a registry of its own: nothing of the process is in it."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -102,28 +94,27 @@ class Metrics:
         self._registry.register(self._read)
         histograms = [self._first, self._gap, self._each, self._queued, self._total, self._prompt, self._generated]
         self._registry.register(_Also(histograms, self._ended))
-        self._clocks: dict[Generation, _Clock] = {}
+        self._last: dict[Generation, dict[int, float]] = {}  # when each choice last gained tokens
 
     def _histogram(self, name: str, words: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(name, words, ["model"], buckets=buckets, registry=self._registry)
 
     def began(self, generation: Generation) -> None:
-        self._clocks[generation] = _Clock(time.perf_counter(), {})
+        self._last[generation] = {}
 
     def gained(self, generation: Generation, parts: Sequence[Part]) -> None:
-        clock, name, now = self._clocks[generation], generation.model.name, time.perf_counter()
+        last, name, now = self._last[generation], generation.model.name, time.perf_counter()
         for part in parts:
             if part.token_ids:
-                last = clock.last.get(part.index)
-                if last is None:
-                    self._first.labels(name).observe(now - clock.began)
+                if part.index in last:
+                    self._gap.labels(name).observe(now - last[part.index])
                 else:
-                    self._gap.labels(name).observe(now - last)
-                clock.last[part.index] = now
+                    self._first.labels(name).observe(now - generation.began)
+                last[part.index] = now
             if part.result is not None:
                 stats = part.result.stats
                 self._queued.labels(name).observe(stats.queue_seconds)
-                self._total.labels(name).observe(now - clock.began)
+                self._total.labels(name).observe(now - generation.began)
                 self._prompt.labels(name).observe(part.result.prompt_tokens)
                 self._generated.labels(name).observe(part.result.completion_tokens)
                 if stats.decode_tokens_per_second:
@@ -131,7 +122,7 @@ class Metrics:
                 self._ended.labels(name, part.result.finish_reason).inc()
 
     def ended(self, generation: Generation, error: APIError | None) -> None:
-        del self._clocks[generation]
+        del self._last[generation]
         left = generation.work.samples - len(generation.results)
         if left:
             self._ended.labels(generation.model.name, "gone" if error is None else "error").inc(left)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from outpace.errors import MissingExtraError
-from outpace.server.engines.generation import Generation
+from outpace.server.engines.generation import Generation, Observer
 from outpace.server.engines.parts import Part
 from outpace.server.engines.usage import usage
 from outpace.server.errors import APIError
@@ -46,8 +46,8 @@ def tracer() -> Tracer:
     return its
 
 
-class Spans:
-    """An Observer that spans requests from queue to end. Neither prompts nor answers are in them."""
+class Spans(Observer):
+    """A span for every request, from its queueing to its end. Neither prompts nor answers are in them."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -70,7 +70,7 @@ class Spans:
             span.set_attribute(key, value)
 
     def gained(self, generation: Generation, parts: Sequence[Part]) -> None:
-        if generation not in self._first and any(part.token_ids for part in parts):
+        if generation.first_token_at is not None and generation not in self._first:
             self._first.add(generation)
             self._spans[generation].add_event("first token")
 
@@ -89,6 +89,3 @@ class Spans:
         if error is not None:
             span.set_attribute("error.type", error.code or str(error.status))
         span.end()
-
-    def refused(self, error: APIError) -> None:
-        """It never began."""
