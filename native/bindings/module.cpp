@@ -8,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "runtime/amx.h"
 #include "runtime/cpu.h"
+#include "runtime/denormals.h"
 #include "model/model.h"
 #include "weights/packed_file.h"
 #include "weights/pack.h"
@@ -90,6 +91,7 @@ nb::object unpack(const Matrix& m) {
 // x [n, cols] -> y [n, rows] by one kernel table, for tests and benchmarks.
 nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
     const Kernels& k = kernels_for(isa);
+    const DenormalsAsZero mode;
     const int n = static_cast<int>(x.shape(0));
     if (static_cast<int>(x.shape(1)) != m.cols) throw std::invalid_argument("x does not fit the matrix");
     std::vector<uint8_t> acts(static_cast<size_t>(m.groups) * n * act_bytes(m.acts()));
@@ -105,6 +107,19 @@ nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
         std::memcpy(y.data() + static_cast<size_t>(t) * m.rows, padded.data() + static_cast<size_t>(t) * m.out_padded(),
                     static_cast<size_t>(m.rows) * 4);
     return numpy(std::move(y), {static_cast<size_t>(n), static_cast<size_t>(m.rows)});
+}
+
+// Kernels::dot_pairs over [n] pairs of bfloat16 and sums, for tests.
+nb::object dot_pairs(const Ints& a, const Ints& b, const Floats& c, const std::string& isa) {
+    const Kernels& k = kernels_for(isa);
+    const DenormalsAsZero mode;
+    const size_t n = c.shape(0);
+    if (a.shape(0) != n || b.shape(0) != n || n % 16 != 0) throw std::invalid_argument("a, b and c must be equally many, by 16");
+    std::vector<float> out(n);
+    for (size_t i = 0; i < n; i += 16)
+        k.dot_pairs(reinterpret_cast<const uint32_t*>(a.data()) + i, reinterpret_cast<const uint32_t*>(b.data()) + i, c.data() + i,
+                    out.data() + i);
+    return numpy(std::move(out), {n});
 }
 
 std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row, const Ints& position, const Ints& parent,
@@ -187,7 +202,8 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 9;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 10;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
@@ -203,9 +219,10 @@ NB_MODULE(_native, m) {
         found["from"] = from;
         return found;
     });
+    m.def("dot_pairs", &dot_pairs, "a"_a, "b"_a, "c"_a, "isa"_a);
     m.def("differing_product",
-          [](const std::string& a, const std::string& b) { return differing_product(kernels_for(a), kernels_for(b)); },
-          "a"_a, "b"_a);
+          [](const std::string& a, const std::string& b, int spoiled) { return differing_product(kernels_for(a), kernels_for(b), spoiled); },
+          "a"_a, "b"_a, "spoiled"_a = 0);
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     m.def(

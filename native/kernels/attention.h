@@ -90,7 +90,7 @@ struct Attention {
     alignas(64) float scores[kMaxQueries][kBlock];
     float* sums[kMaxQueries];  // a block's weighted values
     const Query<type>* query[kMaxQueries];
-    alignas(64) uint16_t rounded[kPairs<type> ? kMaxQueries : 1][kMaxHead];
+    alignas(64) Query<type> rounded[type == KVType::BF16 ? kMaxQueries : 1][kMaxHead];
     alignas(64) float widened[type == KVType::F32 ? 16 : kBlock * kMaxHead];
 
     explicit Attention(const AttentionJob& j) : job(j) {}  // no braces around it: nothing is to be zeroed
@@ -98,9 +98,16 @@ struct Attention {
     void take_queries() {
         for (int i = job.queries; i < round_up(job.queries, 16); ++i) peaks[i] = totals[i] = 0.0f;  // lanes without a query
         for (int i = 0; i < job.queries; ++i) {
-            if constexpr (kPairs<type>) {
-                for (int d = 0; d < dim; ++d) rounded[i][d] = float_to_bf16(job.q[i][d]);
-                query[i] = rounded[i];
+            if constexpr (type == KVType::BF16) {
+                Query<type>* out = rounded[i];
+                for (int d = 0; d < dim; ++d) {
+                    const uint32_t bits = bf16_in_float(job.q[i][d]);
+                    if constexpr (kPairs<type>)
+                        out[d] = static_cast<uint16_t>(bits >> 16);
+                    else
+                        out[d] = bits_to_float(bits);
+                }
+                query[i] = out;
             } else {
                 query[i] = job.q[i];
             }

@@ -1,4 +1,4 @@
-// One instruction-set path's table. A kernels_*.cpp defines OUTPACE_NS and its name, then includes this.
+// One instruction-set path's table. A kernels_*.cpp defines OUTPACE_NS, then includes this.
 #pragma once
 
 #include "kernels/attention.h"
@@ -7,13 +7,30 @@
 #include "kernels/sampling.h"
 #include "kernels/store_kv.h"
 
-#define OUTPACE_TABLE(function, label)                                                             \
-    namespace outpace {                                                                            \
-    const Kernels& function() {                                                                    \
-        namespace path = OUTPACE_NS;                                                               \
-        static const Kernels table{label,       path::matmul,  path::encode,    path::rmsnorm,     \
-                                   path::add_to, path::rotate, path::gate,      path::attention, path::merge_parts, path::put_key,     \
-                                   path::put_value, path::argmax, path::at_least,  path::weigh,     path::gumbel_survivors, path::gumbel_survivors_of};      \
-        return table;                                                                              \
-    }                                                                                              \
-    }
+namespace outpace {
+namespace OUTPACE_NS {
+
+static Kernels table(const char* name) {
+    Kernels k{};
+    k.name = name;
+    k.matmul = matmul;
+    k.dot_pairs = dot_pairs_of;
+    k.encode = encode;
+    k.rmsnorm = rmsnorm;
+    k.add = add_to;
+    k.rotate = rotate;
+    k.gate = gate;
+    k.attention = attention;
+    k.merge_parts = merge_parts;
+    k.put_key = put_key;
+    k.put_value = put_value;
+    k.argmax = argmax;
+    k.at_least = at_least;
+    k.weigh = weigh;
+    k.gumbel_survivors = gumbel_survivors;
+    k.gumbel_survivors_of = gumbel_survivors_of;
+    return k;
+}
+
+}  // namespace OUTPACE_NS
+}  // namespace outpace

@@ -2,4 +2,7 @@
 #define OUTPACE_NS isa_avx2
 #include "kernels/instantiate.h"
 
-OUTPACE_TABLE(kernels_avx2, "avx2")
+const outpace::Kernels& outpace::kernels_avx2() {
+    static const Kernels table = OUTPACE_NS::table("avx2");
+    return table;
+}

@@ -2,4 +2,7 @@
 #define OUTPACE_NS isa_avx512
 #include "kernels/instantiate.h"
 
-OUTPACE_TABLE(kernels_avx512, "avx512")
+const outpace::Kernels& outpace::kernels_avx512() {
+    static const Kernels table = OUTPACE_NS::table("avx512");
+    return table;
+}

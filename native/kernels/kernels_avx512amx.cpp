@@ -3,4 +3,12 @@
 #define OUTPACE_NS isa_avx512amx
 #include "kernels/matmul_tiles.h"
 
-OUTPACE_TILE_TABLE(kernels_avx512amx, tile_widths, kernels_avx512bf16, "avx512-amx")
+outpace::TileWidths& outpace::tile_widths() {
+    static TileWidths widths{};
+    return widths;
+}
+
+const outpace::Kernels& outpace::kernels_avx512amx() {
+    static const Kernels table = OUTPACE_NS::table<kernels_avx512bf16, tile_widths>("avx512-amx");
+    return table;
+}

@@ -21,6 +21,7 @@ const Kernels& kernels_avx512bf16() {
         Kernels t = kernels_avx512();
         t.name = "avx512-bf16";
         t.matmul = OUTPACE_NS::product_of;
+        t.dot_pairs = OUTPACE_NS::dot_pairs_of;
         t.attention = OUTPACE_NS::attention;
         return t;
     }();

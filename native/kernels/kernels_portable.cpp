@@ -2,4 +2,7 @@
 #define OUTPACE_NS isa_portable
 #include "kernels/instantiate.h"
 
-OUTPACE_TABLE(kernels_portable, "portable")
+const outpace::Kernels& outpace::kernels_portable() {
+    static const Kernels table = OUTPACE_NS::table("portable");
+    return table;
+}

@@ -26,7 +26,8 @@ INLINE const float* scales_of(const uint8_t* part, int dim) {
     return type == KVType::I8 ? reinterpret_cast<const float*>(part + kBlock * dim) : nullptr;
 }
 
-// Whether scores are sums of bfloat16 products: where there is an instruction for it, queries are rounded as keys are.
+// Whether scores are computed in pairs by an instruction, from the queries' bfloat16 bits. Beside bfloat16 keys queries are
+// rounded to bfloat16 on every path; others keep them as floats, and have the same bits by two multiply-adds.
 template <KVType type>
 constexpr bool kPairs = type == KVType::BF16 && kDotPairs;
 
@@ -80,12 +81,13 @@ struct KeyPair {
     }
 };
 
+// The second dimension first: the order of the instruction for pairs.
 template <KVType type>
 INLINE F score_step(F acc, const KeyPair<type>& k, const Query<type>* q) {
     if constexpr (kPairs<type>)
         return dot_pairs(k.both, set1_pair(q), acc);
     else
-        return fma(k.second, set1(q[1]), fma(k.first, set1(q[0]), acc));
+        return fma(k.first, set1(q[0]), fma(k.second, set1(q[1]), acc));
 }
 
 // scores[q][16 tile + lane] of a whole block for the queries of the pack.

@@ -273,6 +273,11 @@ static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint
     (store(y + t * ldy, acc[t]), ...);
 }
 
+// See Kernels::dot_pairs.
+static void dot_pairs_of(const uint32_t* a, const uint32_t* b, const float* c, float* out) {
+    store(out, dot_pairs(load_i(a), load_i(b), load(c)));
+}
+
 template <Format format, class P>
 INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     if constexpr (layout_of(format).acts == Acts::I8)

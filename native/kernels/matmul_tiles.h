@@ -97,37 +97,23 @@ static void sized_product(const Matrix& m, const uint8_t* acts, int n, int begin
     if constexpr (tokens > 1) sized_product<format, tokens - 1>(m, acts, n, begin, end, y, ldy);
 }
 
-// As `matmul`: narrow products and floats by `other`, since no tile instruction adds floats in its order.
-static void matmul_tiles(MatmulKernel other, const TileWidths& widths, const Matrix& m, const uint8_t* acts, int n, int begin,
-                         int end, float* y, int64_t ldy) {
-    if (n < widths.from[static_cast<int>(m.format)]) return other(m, acts, n, begin, end, y, ldy);
-    with_format(m.format, [&](auto format) {
-        if constexpr (layout_of(format.value).acts == Acts::I8)
-            sized_product<format.value>(m, acts, n, begin, end, y, ldy);
-        else
-            other(m, acts, n, begin, end, y, ldy);
-    });
+// The table of a path that takes integer products of enough tokens through tiles, and has all else of `base`: floats, too,
+// since no tile instruction adds them in its order.
+template <const Kernels& (*base)(), TileWidths& (*widths)()>
+static Kernels table(const char* name) {
+    Kernels k = base();
+    k.name = name;
+    k.matmul = [](const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
+        if (n < widths().from[static_cast<int>(m.format)]) return base().matmul(m, acts, n, begin, end, y, ldy);
+        with_format(m.format, [&](auto format) {
+            if constexpr (layout_of(format.value).acts == Acts::I8)
+                sized_product<format.value>(m, acts, n, begin, end, y, ldy);
+            else
+                base().matmul(m, acts, n, begin, end, y, ldy);
+        });
+    };
+    return k;
 }
 
 }  // namespace OUTPACE_NS
 }  // namespace outpace
-
-// The table of a path that takes integer products of enough tokens through tiles, and has all else of `base`.
-#define OUTPACE_TILE_TABLE(function, widths, base, label)                                                           \
-    namespace outpace {                                                                                             \
-    TileWidths& widths() {                                                                                          \
-        static TileWidths all{};                                                                                    \
-        return all;                                                                                                 \
-    }                                                                                                               \
-    const Kernels& function() {                                                                                     \
-        static const Kernels table = [] {                                                                           \
-            Kernels k = base();                                                                                     \
-            k.name = label;                                                                                         \
-            k.matmul = [](const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) { \
-                OUTPACE_NS::matmul_tiles(base().matmul, widths(), m, acts, n, begin, end, y, ldy);                  \
-            };                                                                                                      \
-            return k;                                                                                               \
-        }();                                                                                                        \
-        return table;                                                                                               \
-    }                                                                                                               \
-    }

@@ -2,8 +2,7 @@
 // and choose.cpp then does exactly what sampling.py does.
 #pragma once
 
-#include <cmath>
-
+#include "kernels/functions.h"
 #include "kernels/math.h"
 #include "kernels/table.h"
 
@@ -25,34 +24,9 @@ static int at_least(const float* x, int first, int n, float threshold, int32_t* 
     return count;
 }
 
-// weights[i] = e^(x[i] / temperature - top) in float64 to within a few units in the last place; 0 below e^-700.
+// weights[i] = e^(x[i] / temperature - top) in float64; 0 below e^-700.
 static void weigh(const float* x, int n, double temperature, double top, double* weights) {
-    constexpr double log2e = 1.4426950408889634, high = 6.93147180369123816490e-01, low = 1.90821492927058770002e-10;
-    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding and taking it away rounds to an integer
-    for (int i = 0; i < n; ++i) {
-        const double raw = static_cast<double>(x[i]) / temperature - top;
-        const double v = raw > -700.0 ? raw : -700.0;
-        const double k = (v * log2e + magic) - magic;
-        const double r = (v - k * high) - k * low;
-        double p = 1.0 / 6227020800.0;  // Taylor to the 13th term: |r| <= 0.35
-        p = p * r + 1.0 / 479001600.0;
-        p = p * r + 1.0 / 39916800.0;
-        p = p * r + 1.0 / 3628800.0;
-        p = p * r + 1.0 / 362880.0;
-        p = p * r + 1.0 / 40320.0;
-        p = p * r + 1.0 / 5040.0;
-        p = p * r + 1.0 / 720.0;
-        p = p * r + 1.0 / 120.0;
-        p = p * r + 1.0 / 24.0;
-        p = p * r + 1.0 / 6.0;
-        p = p * r + 0.5;
-        p = p * r + 1.0;
-        p = p * r + 1.0;
-        const int64_t bits = (static_cast<int64_t>(k) + 1023) << 52;
-        double scale;
-        std::memcpy(&scale, &bits, 8);
-        weights[i] = raw > -700.0 ? p * scale : 0.0;
-    }
+    for (int i = 0; i < n; ++i) weights[i] = exponential(static_cast<double>(x[i]) / temperature - top);
 }
 
 // Ten rounds of Philox4x32 for 16 counters (blocks[lane], c1, c2, c3): words[4 * lane + word].

@@ -116,7 +116,7 @@ INLINE F pair_high(I x) {
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, m)), _mm256_castsi256_ps(_mm256_and_si256(x.b, m))};
 }
 constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
+INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
 
 INLINE W load_w(const uint8_t* p) { return load_pairs(p); }
 INLINE W and_w(W w, int mask) {

@@ -91,7 +91,7 @@ constexpr bool kDotPairs = true;  // whether dot_pairs is one instruction
 INLINE F dot_pairs(I a, I b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #else
 constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
+INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
 #endif
 
 INLINE W load_w(const uint8_t* p) { return _mm512_loadu_si512(p); }

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "weights/halves.h"
 
 #define INLINE static inline
@@ -41,7 +45,45 @@ INLINE F add(F a, F b) { LANES a.v[i] += b.v[i]; return a; }
 INLINE F sub(F a, F b) { LANES a.v[i] -= b.v[i]; return a; }
 INLINE F mul(F a, F b) { LANES a.v[i] *= b.v[i]; return a; }
 INLINE F div(F a, F b) { LANES a.v[i] /= b.v[i]; return a; }
-INLINE F fma(F a, F b, F c) { LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+#ifdef __FP_FAST_FMAF
+INLINE F fma(F a, F b, F c) { LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return c; }
+#else
+// a * b + c rounded once, without the instruction. The product is exact in float64. Where their sum, rounded there, lies half
+// way between two float32, rounding it again may err: then it is rounded to odd first, which makes the second rounding right
+// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+INLINE float round_once(double product, double c) {
+    const double sum = product + c, rest = sum - product;
+    const double lost = (product - (sum - rest)) + (c - rest);  // exact (Knuth's two-sum); NaN where the sum is not finite
+    uint64_t bits, lost_bits;
+    std::memcpy(&bits, &sum, 8);
+    std::memcpy(&lost_bits, &lost, 8);
+    const uint64_t even = ~bits & 1, down = (bits ^ lost_bits) >> 63;
+    if (std::fabs(lost) > 0.0) bits += down ? 0 - even : even;
+    double odd;
+    std::memcpy(&odd, &bits, 8);
+    return static_cast<float>(odd);
+}
+INLINE F fma(F a, F b, F c) {
+    F r;
+#ifdef __SSE2__  // the same in vectors, and `round_once` only if one of the 16 lies half way
+    __m128i near = _mm_setzero_si128();
+    const auto half = [&near](__m128 x, __m128 y, __m128 z) {
+        const __m128d sum = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(x), _mm_cvtps_pd(y)), _mm_cvtps_pd(z));
+        const __m128i beyond = _mm_and_si128(_mm_castpd_si128(sum), _mm_set1_epi64x(0x1FFFFFFF));
+        near = _mm_or_si128(near, _mm_cmpeq_epi32(beyond, _mm_set1_epi64x(0x10000000)));
+        return _mm_cvtpd_ps(sum);
+    };
+    for (int i = 0; i < 16; i += 4) {
+        const __m128 x = _mm_loadu_ps(a.v + i), y = _mm_loadu_ps(b.v + i), z = _mm_loadu_ps(c.v + i);
+        const __m128 low = half(x, y, z), high = half(_mm_movehl_ps(x, x), _mm_movehl_ps(y, y), _mm_movehl_ps(z, z));
+        _mm_storeu_ps(r.v + i, _mm_movelh_ps(low, high));
+    }
+    if ((_mm_movemask_epi8(near) & 0x0F0F) == 0) return r;  // the sums' lower words
+#endif
+    LANES r.v[i] = round_once(static_cast<double>(a.v[i]) * b.v[i], c.v[i]);
+    return r;
+}
+#endif
 INLINE F max(F a, F b) { LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE F min(F a, F b) { LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE F abs(F a) { LANES a.v[i] = std::fabs(a.v[i]); return a; }
@@ -100,7 +142,7 @@ INLINE F pair_high(I x) {
     return r;
 }
 constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_high(a), pair_high(b), fma(pair_low(a), pair_low(b), c)); }
+INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
 
 INLINE W load_w(const uint8_t* p) { W r; std::memcpy(r.v, p, 64); return r; }
 #define BYTES for (int i = 0; i < 64; ++i)

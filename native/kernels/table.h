@@ -1,4 +1,6 @@
-// The kernels of one instruction-set path. Everything that computes a number of the model goes through this table.
+// The kernels of one instruction-set path. Everything that computes a number of the model goes through this table, and every
+// path's table gives the same bits: one order of sums, 16 lanes wide; one rounding of each multiply-add; denormals as zero
+// (runtime/denormals.h). Operations are basic ones, whose results IEEE 754 fixes; none is an estimate.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +9,10 @@
 #include "weights/matrix.h"
 
 namespace outpace {
+
+// Raised with every change that alters a bit of an answer: what was recorded with another number may differ in its last bits.
+// tests/integration/golden.json is then made anew.
+constexpr int kArithmetic = 1;
 
 enum class Activation { Silu, GeluTanh };
 
@@ -58,6 +64,10 @@ struct Kernels {
     const char* name;
 
     MatmulKernel matmul;
+
+    // The rule for sums of products of bfloat16, which all that multiplies such pairs follows: the odd (upper) element first,
+    // fma(a[0], b[0], fma(a[1], b[1], c)), each rounded once and with denormals as zero. 16 lanes, for tests.
+    void (*dot_pairs)(const uint32_t* a, const uint32_t* b, const float* c, float* out);
 
     // Encodes groups [begin, end) of token t of n; x points at group `begin`'s first value.
     void (*encode)(Acts acts, const float* x, int begin, int end, uint8_t* dst, int n, int t);

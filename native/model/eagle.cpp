@@ -8,6 +8,7 @@
 #include <string>
 
 #include "model/run.h"
+#include "runtime/denormals.h"
 
 namespace outpace {
 
@@ -153,6 +154,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
     check(asks);
     Model& m = *model_;
     const Settled settled{m.kv_};
+    const DenormalsAsZero mode;
     const size_t hidden = static_cast<size_t>(m.config_.hidden);
     std::vector<KV::Need> needs;
     for (const Ask& ask : asks)

@@ -1,8 +1,9 @@
 #include "model/model.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
+
+#include "kernels/functions.h"
 
 namespace outpace {
 
@@ -18,8 +19,10 @@ void Rope::cover(int positions) {
         for (const float frequency : inverse_) {
             // The angle is rounded to float32 as in the models' training code; its cosine is exact to float32.
             const float angle = static_cast<float>(p) * frequency;
-            cos_.push_back(static_cast<float>(std::cos(static_cast<double>(angle))) * scale_);
-            sin_.push_back(static_cast<float>(std::sin(static_cast<double>(angle))) * scale_);
+            double cosine, sine;
+            circle(static_cast<double>(angle), &cosine, &sine);
+            cos_.push_back(static_cast<float>(cosine) * scale_);
+            sin_.push_back(static_cast<float>(sine) * scale_);
         }
     }
     covered_ = target;

@@ -6,7 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/functions.h"
 #include "model/run.h"
+#include "runtime/denormals.h"
 #include "weights/pack.h"
 
 namespace outpace {
@@ -186,6 +188,7 @@ void Parallel::forward(const std::vector<Ask>& asks) {
 
 // before_ of tokens, and the same encoded.
 void Parallel::encode(const std::vector<int32_t>& tokens) {
+    const DenormalsAsZero mode;
     const Matrix& after = markov_->after;
     const size_t wide = static_cast<size_t>(rank());
     before_.resize(tokens.size() * wide);
@@ -205,7 +208,7 @@ float Parallel::accepted(size_t place, size_t before) const {
         const float read = i < hidden ? normed_[place * hidden + i] : before_[before * static_cast<size_t>(rank()) + i - hidden];
         sum += static_cast<double>(confidence_->weight[i]) * static_cast<double>(read);
     }
-    return static_cast<float>(1.0 / (1.0 + std::exp(-sum)));
+    return static_cast<float>(std::isnan(sum) ? sum : 1.0 / (1.0 + exponential(-sum)));
 }
 
 // One slot each of some asks, at most kChunk: a token more in each of their drafts.
@@ -284,6 +287,7 @@ void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits
 
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {
     if (!markov_) throw std::invalid_argument("this drafter has no Markov head");
+    const DenormalsAsZero mode;
     const Matrix& m = markov_->after;
     std::vector<float> padded(std::min<size_t>(kChunk, tokens.size()) * static_cast<size_t>(m.out_padded()));
     for (size_t first = 0; first < tokens.size(); first += kChunk) {

@@ -4,11 +4,13 @@
 #include <numeric>
 
 #include "model/model.h"
+#include "runtime/denormals.h"
 #include "weights/pack.h"
 
 namespace outpace {
 
 void Model::embed(const int32_t* tokens, int n, float* out) const {
+    const DenormalsAsZero mode;
     for (int t = 0; t < n; ++t, out += config_.hidden) {
         unpack_row(embedding_, tokens[t], out);
         if (config_.embedding_scale != 1.0f)
@@ -17,11 +19,13 @@ void Model::embed(const int32_t* tokens, int n, float* out) const {
 }
 
 void Model::final_norm(const float* hidden, int n, float* out) const {
+    const DenormalsAsZero mode;
     for (int t = 0; t < n; ++t, hidden += config_.hidden, out += config_.hidden)
         kernels_.rmsnorm(hidden, final_norm_.data(), config_.eps, config_.hidden, out);
 }
 
 void Model::head(const float* normed, int n, const int32_t* ids, int count, float* out) {
+    const DenormalsAsZero mode;
     std::vector<int> order(static_cast<size_t>(count));  // columns of `out` by the row block of the head that they need
     std::iota(order.begin(), order.end(), 0);
     const auto row = [ids](int column) { return ids ? ids[column] : column; };

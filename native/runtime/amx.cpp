@@ -10,6 +10,7 @@
 #include "kernels/table.h"
 #include "platform.h"
 #include "runtime/cpu.h"
+#include "runtime/denormals.h"
 #include "weights/pack.h"
 
 #if defined(__linux__)
@@ -162,7 +163,8 @@ const Amx& amx() {
     return found;
 }
 
-std::string differing_product(const Kernels& a, const Kernels& b) {
+std::string differing_product(const Kernels& a, const Kernels& b, int spoiled) {
+    const DenormalsAsZero mode;
     std::string differs;
     each_integer_type([&](const SourceType& type, const Matrix& m, std::mt19937& random) {
         for (const int n : {1, 2, 3, 5, 8, 15, 16, 17, 21, 32, 33, 40}) {
@@ -170,6 +172,7 @@ std::string differing_product(const Kernels& a, const Kernels& b) {
             std::vector<float> x(static_cast<size_t>(n * m.out_padded())), y(x.size());
             a.matmul(m, acts.data(), n, 0, m.blocks, x.data(), m.out_padded());
             b.matmul(m, acts.data(), n, 0, m.blocks, y.data(), m.out_padded());
+            if (n == spoiled) y.back() = -y.back();
             if (std::memcmp(x.data(), y.data(), x.size() * 4) == 0) continue;
             differs = std::string(type.name) + " with " + std::to_string(n) + (n == 1 ? " token" : " tokens");
             return true;

@@ -20,7 +20,7 @@ struct Amx {
 const Amx& amx();
 
 // The first product of random matrices, of each integer format and 1 to 40 tokens, of which two tables differ in a bit:
-// "Q4_0 with 3 tokens", say. Empty: none does.
-std::string differing_product(const Kernels& a, const Kernels& b);
+// "Q4_0 with 3 tokens", say. Empty: none does. `spoiled`, for tests: products of so many tokens get a wrong bit.
+std::string differing_product(const Kernels& a, const Kernels& b, int spoiled = 0);
 
 }  // namespace outpace

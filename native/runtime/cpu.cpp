@@ -1,21 +1,24 @@
 #include "runtime/cpu.h"
 
+#include <cstring>
 #include <initializer_list>
+#include <random>
 #include <stdexcept>
 
 #include "kernels/table.h"
 #include "platform.h"
 #include "runtime/amx.h"
+#include "runtime/denormals.h"
+#include "weights/halves.h"
 
 namespace outpace {
 namespace {
 
 struct Candidate {
     const char* name;
-    const char* family;
     const Kernels& (*table)();
     bool usable;
-    bool listed = true;  // else by its exact name only
+    bool listed = true;  // else for tests, which name it
 };
 
 // The paths that were built, best first, and whether this machine can run them.
@@ -23,28 +26,50 @@ std::vector<Candidate> candidates() {
     const Abilities& machine = abilities();
     std::vector<Candidate> all;
 #if defined(OUTPACE_HAS_AVX512AMX)
-    all.push_back({"avx512-amx", "avx512", kernels_avx512amx, amx().off.empty()});
+    all.push_back({"avx512-amx", kernels_avx512amx, amx().off.empty()});
 #endif
 #if defined(OUTPACE_HAS_AVX512BF16)
-    all.push_back({"avx512-bf16", "avx512", kernels_avx512bf16, machine.avx512bf16});
+    all.push_back({"avx512-bf16", kernels_avx512bf16, machine.avx512bf16});
 #endif
 #if defined(OUTPACE_HAS_AVX512)
-    all.push_back({"avx512", "avx512", kernels_avx512, machine.avx512});
+    all.push_back({"avx512", kernels_avx512, machine.avx512});
 #endif
 #if defined(OUTPACE_HAS_AVX512AMXEMULATED)
-    all.push_back({"avx512-amx-emulated", "avx512-amx-emulated", kernels_avx512amxemulated, machine.avx512, false});
+    all.push_back({"avx512-amx-emulated", kernels_avx512amxemulated, machine.avx512, false});
 #endif
 #if defined(OUTPACE_HAS_AVX2VNNI)
-    all.push_back({"avx2-vnni", "avx2", kernels_avx2vnni, machine.avx2vnni});
+    all.push_back({"avx2-vnni", kernels_avx2vnni, machine.avx2vnni});
 #endif
 #if defined(OUTPACE_HAS_AVX2)
-    all.push_back({"avx2", "avx2", kernels_avx2, machine.avx2});
+    all.push_back({"avx2", kernels_avx2, machine.avx2});
 #endif
 #if defined(OUTPACE_HAS_PORTABLE)
-    all.push_back({"portable", "portable", kernels_portable, true});
+    all.push_back({"portable", kernels_portable, true});
 #endif
     return all;
 }
+
+#if defined(OUTPACE_HAS_AVX512BF16)
+// Whether two tables' dot_pairs agree on random triples: numbers of any size, and sums that nearly cancel.
+bool same_pairs(const Kernels& a, const Kernels& b) {
+    const DenormalsAsZero mode;
+    std::mt19937 random(1);
+    for (int round = 0; round < 512; ++round) {
+        uint32_t x[16], y[16];
+        float sums[16], by_a[16], by_b[16];
+        for (int i = 0; i < 16; ++i) {
+            x[i] = static_cast<uint32_t>(random()) & 0xBFFFBFFF;  // below 2, so that all is finite
+            y[i] = static_cast<uint32_t>(random()) & 0xBFFFBFFF;
+            const float product = bits_to_float(x[i] << 16) * bits_to_float(y[i] << 16);
+            sums[i] = i % 2 ? -product : bits_to_float(static_cast<uint32_t>(random()) & 0xBFFFFFFF);
+        }
+        a.dot_pairs(x, y, sums, by_a);
+        b.dot_pairs(x, y, sums, by_b);
+        if (std::memcmp(by_a, by_b, sizeof by_a) != 0) return false;
+    }
+    return true;
+}
+#endif
 
 }  // namespace
 
@@ -63,7 +88,9 @@ Abilities::Abilities() {
     avx2vnni = avx2 && has(more.a, {4});
     avx512 = avx2 && (saved & avx512_state) == avx512_state && has(seventh.b, {16, 17, 30, 31}) &&  // F, DQ, BW, VL
              has(seventh.c, {11});                                                                  // VNNI
-    avx512bf16 = avx512 && has(more.a, {5});
+#if defined(OUTPACE_HAS_AVX512BF16)
+    avx512bf16 = avx512 && has(more.a, {5}) && same_pairs(kernels_avx512bf16(), kernels_avx512());
+#endif
     amx = has(seventh.d, {24, 25});  // TILE, INT8
 #endif
 }
@@ -90,9 +117,10 @@ std::vector<std::string> usable_isas() {
 }
 
 const Kernels& kernels_for(const std::string& name) {
-    bool known = name.empty() || name == "auto";
+    const bool any = name.empty() || name == "auto";
+    bool known = any;
     for (const Candidate& c : candidates()) {
-        const bool asked = name == c.name || (c.listed && (name.empty() || name == "auto" || name == c.family));
+        const bool asked = name == c.name || (any && c.listed);
         known = known || asked;
         if (asked && c.usable) return c.table();
     }

@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "platform.h"
+#include "runtime/denormals.h"
 
 namespace outpace {
 namespace {
@@ -131,6 +132,8 @@ void Pool::close() {
 int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work) {
     const int team = this->team(kind);
     begun_ = Clock::now();
+    body_ = &body;
+    kind_ = kind;
     lost_ = away_ = {};
     count_ = began_ = team;
     expected_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(expected(team, kind) * work));
@@ -139,7 +142,6 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
         gap_ = gap < kMostGap ? std::max(gap, gap_ - gap_ / 16) : Clock::duration{};
         if (calibrated_ && spin_ != kCrowdedSpin) idle_spin_.store(std::min(2 * gap_ + spin_, kMostGap).count(), std::memory_order_relaxed);
         keep_apart();
-        body_ = &body;
         inside_.store(team, std::memory_order_relaxed);
         ++runs_;
         for (int i = 0; i < team; ++i) {
@@ -157,7 +159,7 @@ int Pool::run(const std::function<void(Seat&)>& body, unsigned kind, double work
         account();
     } else {
         Seat alone{0, 0, 1};
-        body(alone);
+        compute(alone);
     }
     ended_ = Clock::now();
     if (calibrated_) learn(team, kind, work);
@@ -177,12 +179,18 @@ void Pool::keep_apart() {
     callers_ = static_cast<int>(workers.size()) + 1 == threads_ ? here : -1;  // some have not begun yet: the next run sees to them
 }
 
+void Pool::compute(Seat& seat) const {
+    if (kind_ == kSampling) return (*body_)(seat);
+    const DenormalsAsZero mode;
+    (*body_)(seat);
+}
+
 bool Pool::take_part(int thread) {
     Place& place = places_[static_cast<size_t>(thread)];
     Seat seat{thread, place.rank, count_};
     place.used = processor_time();
     place.slept = place.away = {};
-    (*body_)(seat);
+    compute(seat);
     if (seat.rank < 0) return false;
     place.away = away(place);
     if (inside_.fetch_sub(1) == 1 && waiting_.load() > 0) {

@@ -85,6 +85,7 @@ private:
     bool differ();
     void keep_apart();
     void work(int thread);
+    void compute(Seat& seat) const;  // sampling in the caller's own mode, since Python samples, too; all else in the kernels'
     bool take_part(int thread);  // false: dismissed
     template <class Done>
     void wait(int thread, const Done& done, bool lost = true);
@@ -104,6 +105,7 @@ private:
     bool closing_ = false;
     // The run's: set by the caller before it starts, later only by a barrier's last thread while the others wait.
     const std::function<void(Seat&)>* body_ = nullptr;
+    unsigned kind_ = 0;
     unsigned runs_ = 0;
     int count_ = 1;
     Clock::time_point begun_, ended_;

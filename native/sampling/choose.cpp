@@ -8,26 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/functions.h"
+
 namespace outpace {
 namespace {
 
 constexpr double kGumbelMax = 22.88;  // as in noise.py
 constexpr double kEdge = 1e-9;        // nearer to a filter's edge than this, the reference's own rounding decides
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// noise.py's log: the same basic operations in the same order. (This file is compiled without contraction.)
-double natural_log(double x) {
-    int exponent;
-    double m = std::frexp(x, &exponent);
-    if (m < 0x1.6a09e667f3bcdp-1) {
-        m = m + m;
-        --exponent;
-    }
-    const double k = static_cast<double>(exponent), f = m - 1.0, s = f / (2.0 + f), z = s * s;
-    double tail = 2.0 / 21.0;
-    for (int i = 8; i >= 0; --i) tail = tail * z + 2.0 / (2 * i + 3);
-    return k * 6.93147180369123816490e-01 + (f - (s * (f - z * tail) - k * 1.90821492927058770002e-10));
-}
 
 uint32_t philox_word(const Sampling& s, uint32_t token) {
     uint32_t x0 = token / 4, x1 = s.index, x2 = s.sample, x3 = s.stream;

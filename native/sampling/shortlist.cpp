@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/functions.h"
+
 namespace outpace {
 namespace {
 
@@ -81,7 +83,7 @@ Mass whole(const Mass* stretches, int count) {
         all.top = std::max(all.top, stretches[i].top);
     }
     const double top = all.top;
-    for (int i = 0; i < count; ++i) all.sum += stretches[i].sum * std::exp(static_cast<double>(stretches[i].top) - top);
+    for (int i = 0; i < count; ++i) all.sum += stretches[i].sum * exponential(static_cast<double>(stretches[i].top) - top);
     return all;
 }
 
@@ -90,10 +92,10 @@ std::vector<double> Shortlist::shares(const Mass& whole, bool sampled) const {
     if (sampled && !entries_.empty()) {
         top = entries_.front().score;
         total = 0.0;
-        for (const Entry& entry : entries_) total += std::exp(entry.score - top);
+        for (const Entry& entry : entries_) total += exponential(entry.score - top);
     }
     std::vector<double> found;
-    for (const Entry& entry : entries_) found.push_back(std::exp(entry.score - top) / total);
+    for (const Entry& entry : entries_) found.push_back(exponential(entry.score - top) / total);
     return found;
 }
 

@@ -27,12 +27,14 @@ static inline uint32_t float_to_bits(float x) {
 
 static inline float bf16_to_float(uint16_t h) { return bits_to_float(static_cast<uint32_t>(h) << 16); }
 
-static inline uint16_t float_to_bf16(float x) {
+// The bfloat16 nearest to x, as the upper half of a float's bits.
+static inline uint32_t bf16_in_float(float x) {
     const uint32_t bits = float_to_bits(x);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet = (bits >> 16) | 0x0040u;
-    return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);  // NaN stays NaN
+    const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return ((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : rounded) & 0xFFFF0000u;  // NaN stays NaN
 }
+
+static inline uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(bf16_in_float(x) >> 16); }
 
 static inline float f16_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;

@@ -16,6 +16,7 @@ _Rules = list[tuple[Any, ...]]  # see describe_rules in models/native/output.py
 _Chooser = tuple[float, int, float, float, int, int, int, int, _Rules]  # see describe there
 
 INTERFACE: int
+ARITHMETIC: int  # raised with every change that alters a bit of an answer
 KV_BLOCK: int
 
 class MemoryLimit(RuntimeError): ...
@@ -560,9 +561,13 @@ def amx() -> dict[str, Any]:
     """Intel's tiles: present (the processor has them), off (why they are not used, "" where they are), from (file type
     -> tokens from which its products use them, 0: never)."""
 
-def differing_product(a: str, b: str) -> str:
+def dot_pairs(a: _I32, b: _I32, c: _F32, isa: str) -> _F32:
+    """fma(even, even, fma(odd, odd, c)) of pairs of bfloat16, int32 [n], n a multiple of 16; for tests."""
+
+def differing_product(a: str, b: str, spoiled: int = 0) -> str:
     """The first product of random matrices, of each integer format and 1 to 40 tokens, in which two instruction-set
-    paths differ by a bit: "Q4_0 with 3 tokens"; "" where none does."""
+    paths differ by a bit: "Q4_0 with 3 tokens"; "" where none does. ``spoiled``: products of so many tokens get a wrong
+    bit, for tests."""
 
 def row_bytes(source: int, cols: int) -> int: ...
 def packed_bytes(source: int, rows: int, cols: int, target: str = "keep") -> int: ...

@@ -80,7 +80,7 @@ def test_what_was_asked_differently_is_named(tmp_path: Path, change: dict[str, A
     ("change", "cause"),
     [
         ({"outpace": "9.9"}, "version"),
-        ({"path": "avx2"}, "instruction set"),
+        ({"arithmetic": 2}, "arithmetic"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"kv_bytes_per_position": 4}, "KV bytes a position"),
         ({"backend": "native"}, "backend"),
@@ -91,8 +91,8 @@ def test_other_arithmetic_explains_a_near_tie_and_nothing_more(
     tmp_path: Path, change: dict[str, Any], cause: str, by: float
 ) -> None:
     a, b, model = pair(tmp_path, by)
-    a = with_header(a, path="avx512")
-    explanation = first(explain(a, with_header(b, **{"path": "avx512", **change}), lambda: (model, None)))
+    a = with_header(a, arithmetic=1)
+    explanation = first(explain(a, with_header(b, **{"arithmetic": 1, **change}), lambda: (model, None)))
     assert explanation.causes[0].name == cause
     assert explanation.index == 6
     assert (explanation.causes[-1].name == "bug") == (by > 1)

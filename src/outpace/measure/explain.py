@@ -18,7 +18,7 @@ _ENDS = ("max_tokens", "stop", "stop_ids", "ignore_eos")  # these end an answer,
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Something that two runs do not have in common. ``name`` is one of: prompt, parameters, seed, acceptance, model,
-    version, backend, instruction set, dtype, KV bytes a position, device, near-tie, ended, bug."""
+    version, backend, arithmetic, dtype, KV bytes a position, device, near-tie, ended, bug."""
 
     name: str
     detail: str

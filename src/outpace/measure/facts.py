@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outpace.measure import machine
-from outpace.models.fingerprint import fingerprint_of
+from outpace.models.fingerprint import arithmetic, fingerprint_of
 from outpace.models.options import BACKENDS, LoadOptions
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def facts(engine: Described, load: LoadOptions | None = None) -> dict[str, Any]:
             "name": info.name,
             "fingerprint": fingerprint_of(info.name, options) if served else None,
             "backend": info.backend,
+            "arithmetic": arithmetic(info.backend),
             "path": machine.path_of(model),
             "dtype": info.dtype,
             "kv_dtype": None if load is None or load.kv_dtype == "auto" else load.kv_dtype,

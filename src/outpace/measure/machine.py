@@ -62,5 +62,5 @@ def team_of(model: Model) -> dict[str, Any] | None:
 
 
 def path_of(model: Model) -> str | None:
-    """The native runtime's instruction-set path: tokens are promised identical within one. None elsewhere."""
+    """The native runtime's instruction-set path, which sets its speed alone. None elsewhere."""
     return getattr(model, "isa", None)

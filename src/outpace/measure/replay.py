@@ -312,7 +312,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
 SENSITIVE = {  # of the header's model: what the arithmetic depends on
     "fingerprint": "model",
     "backend": "backend",
-    "path": "instruction set",
+    "arithmetic": "arithmetic",
     "dtype": "dtype",
     "kv_bytes_per_position": "KV bytes a position",
     "device": "device",

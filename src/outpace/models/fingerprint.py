@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace._fast import native
 from outpace.errors import ModelError
 from outpace.models.load import resolve
 from outpace.models.options import BACKENDS, LoadOptions
@@ -33,9 +34,15 @@ def identity(model: Model, load: LoadOptions | None = None) -> dict[str, Any]:
         "fingerprint": fingerprint_of(info.name, options) if info.backend in BACKENDS else None,
         **{name: getattr(info, name) for name in SHAPE},
         "backend": info.backend,
+        "arithmetic": arithmetic(info.backend),
         "dtype": info.dtype,
         "kv_dtype": options.kv_dtype,
     }
+
+
+def arithmetic(backend: str) -> int | None:
+    """The version of the native backend's arithmetic, whose bits are the same on every processor. None elsewhere."""
+    return native.ARITHMETIC if backend == "native" else None
 
 
 def difference(recorded: Mapping[str, Any], target: Mapping[str, Any], names: tuple[str, ...] = FILES) -> str | None:

@@ -36,8 +36,10 @@ class Rope:
 
 def inverse_frequencies(base: float, width: int, stretch: F32 | np.float32 = _ONE) -> F32:
     """float32 [width / 2]: base^(-2 i / width), each wave so many times as long as ``stretch`` says."""
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    return (_ONE / (stretch * np.float32(base) ** exponents)).astype(np.float32)
+    exponents = (np.arange(0, width, 2, dtype=np.float32) / np.float32(width)).tolist()
+    # One by one in float64: the last bit of numpy's float32 powers depends on the processor.
+    powers = np.array([math.pow(np.float32(base), exponent) for exponent in exponents], np.float32)
+    return (_ONE / (stretch * powers)).astype(np.float32)
 
 
 def from_config(facts: Facts, base: float, width: int, longest: int) -> Rope:

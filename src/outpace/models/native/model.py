@@ -141,7 +141,7 @@ class NativeModel:
 
     @property
     def isa(self) -> str:
-        """The instruction-set path in use: exactness is promised within one."""
+        """The instruction-set path in use: all give the same bits."""
         name: str = self._live().isa
         return name
 

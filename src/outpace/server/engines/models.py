@@ -10,16 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.common.version import __version__
 from outpace.engine.aio import AsyncEngine
 from outpace.engine.grammar import Grammars
 from outpace.engine.text import TextReader
 from outpace.errors import ModelError
-from outpace.measure.machine import path_of
 from outpace.models.base import ModelInfo
-from outpace.models.fingerprint import fingerprint_of
+from outpace.models.fingerprint import arithmetic, fingerprint_of
 from outpace.models.options import BACKENDS, LoadOptions
 from outpace.models.text.token_bytes import TokenBytes, token_texts
 from outpace.models.text.tokenizer import Tokenizer
@@ -112,14 +110,13 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     """What an answer's bits depend on beside its request: the model's files, what computes with them, and in what.
 
     ``load``: how the model was loaded, where a revision matters. As in
-    ``fp_5f2a...-avx512_vnni-0.1.0.6-bfloat16-kv23040``: 16 digits of the model ("none": it has no files), the
-    instruction-set path (elsewhere the device), the version of Outpace and of its kernels' interface, the weights' type
-    and the bytes of a position's keys and values. Reads pieces of the model's files: not for the event loop. Raises
-    OSError.
+    ``fp_5f2a...-a1-0.1.0-bfloat16-kv23040``: 16 digits of the model ("none": it has no files), the version of the
+    native backend's arithmetic (elsewhere the device), that of Outpace, the weights' type and the bytes of a position's
+    keys and values. Reads pieces of the model's files: not for the event loop. Raises OSError.
     """
     model = serving.engine.model
     info = model.info
     files = fingerprint_of(info.name, load or LoadOptions()) if info.backend in BACKENDS else None
-    path = path_of(model) or info.device
-    version = f"{__version__}.{_fast.INTERFACE}"
-    return f"fp_{files or 'none'}-{path}-{version}-{info.dtype}-kv{info.kv_bytes_per_position}"
+    version = arithmetic(info.backend)
+    computed = info.device if version is None else f"a{version}"
+    return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_bytes_per_position}"
