@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "model/run.h"
+#include "runtime/denormals.h"
 
 namespace outpace {
 
@@ -36,6 +37,7 @@ Medusa::Medusa(std::shared_ptr<Model> target, std::vector<std::vector<Block>> he
 void Medusa::encode(int head, const Matrix& reader, int count) {
     const size_t k = static_cast<size_t>(head), hidden = static_cast<size_t>(target_->hidden());
     acts_[k].need(static_cast<size_t>(reader.groups) * kChunk * static_cast<size_t>(act_bytes(reader.acts())));
+    const DenormalsAsZero mode;
     std::vector<float> line(static_cast<size_t>(reader.in_padded()));
     for (int i = 0; i < count; ++i) {
         std::copy_n(x_[k].data() + static_cast<size_t>(i) * hidden, hidden, line.data());

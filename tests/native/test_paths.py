@@ -15,9 +15,9 @@ from test_eagle import TAPS, VOCAB, chooser, config
 from test_parallel_network import checkpoint, said, some
 
 from outpace import Engine, SamplingParams, _native
-from outpace.drafters.learned.head import Ask
-from outpace.drafters.learned.native_blocks import NativeBlocks
-from outpace.drafters.learned.native_head import NativeHead
+from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.native_runtime import NativeParallel
 from outpace.measure.replay import engine_for, replay
 from outpace.measure.trace import tracing
 from outpace.measure.tracefile import read
@@ -156,7 +156,7 @@ def test_an_eagle(kv_dtype: str, tiny: Tiny, rng: np.random.Generator) -> None:
 
     def drafts(path: str) -> Any:
         model = tiny.load("Q4_1", "llama", {"vocab": VOCAB}, isa=path, threads=2)
-        head = NativeHead(model, eagle, kv_dtype=kv_dtype)
+        head = NativeEagle(model, eagle, kv_dtype=kv_dtype)
         head.feed([0], [tokens], [states])
         found = []
         for choice in (None, chooser(0.8)):
@@ -176,7 +176,7 @@ def test_a_block_drafter(tiny: Tiny, rng: np.random.Generator) -> None:
 
     def drafts(path: str) -> Any:
         model = tiny.load("Q8_0", "llama", {"vocab": VOCAB}, isa=path, threads=2)
-        blocks = NativeBlocks(model, checkpoint())
+        blocks = NativeParallel(model, checkpoint())
         for i, row in rows.items():
             blocks.read([i], [row.taps], [row.positions])
         found = said(blocks, rows)
