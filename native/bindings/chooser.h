@@ -24,49 +24,46 @@ inline Sampling sampling_of(const nb::dict& described) {
     return sampling;
 }
 
-// One rule as Python describes it: (name, arrays and numbers ...); see models/native/output.py.
-inline Edit edit_of(const nb::tuple& rule) {
-    const auto ints = [](nb::handle h) {
-        const Ints a = nb::cast<Ints>(h);
-        return std::vector<int32_t>(a.data(), a.data() + a.shape(0));
-    };
-    const auto numbers = [](nb::handle h) {
-        const Floats a = nb::cast<Floats>(h);
-        return std::vector<float>(a.data(), a.data() + a.shape(0));
-    };
+template <class T>
+std::vector<T> values_of(const nb::dict& rule, const char* name) {
+    using Values = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    const Values values = nb::cast<Values>(rule[name]);
+    return std::vector<T>(values.data(), values.data() + values.shape(0));
+}
+
+// One rule by name, as models/native/output.py describes it. Throws std::invalid_argument for one that does not fit.
+inline Edit edit_of(const nb::dict& rule) {
     Edit edit;
-    const std::string name = nb::cast<std::string>(rule[0]);
-    if (name == "mask") {
-        using Bits = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-        const Bits bits = nb::cast<Bits>(rule[1]);
+    const std::string kind = nb::cast<std::string>(rule["kind"]);
+    if (kind == "mask") {
         edit.kind = Edit::Mask;
-        edit.bits.assign(bits.data(), bits.data() + bits.shape(0));
+        edit.bits = values_of<uint32_t>(rule, "bits");
         return edit;
     }
-    edit.ids = ints(rule[1]);
-    if (name == "penalties") {
+    edit.ids = values_of<int32_t>(rule, "ids");
+    if (kind == "penalties") {
         edit.kind = Edit::Penalties;
-        edit.output = ints(rule[2]);
-        edit.values = numbers(rule[3]);
-        edit.repetition = nb::cast<float>(rule[4]);
-        edit.presence = nb::cast<float>(rule[5]);
-        edit.frequency = nb::cast<float>(rule[6]);
+        edit.output = values_of<int32_t>(rule, "output");
+        edit.values = values_of<float>(rule, "counts");
+        edit.repetition = nb::cast<float>(rule["repetition"]);
+        edit.presence = nb::cast<float>(rule["presence"]);
+        edit.frequency = nb::cast<float>(rule["frequency"]);
         if (edit.values.size() != edit.output.size()) throw std::invalid_argument("penalties need a count for each token");
-    } else if (name == "bias") {
+    } else if (kind == "bias") {
         edit.kind = Edit::Bias;
-        edit.values = numbers(rule[2]);
+        edit.values = values_of<float>(rule, "values");
         if (edit.values.size() != edit.ids.size()) throw std::invalid_argument("a bias needs a value for each token");
-    } else if (name == "allowed") {
+    } else if (kind == "allowed") {
         edit.kind = Edit::Allowed;
     } else {
-        throw std::invalid_argument("unknown rule '" + name + "'");
+        throw std::invalid_argument("unknown rule '" + kind + "'");
     }
     return edit;
 }
 
 inline std::vector<Edit> edits_of(const nb::list& rules) {
     std::vector<Edit> edits;
-    for (const nb::handle rule : rules) edits.push_back(edit_of(nb::cast<nb::tuple>(rule)));
+    for (const nb::handle rule : rules) edits.push_back(edit_of(nb::cast<nb::dict>(rule)));
     return edits;
 }
 

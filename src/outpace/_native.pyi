@@ -12,8 +12,7 @@ _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
 _U8 = npt.NDArray[np.uint8]
-_Rules = list[tuple[Any, ...]]  # see describe_rules in models/native/output.py
-_Chooser = tuple[float, int, float, float, int, int, int, int, _Rules]  # see describe there
+_Chooser = dict[str, Any]  # see describe in models/native/output.py
 
 INTERFACE: int
 ARITHMETIC: int  # raised with every change that alters a bit of an answer
@@ -74,7 +73,7 @@ class Result:
         """As if a forward had computed ``logits`` float32 [n, V] of packed indices ``wanted``."""
 
     def verify(
-        self, tokens: _I32, widths: _I32, parents: _I32 | None, starts: _I32, rows: list[_Chooser | tuple[()] | None]
+        self, tokens: _I32, widths: _I32, parents: _I32 | None, starts: _I32, rows: list[_Chooser | None]
     ) -> tuple[_I32, _I32, _I32]:
         """The arrays of Verdicts. ``rows``: None is left out, () is greedy without rules. Accepted -1: not decided."""
 

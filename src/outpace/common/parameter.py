@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from outpace.errors import Argument, ParameterError
 
@@ -106,10 +106,7 @@ class Number:
     high: float
     hint: str
     above: bool = False
-
-    @property
-    def json(self) -> Any:
-        return float
+    json: ClassVar[Any] = float
 
     @property
     def range(self) -> str:
@@ -133,10 +130,7 @@ class Integer:
     high: int
     hint: str
     off: int | None = None
-
-    @property
-    def json(self) -> Any:
-        return int
+    json: ClassVar[Any] = int
 
     @property
     def range(self) -> str:
@@ -154,17 +148,11 @@ class Integer:
         return int(value)
 
 
-@dataclass(frozen=True, slots=True)
 class Flag:
     """True or False."""
 
-    @property
-    def json(self) -> Any:
-        return bool
-
-    @property
-    def range(self) -> str:
-        return "true, false"
+    json: ClassVar[Any] = bool
+    range: ClassVar[str] = "true, false"
 
     def checked(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", "") != "b":
@@ -177,14 +165,8 @@ class TokenIds:
     """A list of token ids."""
 
     may_be_empty: bool = True
-
-    @property
-    def json(self) -> Any:
-        return list[int]
-
-    @property
-    def range(self) -> str:
-        return "token ids"
+    json: ClassVar[Any] = list[int]
+    range: ClassVar[str] = "token ids"
 
     def checked(self, name: str, ids: Any) -> tuple[int, ...]:
         if isinstance(ids, (str, bytes)) or not _is_list(ids):
@@ -197,17 +179,11 @@ class TokenIds:
         return checked
 
 
-@dataclass(frozen=True, slots=True)
 class Biases:
     """Numbers by token id."""
 
-    @property
-    def json(self) -> Any:
-        return dict[str, float]
-
-    @property
-    def range(self) -> str:
-        return "{token id: number}"
+    json: ClassVar[Any] = dict[str, float]
+    range: ClassVar[str] = "{token id: number}"
 
     def checked(self, name: str, biases: Any) -> dict[int, float]:
         if not isinstance(biases, Mapping):
@@ -220,17 +196,11 @@ class Biases:
         return {int(token): float(bias) for token, bias in biases.items()}
 
 
-@dataclass(frozen=True, slots=True)
 class Texts:
     """A text, or a list of texts."""
 
-    @property
-    def json(self) -> Any:
-        return str | list[str]
-
-    @property
-    def range(self) -> str:
-        return "texts"
+    json: ClassVar[Any] = str | list[str]
+    range: ClassVar[str] = "texts"
 
     def checked(self, name: str, texts: Any) -> tuple[str, ...]:
         listed = (texts,) if isinstance(texts, str) else texts
@@ -241,17 +211,11 @@ class Texts:
         return tuple(text for text in listed if text)
 
 
-@dataclass(frozen=True, slots=True)
 class Words:
     """Texts, or lists of token ids; one text is one word."""
 
-    @property
-    def json(self) -> Any:
-        return list[str]
-
-    @property
-    def range(self) -> str:
-        return "texts, lists of token ids"
+    json: ClassVar[Any] = list[str]
+    range: ClassVar[str] = "texts, lists of token ids"
 
     def checked(self, name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(words, str):
@@ -271,17 +235,11 @@ class Words:
         return _token_ids(name, word)
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
     """Logit rules."""
 
-    @property
-    def json(self) -> Any:
-        return None  # a rule is code
-
-    @property
-    def range(self) -> str:
-        return "LogitRules"
+    json: ClassVar[Any] = None  # a rule is code
+    range: ClassVar[str] = "LogitRules"
 
     def checked(self, name: str, rules: Any) -> tuple[Any, ...]:
         if not isinstance(rules, Sequence) or isinstance(rules, str):

@@ -21,7 +21,7 @@ from outpace.params import FILTERS
 # What the runtime returns in place of a token.
 _NONE_ALLOWED, _NAN, _UNDECIDED = -1, -2, -3
 
-Edit = tuple[Any, ...]  # a rule with its state, as the runtime takes it: its kind, then arrays and numbers
+Edit = dict[str, Any]  # a rule with its state, as the runtime takes it: "kind", then arrays and numbers by name
 
 
 class NativeOutput:
@@ -153,7 +153,7 @@ def describe_rules(chooser: Chooser) -> list[Edit] | None:
             bits = mask_of(rule, state)
             if bits is None:
                 return None
-            known = ("mask", np.ascontiguousarray(bits, np.uint32))
+            known = {"kind": "mask", "bits": np.ascontiguousarray(bits, np.uint32)}
         described.append(known)
     return described
 
@@ -163,11 +163,12 @@ def _known(rule: Any, state: Any) -> Edit | None:
     if type(rule) is Penalties:
         ids = np.fromiter(state.output.keys(), np.int32, len(state.output))
         counts = np.fromiter(state.output.values(), np.float32, len(state.output))
-        return ("penalties", state.seen, ids, counts, rule.repetition, rule.presence, rule.frequency)
+        seen = {"kind": "penalties", "ids": state.seen, "output": ids, "counts": counts}
+        return {**seen, "repetition": rule.repetition, "presence": rule.presence, "frequency": rule.frequency}
     if type(rule) is Bias:
-        return ("bias", rule.ids, rule.values)
+        return {"kind": "bias", "ids": rule.ids, "values": rule.values}
     if type(rule) is AllowedTokens:
-        return ("allowed", rule.ids)
+        return {"kind": "allowed", "ids": rule.ids}
     return None
 
 
