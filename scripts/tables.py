@@ -15,6 +15,7 @@ from typing import get_args
 
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command, Spelling
+from outpace.drafters.catalogue import METHODS
 from outpace.params import PARAMETERS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -78,7 +79,19 @@ def options(name: str) -> str:
     return _rows(("option", "default", "meaning"), rows)
 
 
+def drafters() -> str:
+    """Every drafting method, as ``outpace.drafters.catalogue`` registers it."""
+    rows = []
+    for name, method in METHODS.items():
+        spec = f"{name}:{method.short}" if method.short else name
+        link = f"[{_code(spec)}](#{spec.lower().replace(':', '')})"
+        rows.append((link, method.says, _code(*method.options), method.costs, method.use))
+    rows.append(("[`a+b`](#compositions)", "several at once", "", "their sum", "`suffix+eagle:PATH`"))
+    return _rows(("spec", "what drafts", "options", "costs", "use it for"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "drafters": drafters,
     "parameters": parameters,
     "commands": commands,
     **{f"options-{name.replace(' ', '-')}": partial(options, name) for name in _commands()},

@@ -13,6 +13,7 @@
 #include "drafting/lookup.h"
 #include "drafting/lookups.h"
 #include "drafting/merge.h"
+#include "drafting/recycling.h"
 #include "drafting/suffix.h"
 #include "runtime/mapped.h"
 
@@ -66,7 +67,21 @@ void bind_lookups(nb::module_& m) {
     nb::class_<Lookup>(m, "Lookup")
         .def("trees", &trees_of, "rows"_a)
         .def_prop_ro("taps", [](const Lookup& x) { return nb::tuple(nb::cast(x.taps())); })
-        .def_prop_ro("stepwise", &Lookup::stepwise);
+        .def_prop_ro("stepwise", &Lookup::stepwise)
+        .def_prop_ro("ranks", &Lookup::ranks)
+        .def("rank",
+             [](Lookup& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
+                 const IntView token(tokens.ptr()), likeliest(ids.ptr(), 2);
+                 if (likeliest.size() != token.size() || likeliest.width() != x.ranks()) throw std::invalid_argument("ids are [tokens, ranks]");
+                 x.rank(row, token.data(), static_cast<size_t>(token.size()), likeliest.data());
+             },
+             "row"_a, "tokens"_a, "ids"_a);
+    nb::class_<RecyclingLookup, Lookup>(m, "RecyclingLookup")
+        .def(nb::init<int64_t, std::vector<double>, bool>(), "capacity"_a, "hit"_a, "shared"_a)
+        .def("release", &RecyclingLookup::release, "row"_a)
+        .def_prop_ro("lists", &RecyclingLookup::lists)
+        .def("rows", &RecyclingLookup::rows)
+        .def("after", &RecyclingLookup::after, "row"_a, "token"_a);
     nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
         .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
     nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")

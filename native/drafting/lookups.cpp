@@ -9,11 +9,6 @@
 namespace outpace {
 namespace {
 
-SourcedTree unsourced(TokenTree tree) {
-    const size_t k = tree.tokens.size();
-    return {std::move(tree.tokens), std::move(tree.parents), std::move(tree.gains), std::vector<int>(k, 0)};
-}
-
 // The last tokens of a row, at most so many.
 std::pair<const int32_t*, size_t> context_of(const Asked& asked, size_t most) {
     const size_t n = std::min(asked.n, most);
@@ -178,6 +173,23 @@ bool ComposedLookup::observe(const std::vector<Final>& rows, const States& state
 
 void ComposedLookup::read_ahead() {
     for (const Part& part : parts_) part.lookup->read_ahead();
+}
+
+int ComposedLookup::ranks() const {
+    int most = 0;
+    for (const Part& part : parts_) most = std::max(most, part.lookup->ranks());
+    return most;
+}
+
+void ComposedLookup::rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) {
+    const auto most = static_cast<size_t>(ranks());
+    std::vector<int32_t> best;
+    for (const Part& part : parts_) {
+        const auto k = static_cast<size_t>(part.lookup->ranks());
+        best.clear();
+        for (size_t i = 0; i < n; ++i) best.insert(best.end(), ids + i * most, ids + i * most + k);
+        if (k) part.lookup->rank(row, tokens, n, best.data());
+    }
 }
 
 }  // namespace outpace

@@ -51,7 +51,16 @@ public:
     // Takes in what became final; whether it wants to `read_ahead` now, which takes forwards of its network.
     virtual bool observe(const std::vector<Final>&, const States&) { return false; }
     virtual void read_ahead() {}
+    // How many of the target's likeliest tokens after each verified token `rank` takes in; 0: none.
+    virtual int ranks() const { return 0; }
+    // tokens [n]: a row's pending token and its nodes; ids [n][ranks]: what the target finds likeliest after each, -1: none.
+    virtual void rank(int64_t, const int32_t*, size_t, const int32_t*) {}
 };
+
+inline SourcedTree unsourced(TokenTree tree) {
+    const size_t k = tree.tokens.size();
+    return {std::move(tree.tokens), std::move(tree.parents), std::move(tree.gains), std::vector<int>(k, 0)};
+}
 
 class NgramLookup : public Lookup {
 public:
@@ -123,6 +132,8 @@ public:
     bool stepwise() const override { return stepwise_; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
+    int ranks() const override;
+    void rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) override;
 
 private:
     using Found = std::vector<std::vector<SourcedTree>>;  // by row, then part

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "model/ranks.h"
+
 namespace outpace {
 
 void Step::begin(Model* model, Deciding deciding, Policy* policy, bool explain) {
@@ -210,10 +212,14 @@ bool Step::forward() {
     const bool any = std::any_of(tapped.begin(), tapped.end(), [](uint8_t one) { return one; });
     const BatchView batch{static_cast<int>(token.size()), static_cast<int>(tapped.size()), static_cast<int>(wanted.size()), token.data(), row.data(),
                           position.data(), parent.data(), starts.data(), wanted.data(), any ? taps_ : std::vector<int>(), layers_, tapped.data(), nullptr};
-    std::lock_guard<std::mutex> lock(model_->lock());
-    ++calls_[1];
-    result_ = model_->forward(batch);
+    {
+        std::lock_guard<std::mutex> lock(model_->lock());
+        ++calls_[1];
+        result_ = model_->forward(batch);
+    }
     threads_ = result_->threads;
+    for (size_t i = 0; i < rows.size(); ++i)
+        if (rows[i].fixed->drafter) rank_row(*rows[i].fixed->drafter, rows[i].fixed->row, *result_, token, starts[i], starts[i + 1]);
     return true;
 }
 

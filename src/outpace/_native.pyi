@@ -310,6 +310,24 @@ class Lookup:
     def stepwise(self) -> bool:
         """Whether it takes a forward for every level."""
 
+    @property
+    def ranks(self) -> int:
+        """How many of the target's likeliest tokens after each verified token ``rank`` takes in; 0: none."""
+
+    def rank(self, row: int, tokens: _I32, ids: _I32) -> None:
+        """tokens [n]: a row's pending token and its nodes; ids [n, ranks]: what the target finds likeliest after each,
+        best first, -1: none. Raises ValueError."""
+
+class RecyclingLookup(Lookup):
+    """See native/drafting/recycling.h. Raises ValueError."""
+
+    def __init__(self, capacity: int, hit: Sequence[float], shared: bool) -> None: ...
+    def release(self, row: int) -> None: ...
+    @property
+    def lists(self) -> int: ...
+    def rows(self) -> list[int]: ...
+    def after(self, row: int, token: int) -> list[int]: ...
+
 class EagleRows(Lookup):
     """What drafters/learned/eagle.py does with the entries of its rows, and those: see Entries in
     drafters/learned/entries.py. Levels: -1, as many as are asked for. Raises ValueError, KeyError."""

@@ -11,6 +11,7 @@ from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.lookahead import LookaheadDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.lookup.recycling import RecyclingDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine, Size
 from outpace.engine.results import Result
@@ -29,6 +30,8 @@ def make(kind: str) -> Drafter:
         "suffix": SuffixDrafter(memory=1 << 20),
         "chain": SuffixDrafter(tree=False),
         "history": SuffixDrafter(history=True),
+        "recycle": RecyclingDrafter(),
+        "shared": RecyclingDrafter(history=True),
         "lookahead": LookaheadDrafter(window=3, ngram=3, guesses=2),
         "bigrams": LookaheadDrafter(window=2, ngram=2),
         "model": model,
@@ -43,7 +46,11 @@ KINDS = [
     "suffix",
     "chain",
     "history",
+    "recycle",
+    "shared",
     "ngram+suffix",
+    "suffix+recycle",
+    "recycle+model",
     "ngrams+history+model",
     "suffix+model",
     "ngram+model?",
@@ -86,7 +93,7 @@ def test_greedy_rejection_is_plain_decoding_too(kind: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["suffix", "ngram+suffix", "suffix+model"])
+@pytest.mark.parametrize("kind", ["suffix", "recycle", "ngram+suffix", "suffix+model"])
 def test_sampled_rejection_runs_beside_coupled_rows(kind: str) -> None:
     with Engine(ToyModel(VOCAB), drafter=make(kind), size=5, max_rows=4) as engine:
         params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)

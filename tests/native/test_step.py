@@ -25,6 +25,7 @@ from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.lookup.datastore import Datastore, build
 from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.lookup.recycling import RecyclingDrafter
 from outpace.drafters.lookup.retrieval import RetrievalDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine import complete
@@ -79,6 +80,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "ngram": NgramDrafter,
     "suffix": lambda: SuffixDrafter(memory=1 << 20),
     "chain": lambda: SuffixDrafter(tree=False),
+    "recycle": RecyclingDrafter,
+    "suffix+recycle": lambda: ComposedDrafter([SuffixDrafter(), RecyclingDrafter(history=True)]),
     "history": lambda: SuffixDrafter(history=True, memory=1 << 20),
     "retrieval": lambda: RetrievalDrafter(datastore(), least=1),
     "ngram+suffix": lambda: ComposedDrafter([NgramDrafter(), SuffixDrafter(history=True)]),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outpace.drafters.base import DraftContext
-from outpace.drafters.registry import build, draft_models, parse
+from outpace.drafters.registry import build, parse
+from outpace.drafters.spec import draft_models
 from outpace.errors import DrafterError
 from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from outpace.drafters.base import DraftContext
 from outpace.drafters.catalogue import AUTO, METHODS, listed
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
-from outpace.drafters.registry import _BUILDERS, build, parse
+from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
@@ -41,7 +43,7 @@ def test_specs(text: str, name: str, argument: str | None, size: int | None, opt
     [
         ("ngrm", "did you mean ngram?"),
         ("modle:x", "did you mean model?"),
-        ("zzz", "use one of auto, none, ngram, suffix, lookahead, retrieval, layers, model"),
+        ("zzz", "use one of auto, none, ngram, suffix, recycle, lookahead, retrieval, layers, model"),
         ("", "use one of"),
         ("ngram:5", "'5' is no option of ngram: it takes min=, max=, candidates=, size="),
         ("ngram:mim=2", "'mim=2' is no option of ngram: it takes min="),
@@ -63,7 +65,9 @@ def test_bad_specs_are_refused_with_what_there_is(text: str, says: str) -> None:
 
 
 def test_everything_that_is_listed_can_be_built() -> None:
-    assert {*_BUILDERS, "auto"} == set(METHODS)
+    for name, method in METHODS.items():
+        module, _, function = method.build.partition(":")
+        assert name == "auto" or callable(getattr(import_module(module), function)), name
     assert [spelled.partition(":")[0] for spelled, _ in listed()] == list(METHODS)
     assert all(says and "\n" not in says for _, says in listed())
 

@@ -27,6 +27,7 @@ class DrafterNeeds:
     taps: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
     choices: bool = False  # the target's choice after every node, not only after visited ones
     draws: bool = False  # under ``rejection``, proposals are sampled (from ``Stream.DRAFT``) and carry q
+    ranks: int = 0  # how many of the target's likeliest tokens after each verified token ``rank`` gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,11 @@ class Drafter:
 
     def observe(self, events: Sequence[Event]) -> None:
         """Called after every prefill chunk and every verdict."""
+
+    def rank(self, row: int, tokens: I32, ids: I32) -> None:
+        """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of a row's verified ``tokens``
+        int32 [n] (the pending token and the draft's nodes), best first; -1: none. A native model gives them to
+        ``lookup`` instead."""
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """The row ``dst`` begins with the first n tokens of ``src``. A drafter may ignore it and catch up."""

@@ -1,9 +1,12 @@
-"""The drafting methods there are, in words: for specs, messages and help. Imports nothing, so that help is instant."""
+"""The drafting methods there are: what builds each, for specs; in words, for messages, help and docs.
+
+A method is registered here and nowhere else. Imports nothing of the package, so that help is instant.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # What ``auto`` stands for. Beside ``ngram`` it is as fast (docs/benchmarks.md: pooled 593 and 520 tokens/s in two runs,
 # 587 and 524), with more tokens a step (2.12, 2.04 of 240 prompts).
@@ -12,56 +15,127 @@ AUTO = "suffix"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """``says``: one line for help. ``argument``: what stands after the colon, if anything; ``short``: so in help."""
+    """``says``: one line for help; ``costs`` of drafting and ``use``: for the table in the docs. ``build``: the module
+    and function that make one of a DrafterSpec and a DraftContext. ``options``: what each means, with its default.
+    ``argument``: what stands after the colon, if anything; ``short``: so in help."""
 
     says: str
-    options: tuple[str, ...] = ()
+    costs: str
+    use: str
+    build: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
     argument: str = ""
     short: str = ""
     example: str = ""
 
 
 COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
+_LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup", "forward", "learned.specs"))
+_HISTORY = "1: what finished requests left serves later ones (0)"
 METHODS: Mapping[str, Method] = {
-    "auto": Method(f"what suits most text: {AUTO}, beside the demo model with its trained drafter if that pays"),
-    "none": Method("plain decoding"),
-    "ngram": Method("looks the last tokens up in the text so far", ("min", "max", "candidates")),
-    "suffix": Method(
-        "all earlier appearances vote; a history of answers if wanted", ("max", "memory", "tree", "history", "file")
+    "auto": Method(
+        f"what suits most text: {AUTO}, beside the demo model with its trained drafter if that pays", "", "the default"
     ),
-    "lookahead": Method("n-grams from Jacobi iteration in the forward that verifies", ("window", "ngram", "guesses")),
+    "none": Method("plain decoding", "nothing", "plain decoding", "outpace.drafters.none:build"),
+    "ngram": Method(
+        "looks the last tokens up in the text so far",
+        "microseconds",
+        "edits, summaries, translation, code",
+        f"{_LOOKUP}.ngram:build",
+        {
+            "min": "shortest match in tokens (1)",
+            "max": "longest match that counts (8)",
+            "candidates": "matches that are merged into one tree (1: one chain)",
+        },
+    ),
+    "suffix": Method(
+        "all earlier appearances vote; a history of answers if wanted",
+        "microseconds",
+        "the same; the best lookup alone",
+        f"{_LOOKUP}.suffix:build",
+        {
+            "max": "longest match that counts, 2 to 64 tokens (16)",
+            "memory": "MiB for all rows and the history together (64)",
+            "tree": "0: only the likeliest path, a chain (1)",
+            "history": _HISTORY,
+            "file": "where the history is loaded from, and saved at close",
+        },
+    ),
+    "recycle": Method(
+        "the target's likeliest tokens after each token, kept from its own forwards",
+        "microseconds a node",
+        "beside `suffix`, where wide forwards are cheap",
+        f"{_LOOKUP}.recycling:build",
+        {"memory": "MiB for all lists together (64)", "history": _HISTORY},
+    ),
+    "lookahead": Method(
+        "n-grams from Jacobi iteration in the forward that verifies",
+        "width of the forward",
+        "GPUs with a large model",
+        f"{_FORWARD}.lookahead:build",
+        {"window": "columns (4)", "ngram": "tokens of an n-gram (3)", "guesses": "n-grams a step, at most (3)"},
+    ),
     "retrieval": Method(
         "looks the last tokens up in a datastore",
-        ("places", "min"),
+        "microseconds",
+        "answers that resemble known texts",
+        f"{_LOOKUP}.retrieval:build",
+        {"places": "places that vote, those with the longest matches (24)", "min": "shortest match in tokens (2)"},
         argument="a datastore (outpace datastore build)",
         short="PATH",
         example="/data/store",
     ),
     "layers": Method(
-        "the target's own first layers", argument="how many of the target's layers draft", short="N", example="10"
+        "the target's own first layers",
+        "N layers a token",
+        "models trained for early exit",
+        f"{_FORWARD}.layers:build",
+        argument="how many of the target's layers draft",
+        short="N",
+        example="10",
     ),
     "model": Method(
         "a smaller model, of any tokenizer",
-        ("revision", "trust", "pickle"),
+        "its forward a token",
+        "a large target with a small sibling",
+        f"{_FORWARD}.model:build",
+        {
+            "revision": "of its repository",
+            "trust": "1: its repository's code may run (0)",
+            "pickle": "1: weights in pickle files are read (0)",
+        },
         argument="a model: a name, folder or .gguf file",
         short="ID",
         example="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
     "eagle": Method(
         "a small layer that was trained on the target's hidden states",
-        ("branch", "levels", "quantize"),
+        "a small layer a depth",
+        "any text, once it is trained",
+        f"{_LEARNED}:eagle",
+        {
+            "branch": "candidates of a node",
+            "levels": "most levels of a draft",
+            "quantize": "int8 or int4: its weights in groups of 32",
+        },
         argument="a trained drafter's folder, or demo: the one that comes for the demo model",
         short="PATH",
         example="/data/demo-eagle",
     ),
     "parallel": Method(
         "a block of tokens from one small forward, trained on the target's hidden states",
+        "one small forward",
+        "cheap wide drafts",
+        f"{_LEARNED}:parallel",
         argument="a trained drafter's folder",
         short="PATH",
         example="/data/demo-parallel",
     ),
     "medusa": Method(
         "heads that were trained on the target's last hidden state",
+        "one product",
+        "published Medusa heads",
+        f"{_LEARNED}:medusa",
         argument="a trained drafter's folder",
         short="PATH",
         example="/data/demo-medusa",
@@ -71,4 +145,4 @@ METHODS: Mapping[str, Method] = {
 
 def listed() -> list[tuple[str, str]]:
     """``(spelling, what it is)`` of each method."""
-    return [(f"{name}:{its.short}" if its.short else name, its.says) for name, its in METHODS.items()]
+    return [(f"{name}:{method.short}" if method.short else name, method.says) for name, method in METHODS.items()]

@@ -54,6 +54,7 @@ class ComposedDrafter(Drafter):
         self.needs = DrafterNeeds(
             taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
             draws=any(part.needs.draws for part in parts),
+            ranks=max(part.needs.ranks for part in parts),
         )
         self._columns = [[self.needs.taps.index(layer) for layer in part.needs.taps] for part in parts]
         self.retires = any(part.retires for part in parts)
@@ -168,6 +169,11 @@ class ComposedDrafter(Drafter):
             path = follow(drafts[j], verdict.tokens[:-1]) if drafts else np.zeros(0, np.int32)
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return event._replace(taps=taps, verdict=verdict)
+
+    def rank(self, row: int, tokens: I32, ids: I32) -> None:
+        for part in self.parts:
+            if part.needs.ranks:
+                part.rank(row, tokens, np.ascontiguousarray(ids[:, : part.needs.ranks]))
 
     def fork(self, src: int, dst: int, n: int) -> None:
         for part in self.parts:

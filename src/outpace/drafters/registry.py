@@ -1,61 +1,20 @@
-"""Turns a spec string into a drafter: ``auto``, ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``ngram+suffix``."""
+"""Turns a spec string into a drafter: ``auto``, ``ngram:min=2,max=5,size=5``, ``model:PATH``, ``ngram+suffix``.
+
+The methods that there are stand in catalogue.py; nothing here names one.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from importlib import import_module
 
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.catalogue import AUTO, COMMON, METHODS
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
-
-if TYPE_CHECKING:
-    from outpace.models.options import LoadOptions
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterSpec:
-    """A parsed spec: ``name[:argument][,option=value...]``, or several joined by ``+``: then ``parts`` has them.
-
-    ``size`` is the engine's; the rest is the drafter's. ``auto`` is parsed as what it stands for beside any target, and
-    as a part; where it stands alone, ``build``, which knows the target, may choose better.
-    """
-
-    text: str
-    name: str
-    argument: str | None
-    options: Mapping[str, str]
-    parts: tuple[DrafterSpec, ...] = ()
-    auto: bool = False
-
-    @property
-    def size(self) -> int | Literal["auto"] | None:
-        """The draft size that the spec asks for, if it does."""
-        return "auto" if self.options.get("size") == "auto" else self.integer("size", None)
-
-    def arguments_of(self, name: str) -> list[str]:
-        """Arguments of the parts, or of the spec itself, that are called ``name``."""
-        return [spec.argument for spec in self.parts or (self,) if spec.name == name and spec.argument is not None]
-
-    def flag(self, option: str, default: bool) -> bool:
-        text = self.options.get(option)
-        if text not in (None, "0", "1"):
-            raise DrafterError(f"{self.text}: {option}={text} is neither 0 (off) nor 1 (on)")
-        return default if text is None else text == "1"
-
-    def integer(self, option: str, default: int | None) -> int | None:
-        text = self.options.get(option)
-        if text is None:
-            return default
-        try:
-            return int(text)
-        except ValueError:
-            raise DrafterError(f"{self.text}: {option}={text} is not a whole number") from None
 
 
 def parse(text: str) -> DrafterSpec:
@@ -123,40 +82,9 @@ def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
         return build(replace(chosen, options={**chosen.options, **spec.options}), context)
     if spec.parts:
         return _composed(spec, context)
-    return _BUILDERS[spec.name](spec, context)
-
-
-def _none(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.none import NoDrafter
-
-    return NoDrafter()
-
-
-def _ngram(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.lookup.ngram import NgramDrafter
-
-    given = {
-        "least": spec.integer("min", None),
-        "most": spec.integer("max", None),
-        "candidates": spec.integer("candidates", None),
-    }
-    return NgramDrafter(**{name: value for name, value in given.items() if value is not None})
-
-
-def _suffix(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.lookup.suffix import SuffixDrafter
-
-    given = {"most": spec.integer("max", None)}
-    mebibytes = spec.integer("memory", None)
-    if mebibytes is not None:
-        given["memory"] = mebibytes << 20 if mebibytes > 0 else 0
-    return SuffixDrafter(
-        tree=spec.flag("tree", True),
-        history=spec.flag("history", False),
-        vocab=context.target.info.vocab_size,
-        file=spec.options.get("file"),
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    module, _, function = METHODS[spec.name].build.partition(":")
+    drafter: Drafter = getattr(import_module(module), function)(spec, context)
+    return drafter
 
 
 def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
@@ -172,104 +100,3 @@ def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:
         composed.check_acceptance(context.acceptance)
         on_failure.pop_all()
     return composed
-
-
-def _lookahead(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.forward.lookahead import LookaheadDrafter
-
-    given = {name: spec.integer(name, None) for name in ("window", "ngram", "guesses")}
-    drafter = LookaheadDrafter(**{name: value for name, value in given.items() if value is not None})
-    drafter.check_acceptance(context.acceptance)
-    return drafter
-
-
-def _retrieval(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.lookup.datastore import Datastore, fingerprint
-    from outpace.drafters.lookup.retrieval import RetrievalDrafter
-
-    assert spec.argument is not None
-    datastore = Datastore(spec.argument, fingerprint(context.tokenizer) if context.tokenizer is not None else None)
-    given = {"places": spec.integer("places", None), "least": spec.integer("min", None)}
-    given["vocab"] = context.target.info.vocab_size
-    return RetrievalDrafter(datastore, **{name: value for name, value in given.items() if value is not None})
-
-
-def draft_models(spec: DrafterSpec, options: LoadOptions) -> list[tuple[str, LoadOptions]]:
-    """The draft models that ``spec`` names, and how each is loaded beside a target loaded with ``options``.
-
-    Trust in the target's repository is no trust in the draft model's, and its revision none of theirs: those come from
-    the spec alone. Raises DrafterError.
-    """
-    return [
-        (
-            part.argument,
-            replace(
-                options,
-                kv_memory=None,
-                max_length=None,
-                revision=part.options.get("revision"),
-                trust_remote_code=part.flag("trust", False),
-                allow_pickle=part.flag("pickle", False),
-            ),
-        )
-        for part in spec.parts or (spec,)
-        if part.name == "model" and part.argument is not None
-    ]
-
-
-def _model(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.forward.model import load
-
-    ((model, options),) = draft_models(spec, context.options)
-    return load(model, context, options)
-
-
-def _layers(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.forward.layers import LayersDrafter
-
-    assert spec.argument is not None
-    try:
-        layers = int(spec.argument)
-    except ValueError:
-        raise DrafterError(f"{spec.text}: {spec.argument!r} is not a number of layers, as in layers:10") from None
-    return LayersDrafter(context.target, layers)
-
-
-def _eagle(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.learned import shipped
-    from outpace.drafters.learned.load import load_eagle
-
-    assert spec.argument is not None
-    path: str | Path = spec.argument
-    if path in shipped.NAMES:
-        path = shipped.located(context.target.info, context.options)
-    options = {name: spec.integer(name, None) for name in ("branch", "levels")}
-    return load_eagle(path, context, name=f"eagle:{spec.argument}", quantize=spec.options.get("quantize"), **options)
-
-
-def _parallel(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.learned.load import load_parallel
-
-    assert spec.argument is not None
-    return load_parallel(spec.argument, context)
-
-
-def _medusa(spec: DrafterSpec, context: DraftContext) -> Drafter:
-    from outpace.drafters.learned.load import load_medusa
-
-    assert spec.argument is not None
-    return load_medusa(spec.argument, context)
-
-
-_BUILDERS: Mapping[str, Callable[[DrafterSpec, DraftContext], Drafter]] = {  # of every method but ``auto``
-    "none": _none,
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "lookahead": _lookahead,
-    "retrieval": _retrieval,
-    "layers": _layers,
-    "model": _model,
-    "eagle": _eagle,
-    "parallel": _parallel,
-    "medusa": _medusa,
-}

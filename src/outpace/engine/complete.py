@@ -67,6 +67,11 @@ class Step:
         lookup = None if drafter is None else drafter.lookup
         return lookup is not None and bool(lookup.taps) and self.stages is not None
 
+    def ranks(self, sequence: Sequence) -> int:
+        """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
+        drafter = self.drafting.drafter_of(sequence)
+        return 0 if drafter is None or (drafter.lookup is not None and self.stages is not None) else drafter.needs.ranks
+
 
 def admit(step: Step, sequence: Sequence) -> Any:
     """What stays as it is of a sequence while it has its row, for ``_native.Step.begin``."""
@@ -79,7 +84,8 @@ def admit(step: Step, sequence: Sequence) -> Any:
         natively=lookup is not None and not (needs.draws and level_by_level(view)),
         drafts=drafter is not None, reads=bool(needs.taps),
         ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
-        acceptance=request.acceptance, watched=request.params.wants_logprobs or needs.choices,
+        acceptance=request.acceptance,
+        watched=request.params.wants_logprobs or needs.choices or step.ranks(sequence) > 0,
         chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
     )  # fmt: skip
     return sequence.native
@@ -201,6 +207,18 @@ def forward(step: Step) -> None:
     step.output = step.model.forward(batch)
 
 
+def rank(step: Step, i: int, sequence: Sequence, ranks: int) -> None:
+    """Row i's drafter gets the target's likeliest tokens after the pending token and every node."""
+    assert step.output is not None
+    starts, token = step.native.starts, step.native.batch[0]
+    at = np.arange(starts[i], starts[i + 1], dtype=np.int32)
+    ids = np.full((len(at), ranks), -1, np.int32)
+    for n, found in enumerate(step.output.logprobs(at, token[at], [ranks] * len(at))):
+        ids[n, : len(found.top)] = [one.token for one in found.top]
+    drafter = step.drafting.drafters[sequence.drafter]
+    step.drafting.attempt(sequence.drafter, [sequence], lambda its: drafter.rank(sequence.row, *its), (token[at], ids))
+
+
 def verify(step: Step) -> None:
     """Rows that were not decided, or whose verdict has to be looked at, are walked here; log-probabilities are read."""
     native, decoding = step.native, step.plan.decoding
@@ -220,6 +238,8 @@ def verify(step: Step) -> None:
         if not tokens or not walk.stands(tokens, path):
             tokens, path = walk.verdict()
             native.decide(i, tokens, path)
+        if ranks := step.ranks(sequence):
+            rank(step, i, sequence, ranks)
         if walk.failure is not None:
             step.dead[i], tokens = walk.failure, tokens[:-1]
         if i in step.asked:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
-from outpace.drafters.registry import build, draft_models, parse
+from outpace.drafters.registry import build, parse
+from outpace.drafters.spec import draft_models
 from outpace.engine.intake import EngineOptions
 from outpace.errors import ParameterError
 from outpace.models.load import Source, estimate, load, resolve

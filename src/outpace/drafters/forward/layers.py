@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.drafters.base import RowView
+from outpace.drafters.base import DraftContext, RowView
 from outpace.drafters.forward.chain import ChainDrafter
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Batch, Model, Output
@@ -48,3 +49,12 @@ class LayersDrafter(ChainDrafter):
         starts = [self._target.kv.length(row) for row in rows]
         batch = Batch.pack(rows, tokens, starts, [True] * len(rows), layers=self._layers)
         return self._target.forward(batch), np.arange(len(rows), dtype=np.int32)
+
+
+def build(spec: DrafterSpec, context: DraftContext) -> LayersDrafter:
+    assert spec.argument is not None
+    try:
+        layers = int(spec.argument)
+    except ValueError:
+        raise DrafterError(f"{spec.text}: {spec.argument!r} is not a number of layers, as in layers:10") from None
+    return LayersDrafter(context.target, layers)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.common.arrays import I32
-from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.base import DraftContext, DraftCost, Drafter, DrafterNeeds, Event, RowView
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts
 from outpace.exact.tree import Tree, pack
@@ -154,3 +155,9 @@ class LookaheadDrafter(Drafter):
 
     def check(self, rows: Sequence[int]) -> None:
         assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"
+
+
+def build(spec: DrafterSpec, context: DraftContext) -> LookaheadDrafter:
+    drafter = LookaheadDrafter(**spec.given(window="window", ngram="ngram", guesses="guesses"))
+    drafter.check_acceptance(context.acceptance)
+    return drafter

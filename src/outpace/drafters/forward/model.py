@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import DraftContext, RowView
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache
+from outpace.drafters.spec import DrafterSpec, draft_models
 from outpace.models.base import Model, Output
-
-if TYPE_CHECKING:
-    from outpace.models.options import LoadOptions
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +60,9 @@ class ModelDrafter(ChainDrafter):
         self.model.close()
 
 
-def load(spec: str, context: DraftContext, options: LoadOptions) -> ChainDrafter:
-    """The drafter for the draft model ``spec``, loaded with ``options``: by token ids if they mean what the target's
-    mean, else through text.
+def build(spec: DrafterSpec, context: DraftContext) -> ChainDrafter:
+    """The drafter for the draft model that ``spec`` names: by token ids if they mean what the target's mean, else
+    through text.
 
     Raises ModelError or DrafterError; then nothing stays loaded.
     """
@@ -73,8 +70,9 @@ def load(spec: str, context: DraftContext, options: LoadOptions) -> ChainDrafter
     from outpace.models import load as loader
     from outpace.models.text.tokenizer import differences
 
-    model, tokenizer = loader.load(spec, options, beside=context.target)
-    name = f"model:{spec}"
+    ((source, options),) = draft_models(spec, context.options)
+    model, tokenizer = loader.load(source, options, beside=context.target)
+    name = f"model:{source}"
     try:
         if context.tokenizer is None or not differences(context.tokenizer, tokenizer, 1):
             return ModelDrafter(model, name, context.target.info.vocab_size)

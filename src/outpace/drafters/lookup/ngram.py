@@ -6,7 +6,8 @@ Stateless: the row's tokens are the index, so nothing has to be rolled back, for
 from __future__ import annotations
 
 from outpace import _fast
-from outpace.drafters.base import LookupDrafter
+from outpace.drafters.base import DraftContext, LookupDrafter
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 
 # How often the token after a match of 0, 1, 2, ... tokens was right on outputs of the demo model (docs/notebook.md).
@@ -29,3 +30,7 @@ class NgramDrafter(LookupDrafter):
         if not 1 <= candidates <= 64:
             raise DrafterError(f"ngram: candidates={candidates} is out of range: give 1 (a chain) to 64")
         super().__init__(_fast.native.NgramLookup(least, most, candidates, HIT, OLDER))
+
+
+def build(spec: DrafterSpec, context: DraftContext) -> NgramDrafter:
+    return NgramDrafter(**spec.given(least="min", most="max", candidates="candidates"))

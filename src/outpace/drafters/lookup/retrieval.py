@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace import _fast
-from outpace.drafters.base import LookupDrafter, RowView
-from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore
+from outpace.drafters.base import DraftContext, LookupDrafter, RowView
+from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore, fingerprint
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.exact.tree import Tree
 
@@ -38,3 +39,9 @@ class RetrievalDrafter(LookupDrafter):
         found = super().trees(rows, sizes)
         self._datastore.check()  # after the search: what it read was there
         return found
+
+
+def build(spec: DrafterSpec, context: DraftContext) -> RetrievalDrafter:
+    assert spec.argument is not None
+    datastore = Datastore(spec.argument, fingerprint(context.tokenizer) if context.tokenizer is not None else None)
+    return RetrievalDrafter(datastore, vocab=context.target.info.vocab_size, **spec.given(places="places", least="min"))

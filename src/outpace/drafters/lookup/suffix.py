@@ -18,8 +18,9 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.common.files import write_bytes
-from outpace.drafters.base import LookupDrafter
+from outpace.drafters.base import DraftContext, LookupDrafter
 from outpace.drafters.lookup.datastore import END
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 
 MAGIC = b"OUTPACE-SUFFIX-1"
@@ -132,3 +133,14 @@ class SuffixDrafter(LookupDrafter):
         if self._history is None:
             raise DrafterError("suffix keeps no history: add history=1 to save or load it")
         return self._history
+
+
+def build(spec: DrafterSpec, context: DraftContext) -> SuffixDrafter:
+    return SuffixDrafter(
+        tree=spec.flag("tree", True),
+        history=spec.flag("history", False),
+        vocab=context.target.info.vocab_size,
+        file=spec.options.get("file"),
+        **spec.given(most="max"),
+        **spec.memory(),
+    )
