@@ -13,6 +13,7 @@ from outpace import Engine, Grammars, SamplingParams
 from outpace.engine.results import Result
 from tests.server.serving import Running
 
+CHAT = "/v1/chat/completions"
 PROMPTS = ["Count to ten, twice.", "Write one line about rivers.", "Repeat: red, green, blue, red, green, blue, red,"]
 LOGPROBS = {"logprobs": True, "top_logprobs": 3}
 ASKED: list[dict[str, Any]] = [  # as a request spells it
@@ -41,10 +42,6 @@ _OURS = {
     "allowed_token_ids": "allowed_tokens",
     "max_completion_tokens": "max_tokens",
 }
-OPENAI = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "logprobs",
-    "top_logprobs", "max_tokens", "max_completion_tokens",
-)  # fmt: skip
 
 
 def body(i: int) -> dict[str, Any]:
@@ -71,21 +68,16 @@ def expected(plain: Engine) -> list[list[Result]]:
 
 def ask(demo: Running, i: int, **more: Any) -> list[Any]:
     """The choices of request i, as the wire has them."""
-    sent = {**body(i), "return_token_ids": True, **more}
-    named = {name: sent.pop(name) for name in OPENAI if name in sent}
-    answer = demo.client().chat.completions.create(model="demo", messages=messages(i), **named, extra_body=sent)
-    return [choice.to_dict() for choice in answer.choices]
+    sent = {**body(i), "messages": messages(i), "return_token_ids": True, **more}
+    choices: list[Any] = demo.answer(CHAT, sent)["choices"]
+    return choices
 
 
 def collected(demo: Running, i: int) -> list[Any]:
     """The same of a stream, put together."""
-    sent = {**body(i), "return_token_ids": True}
-    named = {name: sent.pop(name) for name in OPENAI if name in sent}
     choices: dict[int, Any] = {}
-    for chunk in demo.client().chat.completions.create(
-        model="demo", messages=messages(i), stream=True, **named, extra_body=sent
-    ):
-        for part in chunk.to_dict()["choices"]:
+    for chunk in demo.events(CHAT, {**body(i), "messages": messages(i), "return_token_ids": True}):
+        for part in chunk["choices"]:
             its = choices.setdefault(part["index"], {"message": {"content": ""}, "logprobs": None, "token_ids": []})
             its["message"]["content"] += part["delta"].get("content", "")
             its["token_ids"] += part.get("token_ids", [])
@@ -149,7 +141,7 @@ def test_any_parameters_together(demo: Running, plain: Engine) -> None:
             sent["grammar"] = {"type": "regex", "value": its["grammar"]}
         if "top_logprobs" in its:
             sent["logprobs"] = True
-        return demo.answer("/v1/chat/completions", sent)["choices"]
+        return demo.answer(CHAT, sent)["choices"]
 
     with ThreadPoolExecutor(18) as threads:
         answers = [threads.submit(wire, its, i) for i, its in enumerate(asked)]
@@ -164,9 +156,8 @@ def test_answers_say_what_speculation_did(demo: Running) -> None:
 
     def told(wish: dict[str, Any]) -> tuple[dict[str, Any], int]:
         sent = {"messages": talk, "max_tokens": 32, "temperature": 0, "speculation": wish, "ignore_eos": True}
-        path = "/v1/chat/completions"
-        whole = demo.answer(path, sent)["usage"]
-        *_, last, usage = demo.events(path, {**sent, "stream_options": {"include_usage": True}})
+        whole = demo.answer(CHAT, sent)["usage"]
+        *_, last, usage = demo.events(CHAT, {**sent, "stream_options": {"include_usage": True}})
         streamed = last["speculation"]
         assert streamed == usage["usage"]["speculation"]
         assert streamed.keys() == whole["speculation"].keys()

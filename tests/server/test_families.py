@@ -46,14 +46,12 @@ def use(demo: Running, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
 
 def ask(demo: Running, more: dict[str, Any]) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": "Weather in Rome?"}], "max_tokens": 96, "seed": 4, **more}
-    answer = demo.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
     if not more.get("stream"):
-        choice: dict[str, Any] = answer.json()["choices"][0]
+        choice: dict[str, Any] = demo.answer("/v1/chat/completions", body)["choices"][0]
         return choice
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": {}, "finish_reason": None}
-    for line in answer.text.split("\n\n")[:-2]:
-        part = json.loads(line.removeprefix("data: "))["choices"][0]
+    for chunk in demo.events("/v1/chat/completions", body):
+        part = chunk["choices"][0]
         found["finish_reason"] = part["finish_reason"]
         for name in ("content", "reasoning_content"):
             found[name] += part["delta"].get(name, "")
@@ -133,8 +131,7 @@ def test_a_format_begins_after_the_thoughts(demo: Running, monkeypatch: pytest.M
 def test_a_model_of_no_known_family_takes_no_tools(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     use(demo, monkeypatch, formats.CODER)
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 2}
-    answer = demo.post("/v1/chat/completions", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert demo.answer("/v1/chat/completions", body, 400)["error"]["param"] == "tools"
 
 
 def test_hermes_calls_are_read_in_its_own_order() -> None:

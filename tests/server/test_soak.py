@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks import soak
-from outpace.server.api.chat import ChatRequest
-from outpace.server.errors import APIError
-from outpace.server.schema import parsed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read in /proc")
 
@@ -29,26 +25,6 @@ def test_everything_at_once_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sum(found["stopped"].values()) == 24
     assert found["stopped"].get("answered", 0) >= 1
     assert found["again"] > 0  # how long it took is for the long form to judge
-
-
-def test_what_the_soak_calls_nonsense_is_varied() -> None:
-    """Most of it is no request at all; the rest (a model, a format) has to be refused by the server, by name."""
-    refused = 0
-    for seed in range(300):
-        try:
-            parsed(ChatRequest, soak.nonsense(random.Random(seed)))
-        except APIError:
-            refused += 1
-    assert 200 < refused < 300
-
-
-def test_leaks_are_seen() -> None:
-    state = {"memory": 1000, "files": 9, "threads": 6}
-    assert soak.leaks([state, state, state]) == []
-    assert soak.leaks([state, {**state, "memory": 1050}]) == []
-    for name, value in (("memory", 1051), ("files", 12), ("threads", 7)):
-        (told,) = soak.leaks([state, state, {**state, name: value}])
-        assert told.startswith(f"{name} grew from")
 
 
 def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

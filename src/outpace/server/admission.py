@@ -1,10 +1,10 @@
-"""Who is let in: the rows and the queue are so many places, and API keys share them.
+"""Admission: the rows and the queue are so many places, which API keys share.
 
-Nobody who was let in is sent away for another's sake, since a stream has told its status by then. So a flood is stopped
-at the door: a key gets a place while it has fewer than are free, or a row is. Alone it comes to half of all places, two
-that flood to a third each, k to 1 / (k + 1) each, and as much stays free for whoever comes next. Source: Choudhury and
-Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Trans. Networking 6 (1998), with
-alpha = 1.
+A request that was admitted is never dropped for another, since a stream has sent its status by then. So a flood is
+stopped at admission: a key gets a place while it has fewer than are free, or a row is. Alone it comes to half of all
+places, two that flood to a third each, k to 1 / (k + 1) each, and as much stays free for the next key. Source:
+Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Trans. Networking 6
+(1998), with alpha = 1.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class ServerSettings:
     request for completions; ``traces``: every step is kept of so many last answers. In seconds: ``request_timeout``:
     for one answer, after which it ends as it is (None: no bound); ``body_timeout``: for a request to arrive;
     ``write_timeout``: for a reader to take what was written; ``keep_alive``: between signs of life in a stream;
-    ``drain``: for what runs when the server is told to stop; ``idle``: without a request, after which free memory goes
+    ``drain``: for what runs when the server is to stop; ``idle``: without a request, after which free memory goes
     back to the system.
     """
 

@@ -9,10 +9,8 @@ from pydantic import Field
 
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api.sampling import Parameters, Sampling
-from outpace.server.engines.generation import Generation
+from outpace.server.engines.generation import Generation, Part, Speculation, Usage, Whole, speculation, usage
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Part, Whole
-from outpace.server.engines.usage import Speculation, Usage, speculation, usage
 from outpace.server.schema import Answer
 from outpace.server.streaming import DONE, event
 

@@ -15,36 +15,16 @@ from outpace.engine.grammar import LIMITS
 from outpace.errors import GrammarError
 from outpace.models.text.chat_template import variables_of
 from outpace.params import LogitRule
-from outpace.server.api.answers import (
-    Choice,
-    ChosenToken,
-    Chunk,
-    Completed,
-    choice_fields,
-    chosen_tokens,
-    chunk_fields,
-    head,
-    last_events,
-    tail,
-)
+from outpace.server.api import answers, sampling
+from outpace.server.api.answers import Choice, ChosenToken, Chunk, Completed
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
-from outpace.server.api.sampling import (
-    Grammar,
-    ResponseFormat,
-    Sampling,
-    check_length,
-    check_logprobs,
-    engine_options,
-    grammar_rules,
-    sampling,
-)
+from outpace.server.api.sampling import Grammar, ResponseFormat, Sampling
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
 from outpace.server.conversation.messages import Messages, conversation
 from outpace.server.conversation.pieces import OutputParser, Piece, Reasoning, Text, ToolStart
 from outpace.server.conversation.tools import ToolChoice, Tools, checked, names_of, tool_grammar
-from outpace.server.engines.generation import Generation, Work, seeded
+from outpace.server.engines.generation import Generation, Part, Whole, Work, seeded
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Part, Whole
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
@@ -132,7 +112,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> ChatCompletio
 
     def completion() -> ChatCompletion:
         choices = [choice(generation, each, body) for each in wholes]
-        return ChatCompletion(**head(generation), object="chat.completion", choices=choices, **tail(generation, body))
+        return ChatCompletion(
+            **answers.head(generation), object="chat.completion", choices=choices, **answers.tail(generation, body)
+        )
 
     return await service.work(completion)
 
@@ -142,7 +124,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     top = body.top_logprobs or 0
     if top and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
-    check_logprobs("top_logprobs", top, settings)
+    sampling.check_logprobs("top_logprobs", top, settings)
     template = model.tokenizer.chat_template
     tools = checked(body.tools)
     choice = body.tool_choice or ("auto" if tools else "none")
@@ -152,9 +134,9 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     variables = template_variables(body.chat_template_kwargs, template)
     prompt = model.tokenizer.render_chat(talk.messages, tools=talk.tools, **variables)
     tokens = model.tokenizer.encode(prompt, add_special=False, parse_special=True)
-    check_length(tokens, model, "messages")
+    sampling.check_length(tokens, model, "messages")
     after = thoughts_end(template, prompt)
-    rules = grammar_rules(body.response_format, body.grammar, model, after)
+    rules = sampling.grammar_rules(body.response_format, body.grammar, model, after)
     offered = bool(tools) and choice != "none"
     if rules and offered:
         raise APIError(
@@ -166,7 +148,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
         text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel)
         rules = [] if text is None else [_calls_rule(text, model, after)]
     params = seeded(
-        sampling(
+        sampling.parameters(
             body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
         )
     )
@@ -182,7 +164,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
         return parser_for(template, tools=offered, reasoning=True, tool_id=name, prompt=prompt, names=names)
 
     return Work(
-        prompts=[tokens], params=params, options=engine_options(body, settings, scope), parser=parser,
+        prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
         trace=body.traced, user=body.user,
     )  # fmt: skip
 
@@ -216,28 +198,30 @@ def template_variables(given: Mapping[str, Any] | None, template: str | None) ->
 
 def choice(generation: Generation, its: Whole, body: ChatRequest) -> ChatChoice:
     """A choice of an answer that is not streamed."""
-    said = its.said
+    joined = its.joined
     extras: dict[str, Any] = {}
-    if said.reasoning:
-        extras["reasoning_content"] = said.reasoning
-    if said.calls:
+    if joined.reasoning:
+        extras["reasoning_content"] = joined.reasoning
+    if joined.calls:
         extras["tool_calls"] = [
             Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
-            for call in said.calls
+            for call in joined.calls
         ]
-    content = None if said.calls and not said.text else said.text
+    content = None if joined.calls and not joined.text else joined.text
     message = AnswerMessage(role="assistant", content=content, refusal=None, **extras)
-    return ChatChoice(message=message, logprobs=_logprobs(generation, its, body), **choice_fields(its, body))
+    return ChatChoice(message=message, logprobs=_logprobs(generation, its, body), **answers.choice_fields(its, body))
 
 
 def _logprobs(generation: Generation, its: Whole | Part, body: ChatRequest) -> ChatLogprobs | None:
     if not body.logprobs:
         return None
-    return ChatLogprobs(content=chosen_tokens(its.logprobs, body.top_logprobs or 0, generation.model), refusal=None)
+    return ChatLogprobs(
+        content=answers.chosen_tokens(its.logprobs, body.top_logprobs or 0, generation.model), refusal=None
+    )
 
 
 def _stream(request: Request, generation: Generation, body: ChatRequest) -> EventStream:
-    top = {**head(generation, body), "object": "chat.completion.chunk"}
+    top = {**answers.head(generation, body), "object": "chat.completion.chunk"}
     begun_: set[int] = set()
 
     def first(index: int) -> bytes:
@@ -248,17 +232,14 @@ def _stream(request: Request, generation: Generation, body: ChatRequest) -> Even
         return event(ChatChunk(**top, choices=choices, **prompt).to_json())
 
     def chunk(part: Part) -> bytes:
-        choices = [
-            ChunkChoice(
-                delta=_delta(part.pieces), logprobs=_logprobs(generation, part, body), **choice_fields(part, body)
-            )
-        ]
-        return event(ChatChunk(**top, choices=choices, **chunk_fields(generation, part, body)).to_json())
+        fields = answers.choice_fields(part, body)
+        choices = [ChunkChoice(delta=_delta(part.pieces), logprobs=_logprobs(generation, part, body), **fields)]
+        return event(ChatChunk(**top, choices=choices, **answers.chunk_fields(generation, part, body)).to_json())
 
     def written(parts: list[Part]) -> bytes:
         return b"".join((b"" if part.index in begun_ else first(part.index)) + chunk(part) for part in parts)
 
-    return stream(request, generation, written, last_events(generation, body, ChatChunk, top))
+    return stream(request, generation, written, answers.last_events(generation, body, ChatChunk, top))
 
 
 def _delta(pieces: Sequence[Piece]) -> Delta:

@@ -11,31 +11,13 @@ from starlette.requests import Request
 
 from outpace.common.arrays import I32
 from outpace.exact.sampling import TokenLogprob
-from outpace.server.api.answers import (
-    Choice,
-    Chunk,
-    Completed,
-    choice_fields,
-    chunk_fields,
-    head,
-    last_events,
-    tail,
-)
+from outpace.server.api import answers, sampling
+from outpace.server.api.answers import Choice, Chunk, Completed
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
-from outpace.server.api.sampling import (
-    Grammar,
-    ResponseFormat,
-    Sampling,
-    check_length,
-    check_logprobs,
-    engine_options,
-    grammar_rules,
-    sampling,
-)
+from outpace.server.api.sampling import Grammar, ResponseFormat, Sampling
 from outpace.server.conversation.pieces import Joined
-from outpace.server.engines.generation import Generation, Work
+from outpace.server.engines.generation import Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Part, Whole
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
@@ -87,7 +69,9 @@ async def completions(request: Request, body: CompletionRequest) -> TextCompleti
 
     def completion() -> TextCompletion:
         choices = [choice(generation, each, body) for each in wholes]
-        return TextCompletion(**head(generation), object="text_completion", choices=choices, **tail(generation, body))
+        return TextCompletion(
+            **answers.head(generation), object="text_completion", choices=choices, **answers.tail(generation, body)
+        )
 
     return await service.work(completion)
 
@@ -95,20 +79,20 @@ async def completions(request: Request, body: CompletionRequest) -> TextCompleti
 def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
     """What an engine is asked. Raises ParameterError, RuleError or APIError."""
     if body.logprobs is not None:
-        check_logprobs("logprobs", body.logprobs, settings)
+        sampling.check_logprobs("logprobs", body.logprobs, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
     nothing = body.max_tokens == 0 and echo
-    params = sampling(
+    params = sampling.parameters(
         body, settings,
         max_tokens=1 if nothing else 16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         prompt_logprobs=body.logprobs if echo else None,
-        rules=grammar_rules(body.response_format, body.grammar, model, None),
+        rules=sampling.grammar_rules(body.response_format, body.grammar, model, None),
     )  # fmt: skip
     return Work(
-        prompts=prompts, params=params, options=engine_options(body, settings, scope), trace=body.traced,
+        prompts=prompts, params=params, options=sampling.engine_options(body, settings, scope), trace=body.traced,
         nothing=nothing, texts=texts if echo else [], user=body.user,
     )  # fmt: skip
 
@@ -138,7 +122,7 @@ def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -
         else:
             tokens = model.ids(each, "prompt")
             text = model.tokenizer.decode(tokens)
-        check_length(tokens, model, "prompt")
+        sampling.check_length(tokens, model, "prompt")
         prompts.append(tokens)
         texts.append(text)
     return prompts, texts
@@ -157,15 +141,15 @@ class _Text:
 
     def choice(self, its: Whole | Part) -> TextChoice:
         """What ``its`` adds."""
-        said = its.said if isinstance(its, Whole) else Joined()
+        joined = its.joined if isinstance(its, Whole) else Joined()
         if isinstance(its, Part):
-            said.add(its.pieces)
-        text, entries = said.text, list[TokenLogprob | None](its.logprobs)
+            joined.add(its.pieces)
+        text, entries = joined.text, list[TokenLogprob | None](its.logprobs)
         if not self._begun:
             text, entries = self._echo + text, [*its.prompt_logprobs, *entries]
         self._begun = True
         logprobs = None if self._top is None else self._listed(entries, self._top)
-        return TextChoice(text=text, logprobs=logprobs, **choice_fields(its, self._body))
+        return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(its, self._body))
 
     def _listed(self, entries: Sequence[TokenLogprob | None], most: int) -> ListedLogprobs:
         """None stands for the prompt's first token, which follows nothing."""
@@ -194,16 +178,16 @@ def choice(generation: Generation, its: Whole, body: CompletionRequest) -> TextC
 
 
 def _stream(request: Request, generation: Generation, body: CompletionRequest) -> EventStream:
-    top: dict[str, Any] = {**head(generation, body), "object": "text_completion"}
+    top: dict[str, Any] = {**answers.head(generation, body), "object": "text_completion"}
     texts: dict[int, _Text] = {}
 
     def chunk(part: Part) -> bytes:
         if part.index not in texts:
             texts[part.index] = _Text(generation, part.index, body)
         choices = [texts[part.index].choice(part)]
-        return event(TextChunk(**top, choices=choices, **chunk_fields(generation, part, body)).to_json())
+        return event(TextChunk(**top, choices=choices, **answers.chunk_fields(generation, part, body)).to_json())
 
     def written(parts: list[Part]) -> bytes:
         return b"".join(chunk(part) for part in parts)
 
-    return stream(request, generation, written, last_events(generation, body, TextChunk, top))
+    return stream(request, generation, written, answers.last_events(generation, body, TextChunk, top))

@@ -49,7 +49,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/traces/{answer_id}", response_class=Response, responses={200: {"content": {"application/json": {}}}})
 async def trace(request: Request, answer_id: str) -> Response:
-    """What was drafted, kept and said in every step of an answer, where the server keeps it (docs/traces.md)."""
+    """What was drafted, accepted and chosen in every step of an answer, where the server keeps it (docs/traces.md)."""
     service, scope = service_of(request), scope_of(request)
     traces = service.traces
     if traces is None:

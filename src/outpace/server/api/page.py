@@ -115,6 +115,9 @@ def _body(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"<p>{escape(its.get('description', ''))}</p>"
             for media in its.get("requestBody", {}).get("content", {}).values():
                 yield f"<p>Takes {_type(media['schema'])}.</p>"
+            answer = its["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            if "$ref" in answer:
+                yield f"<p>Answers {_type(answer)}.</p>"
     for name, schema in document["components"]["schemas"].items():
         yield f'<h2 id="{escape(name)}"><code>{escape(name)}</code></h2>'
         yield f"<p>{escape(schema.get('description', ''))}</p>"
@@ -128,8 +131,8 @@ def _table(schema: Mapping[str, Any]) -> Iterator[str]:
     yield '<div class="table"><table><tr><th>Field<th>Type<th></tr>'
     for name, its in schema["properties"].items():
         needed = "Required. " if name in schema.get("required", ()) else ""
-        said = escape(needed + its.get("description", ""))
-        yield f"<tr><td><code>{escape(name)}</code><td class='type'>{_type(its)}<td>{said}</tr>"
+        description = escape(needed + its.get("description", ""))
+        yield f"<tr><td><code>{escape(name)}</code><td class='type'>{_type(its)}<td>{description}</tr>"
     yield "</table></div>"
 
 

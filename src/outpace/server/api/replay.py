@@ -140,8 +140,8 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
 
     def compared() -> tuple[list[Departure | None], tuple[SamplingParams, comparison.Drafted] | None]:
         found = []
-        for choice, said, result, before in zip(now(), recorded, results, then, strict=True):
-            found.append(comparison.departure(said, Recorded.of(result)) or _other(before, choice))
+        for choice, answer, result, before in zip(now(), recorded, results, then, strict=True):
+            found.append(comparison.departure(answer, Recorded.of(result)) or _other(before, choice))
         return found, comparison.watching(first.model.serving.engine, base, recorded, found)
 
     found, second = await service.work(compared)
@@ -201,13 +201,13 @@ def _asks(body: ReplayRequest) -> _Asked:
 
 
 def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
-    """What a recorded choice says. Raises APIError."""
+    """A recorded choice. Raises APIError."""
     try:
         ids = choice.get("token_ids")
-        told = choice.get("logprobs") or {}
-        logprobs = told.get("token_logprobs")
-        if logprobs is None and told.get("content") is not None:
-            logprobs = [entry["logprob"] for entry in told["content"]]
+        listed = choice.get("logprobs") or {}
+        logprobs = listed.get("token_logprobs")
+        if logprobs is None and listed.get("content") is not None:
+            logprobs = [entry["logprob"] for entry in listed["content"]]
         text = choice["text"] if "text" in choice else choice["message"].get("content")
         finish = choice.get("finish_reason")
         if not isinstance(text, str | None) or not isinstance(finish, str | None):
@@ -227,7 +227,7 @@ def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
 
 
 def _recorded_response(its: RecordedAnswer) -> Recorded:
-    """What a recorded response says. Raises APIError."""
+    """A recorded response. Raises APIError."""
     try:
         parts = [part for item in its.output if item.get("type") == "message" for part in item["content"]]
         logprobs = [float(entry["logprob"]) for part in parts for entry in part.get("logprobs") or ()]
@@ -244,14 +244,14 @@ def _recorded_response(its: RecordedAnswer) -> Recorded:
 
 
 def _other(recorded: dict[str, Any], now: dict[str, Any]) -> Departure | None:
-    """A difference in whatever else the choice says: its text, its calls, alternatives."""
+    """A difference in the rest of the choice: text, calls, alternatives."""
     kept = {name: value for name, value in recorded.items() if name not in _NOT_COMPARED}
     found = _differs(kept, now, "")
     return None if found is None else Departure(*found)
 
 
 def _differs(a: Any, b: Any, path: str) -> tuple[str, int, Any, Any] | None:
-    """Where ``a`` says what ``b`` does not; what clients added and left empty counts for nothing."""
+    """Where ``a`` differs from ``b``; fields that clients added and left empty do not count."""
     if isinstance(a, dict) and isinstance(b, dict):
         each = [(f"{path}.{name}".lstrip("."), value, b.get(name)) for name, value in a.items()]
         return next((found for place, x, y in each if (found := _differs(x, y, place))), None)

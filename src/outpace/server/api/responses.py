@@ -19,10 +19,8 @@ from outpace.server.api.route import STREAMED, Route, begun, each_part, service_
 from outpace.server.api.sampling import Grammar, JsonSchema, Parameters, ResponseFormat
 from outpace.server.conversation.messages import Message
 from outpace.server.conversation.tools import MOST_TOOLS, Function, NamedFunction, NamedTool, Tool
-from outpace.server.engines.generation import Generation, Work
+from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Part
-from outpace.server.engines.usage import Speculation, usage
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
 from outpace.server.streaming import EventStream, event

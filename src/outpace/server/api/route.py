@@ -12,9 +12,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from outpace.server.engines.generation import Caller, Generation, Work
+from outpace.server.engines.generation import Caller, Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Part, Whole
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, parsed

@@ -122,7 +122,7 @@ class Sampling(Parameters):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def sampling(body: Sampling, settings: ServerSettings, **more: Any) -> SamplingParams:
+def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> SamplingParams:
     """The body's parameters, with ``more``. Raises ParameterError or APIError."""
     if body.n is not None and body.n > settings.max_n:
         raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")

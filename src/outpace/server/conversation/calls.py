@@ -134,7 +134,7 @@ def _no_constant(name: str) -> None:
 
 
 def _ignore(text: str) -> None:
-    """What is said beside a call's name and arguments is no part of it."""
+    """Fields beside a call's name and arguments are no part of it."""
 
 
 class TaggedCalls(ObjectCalls):

@@ -1,24 +1,31 @@
-"""A request that runs: what it asks of an engine, its parts as they come, and what it holds of the server."""
+"""A request that runs: what it asks of an engine, its parts as they come, what it holds of the server, what it cost.
+
+A ``Part`` is what one choice gained at a time; a ``Whole`` is all parts of a choice: streamed and unstreamed answers
+are made of the same.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.common.arrays import I32
 from outpace.engine.aio import Running
-from outpace.engine.results import Result
+from outpace.engine.results import TARGET, Delta, Result
+from outpace.engine.text import TextReader, TextState
 from outpace.exact.noise import fresh_seed
+from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
 from outpace.server import errors
-from outpace.server.conversation.pieces import OutputParser, Plain
+from outpace.server.conversation.pieces import Joined, OutputParser, Piece, Plain, ToolStart
 from outpace.server.engines.models import Served
-from outpace.server.engines.parts import Choice, Part
 from outpace.server.errors import APIError
+from outpace.server.schema import Answer
 
 _EXACT = 2**53  # whole numbers below it survive JSON anywhere
 
@@ -49,6 +56,111 @@ class Work:
 def seeded(params: SamplingParams) -> SamplingParams:
     """``params`` with a seed: their own, or a fresh one that the answer reports."""
     return params if params.seed is not None else params.with_(seed=fresh_seed() % _EXACT)
+
+
+@dataclass(slots=True)
+class Part:
+    """What a choice gained. ``finish``: OpenAI's reason, with the last one; ``stop_reason``: the stop string or token
+    id, or "deadline". ``written``: the text's segments with who wrote each, where that was asked for; ``drafted``:
+    draft tokens that were verified meanwhile."""
+
+    index: int
+    pieces: list[Piece]
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    written: Sequence[tuple[str, str]] = ()
+    drafted: int = 0
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    result: Result | None = None
+
+
+class Colours:
+    """Which drafter wrote which part of a choice's text, or the target. ``reader``: of tokens, without stop strings."""
+
+    def __init__(self, reader: TextReader) -> None:
+        self._reader, self._state = reader, TextState()
+        self._unshown: deque[tuple[str, str]] = deque()  # of tokens whose text may yet be cut off
+
+    def of(self, delta: Delta) -> list[tuple[str, str]]:
+        """``(text, source)``: the texts together are the delta's. A token that shows nothing by itself has an empty
+        one: a character is credited to the token that ends it."""
+        for token, source in zip(delta.token_ids, delta.sources, strict=True):
+            self._state, text = self._reader.add(self._state, token)
+            self._unshown.append((text, source))
+        left, shown = delta.text, []
+        while self._unshown and (left or not self._unshown[0][0]):
+            text, source = self._unshown.popleft()
+            piece, left = left[: len(text)], left[len(text) :]
+            shown.append((piece, source))
+            if len(piece) < len(text):
+                self._unshown.appendleft((text[len(piece) :], source))
+        if left:
+            shown.append((left, shown[-1][1] if shown else TARGET))
+        return shown
+
+
+@dataclass(slots=True)
+class Choice:
+    """Makes parts of one sample's deltas. ``colours``: who wrote what, where the request asks for it; ``nothing``: only
+    the prompt's log-probabilities are asked for, so generated tokens are left out."""
+
+    index: int
+    parser: OutputParser = field(default_factory=Plain)
+    colours: Colours | None = None
+    nothing: bool = False
+    _called: bool = False
+
+    def feed(self, delta: Delta) -> Part:
+        """What ``delta`` means."""
+        if self.nothing:
+            delta = replace(delta, text="", token_ids=(), sources=(), logprobs=())
+        pieces = self.parser.feed(delta.text)
+        if delta.result is not None:
+            pieces = [*pieces, *self.parser.finish()]
+        self._called = self._called or any(isinstance(piece, ToolStart) for piece in pieces)
+        written = () if self.colours is None else self.colours.of(delta)
+        part = Part(self.index, pieces, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written, delta.drafted)
+        if delta.result is not None:
+            part.result = delta.result
+            part.finish, part.stop_reason = self._finish(delta.result)
+        return part
+
+    def _finish(self, result: Result) -> tuple[str, str | int | None]:
+        if self.nothing:
+            return "length", None
+        if result.finish_reason == "stop":
+            return "tool_calls" if self._called else "stop", result.stopped_by
+        return "length", "deadline" if result.finish_reason == "deadline" else None
+
+
+@dataclass(slots=True)
+class Whole:
+    """A choice, whole."""
+
+    index: int
+    joined: Joined = field(default_factory=Joined)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    written: list[tuple[str, str]] = field(default_factory=list)
+    drafted: int = 0
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    result: Result | None = None
+
+    def add(self, part: Part) -> None:
+        """Take up a part."""
+        self.joined.add(part.pieces)
+        self.token_ids.extend(part.token_ids)
+        self.logprobs.extend(part.logprobs)
+        self.written.extend(part.written)
+        self.drafted += part.drafted
+        if part.prompt_logprobs:
+            self.prompt_logprobs = part.prompt_logprobs
+        if part.result is not None:
+            self.finish, self.stop_reason, self.result = part.finish, part.stop_reason, part.result
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +214,8 @@ class Generation:
     def _choice(self, index: int) -> Choice:
         work = self.work
         parser = Plain() if work.parser is None else work.parser(index)
-        colours = self.model.colours(work.params.skip_special_tokens) if work.trace else None
-        return Choice(index, parser, colours, work.nothing)
+        reader = TextReader(self.model.tokenizer, skip_special=work.params.skip_special_tokens)
+        return Choice(index, parser, Colours(reader) if work.trace else None, work.nothing)
 
     @property
     def left(self) -> int:
@@ -145,7 +257,7 @@ class Generation:
         return parts
 
     def abort(self, error: APIError) -> None:
-        """Let whoever reads it get ``error`` next."""
+        """The reader gets ``error`` next."""
         self._abort = error
         self._running.wake()
 
@@ -162,6 +274,74 @@ class Generation:
 
 
 def _failure(result: Result) -> APIError:
-    if result.cause is not None and (told := errors.of(result.cause)).status < 500:
-        return told
+    if result.cause is not None and (failure := errors.of(result.cause)).status < 500:
+        return failure
     return APIError(500, result.error or "the request was cancelled", code="generation_failed")
+
+
+class Speculation(Answer):
+    """Of all choices together. ``off_because``: why no draft was made in some or all steps, and other notes."""
+
+    drafter: str
+    acceptance: str
+    steps: int
+    drafted: int
+    accepted: int
+    tokens_per_step: float
+    off_because: str | None
+
+
+class PromptDetails(Answer):
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """OpenAI's ``usage``, and ``speculation``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    speculation: Speculation
+
+
+def usage(generation: Generation) -> Usage:
+    """Of a request whose choices have all ended."""
+    results = generation.in_order
+    prompts = list({result.request: result for result in results}.values())
+    prompt = sum(result.prompt_tokens for result in prompts)
+    generated = 0 if generation.work.nothing else sum(result.completion_tokens for result in results)
+    reused = sum(min(result.stats.reused_tokens, result.prompt_tokens) for result in prompts)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptDetails(cached_tokens=reused),
+        speculation=speculation(results),
+    )
+
+
+def speculation(results: Sequence[Result]) -> Speculation:
+    """Pooled over the choices."""
+    steps = sum(result.stats.steps for result in results)
+    tokens = sum(result.stats.tokens for result in results)
+    return Speculation(
+        drafter=results[0].drafter,
+        acceptance=results[0].acceptance,
+        steps=steps,
+        drafted=sum(result.stats.drafted for result in results),
+        accepted=sum(result.stats.accepted for result in results),
+        tokens_per_step=tokens / steps if steps else 0.0,
+        off_because=_off(results),
+    )
+
+
+def _off(results: Sequence[Result]) -> str | None:
+    reasons: list[str] = []
+    for result in results:
+        if result.drafter == "none":
+            reasons.append("plain decoding was asked for, of this request or of the server")
+        elif result.stats.steps_by_size.get(0):
+            reasons.append(result.stats.decision)
+        reasons.extend(result.notes)
+    return "; ".join(dict.fromkeys(reasons)) or None

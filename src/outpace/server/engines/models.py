@@ -14,7 +14,6 @@ from outpace.common.arrays import I32
 from outpace.common.version import __version__
 from outpace.engine.aio import AsyncEngine
 from outpace.engine.grammar import Grammars
-from outpace.engine.text import TextReader
 from outpace.errors import ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.fingerprint import arithmetic, fingerprint_of
@@ -22,7 +21,6 @@ from outpace.models.options import BACKENDS, LoadOptions
 from outpace.models.text.token_bytes import TokenBytes, token_texts
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.admission import Admission
-from outpace.server.engines.parts import Colours
 from outpace.server.errors import APIError
 
 
@@ -87,10 +85,6 @@ class Served:
                 most = self.info.vocab_size - 1
                 raise APIError(400, f"{param} has token id {its}, but this model's go from 0 to {most}", param=param)
         return np.array(given, np.int32)
-
-    def colours(self, skip_special: bool) -> Colours:
-        """For one choice: who writes what."""
-        return Colours(TextReader(self.tokenizer, skip_special=skip_special))
 
     @cached_property
     def text_of(self) -> Callable[[int], str]:

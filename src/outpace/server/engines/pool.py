@@ -21,8 +21,8 @@ from outpace.errors import Argument, MemoryLimitError, OutpaceError, ParameterEr
 
 log = logging.getLogger(__name__)
 
-KV_MEMORY = 512 << 20  # bytes of keys and values that a model may take, unless it is said
-PATIENCE = 10.0  # seconds after a failure in which nobody tries again
+KV_MEMORY = 512 << 20  # bytes of keys and values that a model may take, by default
+PATIENCE = 10.0  # seconds after a failure without another attempt
 
 State = Literal["unloaded", "loading", "loaded", "leaving", "failed"]
 

@@ -173,7 +173,7 @@ class Service:
                 async with asyncio.timeout(_LAST):
                     await self._over.wait()
             except TimeoutError:
-                log.warning("%d requests were not told: their readers take nothing", self.inside)
+                log.warning("%d requests got no final error: their readers take nothing", self.inside)
 
     async def close(self) -> None:
         """Unload the models."""

@@ -1,6 +1,6 @@
 """A drafter that is tuned while the server runs: what was answered is recorded for it, and its new weights are taken.
 
-Both are off unless somebody asks for them. The engine's thread hands answers over and looks at a file's date; what is
+Both are off by default. The engine's thread hands answers over and looks at a file's date; what is
 written is written in another thread.
 """
 
@@ -77,8 +77,8 @@ def recorded(engine: Engine, folder: Path | None, model: str, load: LoadOptions)
 
 async def renewed(service: Service, every: float) -> None:
     """Until it is cancelled: let the drafters of models that are loaded take newer weights every so many seconds. What
-    does not fit is told once, and the old ones serve on."""
-    told: dict[str, str] = {}
+    does not fit is logged once, and the old weights stay."""
+    reported: dict[str, str] = {}
     while True:
         await asyncio.sleep(every)
         for name in service.models.names():
@@ -88,8 +88,8 @@ async def renewed(service: Service, every: float) -> None:
             try:
                 if await known.serving.ask(lambda engine: engine.reload()):
                     log.info("%s: its drafter has new weights", name)
-                told.pop(name, None)
+                reported.pop(name, None)
             except OutpaceError as error:
-                if told.get(name) != str(error):
+                if reported.get(name) != str(error):
                     log.warning("%s: its drafter keeps the weights that it has: %s", name, error)
-                told[name] = str(error)
+                reported[name] = str(error)

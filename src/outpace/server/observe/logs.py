@@ -10,8 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from outpace.errors import Argument, ParameterError
-from outpace.server.engines.generation import Generation, Observer
-from outpace.server.engines.usage import usage
+from outpace.server.engines.generation import Generation, Observer, usage
 from outpace.server.errors import APIError
 
 REQUEST_ID: ContextVar[str] = ContextVar("outpace_request_id", default="")

@@ -20,8 +20,7 @@ from outpace.engine.aio import AsyncEngine
 from outpace.engine.snapshot import Snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.errors import OutpaceError
-from outpace.server.engines.generation import Generation, Observer
-from outpace.server.engines.parts import Part
+from outpace.server.engines.generation import Generation, Observer, Part
 from outpace.server.errors import APIError
 
 if TYPE_CHECKING:
@@ -222,59 +221,40 @@ def _now(families: _Families, model: str, seen: _Seen) -> None:
 
 
 def _so_far(families: _Families, model: str, its: Stats) -> None:
-    ours, theirs = {"model": model}, _theirs(model)
-
-    def both(mine: str, vllms: str, words: str, value: float) -> None:
-        families.count(mine, words, ours, value)
-        families.count(vllms, words, theirs, value)
-
+    ours, count = {"model": model}, families.count
     drafts = its.drafted_at[0] if its.drafted_at else 0
-    both(
-        "outpace_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of samples that were started.", its.prompt_tokens
-    )
-    both("outpace_tokens", "vllm:generation_tokens", "Output tokens.", its.tokens)
-    both(
-        "outpace_prefix_queries",
-        "vllm:prefix_cache_queries",
-        "Prompt tokens of samples that were started.",
-        its.prompt_tokens,
-    )
-    both("outpace_prefix_hits", "vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.", its.reused_tokens)
-    both("outpace_preemptions", "vllm:num_preemptions", "Rows preempted for others.", its.preemptions)
-    both("outpace_drafts", "vllm:spec_decode_num_drafts", "Drafts that were verified.", drafts)
-    both("outpace_drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", its.drafted)
-    both("outpace_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", its.accepted)
-    for source in its.drafted_by:
+    for mine, vllms, words, value in (
+        ("prompt_tokens", "prompt_tokens", "Prompt tokens of samples that were started.", its.prompt_tokens),
+        ("tokens", "generation_tokens", "Output tokens.", its.tokens),
+        ("prefix_queries", "prefix_cache_queries", "Prompt tokens of samples that were started.", its.prompt_tokens),
+        ("prefix_hits", "prefix_cache_hits", "Prompt tokens whose KV was reused.", its.reused_tokens),
+        ("preemptions", "num_preemptions", "Rows preempted for others.", its.preemptions),
+        ("drafts", "spec_decode_num_drafts", "Drafts that were verified.", drafts),
+        ("drafted_tokens", "spec_decode_num_draft_tokens", "Draft tokens that were verified.", its.drafted),
+        ("accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens accepted.", its.accepted),
+    ):
+        count(f"outpace_{mine}", words, ours, value)
+        count(f"vllm:{vllms}", words, _theirs(model), value)
+    for source, drafted in its.drafted_by.items():
         by = {**ours, "drafter": source}
-        accepted = its.accepted_by.get(source, 0)
-        families.count("outpace_drafted_by", "Draft tokens verified, by drafter.", by, its.drafted_by[source])
-        families.count("outpace_accepted_by", "Draft tokens accepted, by drafter.", by, accepted)
+        count("outpace_drafted_by", "Draft tokens verified, by drafter.", by, drafted)
+        count("outpace_accepted_by", "Draft tokens accepted, by drafter.", by, its.accepted_by.get(source, 0))
+    reached, accepted_to = "Drafts that reached a position.", "Drafts accepted as far as a position."
     for at, (drafted, accepted) in enumerate(zip(its.drafted_at, its.accepted_at, strict=True)):
-        by = {**ours, "position": str(at)}
-        families.count("outpace_drafted_at", "Drafts that reached a position.", by, drafted)
-        families.count("outpace_accepted_at", "Drafts accepted as far as a position.", by, accepted)
-        families.count(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted as far as a position.",
-            _theirs(model, position=str(at)), accepted,
-        )  # fmt: skip
+        by, theirs = {**ours, "position": str(at)}, _theirs(model, position=str(at))
+        count("outpace_drafted_at", reached, by, drafted)
+        count("outpace_accepted_at", accepted_to, by, accepted)
+        count("vllm:spec_decode_num_accepted_tokens_per_pos", accepted_to, theirs, accepted)
     for size, steps in sorted(its.steps_by_size.items()):
-        families.count("outpace_steps_by_width", "Steps of rows, by width.", {**ours, "width": str(1 + size)}, steps)
+        count("outpace_steps_by_width", "Steps of rows, by width.", {**ours, "width": str(1 + size)}, steps)
     for threads, steps in sorted(its.steps_by_threads.items()):
-        families.count(
-            "outpace_steps_by_threads",
-            "Steps of rows, by the threads that their forward ended with.",
-            {**ours, "threads": str(threads)},
-            steps,
-        )
+        words = "Steps of rows, by the threads that their forward ended with."
+        count("outpace_steps_by_threads", words, {**ours, "threads": str(threads)}, steps)
     for (state, why), steps in decisions(its).items():
-        families.count(
-            "outpace_steps",
-            "Steps of rows, by whether they drafted, and why.",
-            {**ours, "drafting": state, "why": why},
-            steps,
-        )
+        words = "Steps of rows, by whether they drafted, and why."
+        count("outpace_steps", words, {**ours, "drafting": state, "why": why}, steps)
     for phase, seconds in its.seconds.items():
-        families.count("outpace_phase_seconds", "Time of rows in steps, by phase.", {**ours, "phase": phase}, seconds)
+        count("outpace_phase_seconds", "Time of rows in steps, by phase.", {**ours, "phase": phase}, seconds)
 
 
 def decisions(its: Stats) -> dict[tuple[str, str], int]:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from outpace.errors import MissingExtraError
-from outpace.server.engines.generation import Generation, Observer
-from outpace.server.engines.parts import Part
-from outpace.server.engines.usage import usage
+from outpace.server.engines.generation import Generation, Observer, Part, usage
 from outpace.server.errors import APIError
 
 
