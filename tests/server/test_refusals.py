@@ -211,7 +211,7 @@ _VALUES = st.recursive(
 _LONG = {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of"}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_malformed_bodies_are_refused(demo: Running, data: st.DataObject) -> None:
     """A good body, some of its fields made something else, cut off, or renamed: answered or refused, never 5xx."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,8 +47,11 @@ def more(value: Any) -> set[str]:
     return set().union(*map(more, value)) if isinstance(value, list) else set()
 
 
+adapter: Any = cache(TypeAdapter)  # one of all events takes a while to make
+
+
 def check(kind: Any, value: Any) -> None:
-    parsed = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    parsed = adapter(kind).validate_json(json.dumps(value), strict=True)
     assert more(parsed) <= OURS
 
 
