@@ -1,12 +1,10 @@
 """The full matrix: speculative decoding against plain decoding, and against transformers' own ``generate``.
 
 Without -d: a lookup, the target's first layers (which are often wrong), a draft model of another tokenizer, and the
-learned drafters: the shipped one alone and behind a lookup, and those of checkpoints that --parallel and --medusa name.
-Learned ones and the draft model have temperatures, sizes and batches of their own, where none are given.
+learned drafter that ships, alone and behind a lookup.
 
 Example: ./scripts/prove --prompts prompts.jsonl --out results/prove.json
-Other drafters: ./scripts/prove -d suffix -d ngram+suffix -d layers:20 -t 0 -t 0.8 --size auto --batch 1 --batch 8
-Another's checkpoint: ./scripts/prove --backend native -d eagle:PATH -d suffix+eagle:PATH
+Other drafters: ./scripts/prove --backend native -d eagle:PATH -d suffix+parallel:PATH -t 0 --size auto --batch 8
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference.
 """
@@ -16,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -41,15 +39,10 @@ from outpace.models.load import load
 from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
 
-TEMPERATURES = (0.0, 0.7, 1.2)
-SIZES = (1, 4, 8)
+DRAFTERS = ("ngram", "layers:10", "model:demo-gemma", SPEC, f"suffix+{SPEC}")
+TEMPERATURES = (0.0, 0.8, 1.2)
+SIZES: tuple[Size, ...] = (1, 4, 8, "auto")
 BATCHES = (1, 7)
-DRAFTERS = ("ngram", "layers:10")
-NAMED = ("parallel", "medusa")  # learned drafters that none is shipped of
-LEARNED = (SPEC, f"suffix+{SPEC}", "model:demo-gemma")
-LEARNED_TEMPERATURES = (0.0, 0.8)
-LEARNED_SIZES: tuple[Size, ...] = (8, "auto")
-LEARNED_BATCHES = (1, 8)
 
 
 @dataclass(frozen=True)
@@ -82,17 +75,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
-    every = " and ".join([*DRAFTERS, *LEARNED])
-    parser.add_argument("--drafter", "-d", action="append", help=f"default: {every}")
-    for method in NAMED:
-        parser.add_argument(
-            f"--{method}", action="append", default=[], help="a checkpoint, beside the default drafters"
-        )
-    parser.add_argument(
-        "--temperature", "-t", action="append", type=float, help=_default(TEMPERATURES, LEARNED_TEMPERATURES)
-    )
-    parser.add_argument("--size", action="append", type=_size, help=_default(SIZES, LEARNED_SIZES))
-    parser.add_argument("--batch", action="append", type=int, help=_default(BATCHES, LEARNED_BATCHES))
+    parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(DRAFTERS)}")
+    parser.add_argument("--temperature", "-t", action="append", type=float, help=f"default: {TEMPERATURES}")
+    parser.add_argument("--size", action="append", type=_size, help=f"default: {SIZES}")
+    parser.add_argument("--batch", action="append", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
@@ -101,28 +87,6 @@ def _arguments() -> argparse.Namespace:
 
 def _size(text: str) -> Size:
     return "auto" if text == "auto" else int(text)
-
-
-def _default(values: Sequence[Any], learned: Sequence[Any]) -> str:
-    return f"default: {values}; of learned drafters {learned}"
-
-
-def cases_of(given: argparse.Namespace) -> list[Case]:
-    """What is to be run."""
-    named = [
-        f"{before}{method}:{path}" for method in NAMED for path in getattr(given, method) for before in ("", "suffix+")
-    ]
-    if given.drafter and named:
-        raise ParameterError("-d names all drafters: give checkpoints there, too, or leave it out")
-    plain = (given.drafter or DRAFTERS), TEMPERATURES, SIZES, BATCHES
-    learned = [*LEARNED, *named], LEARNED_TEMPERATURES, LEARNED_SIZES, LEARNED_BATCHES
-    return [
-        Case(spec, *rest)
-        for specs, temperatures, sizes, batches in ([plain] if given.drafter else [plain, learned])
-        for spec, *rest in product(
-            specs, given.temperature or temperatures, given.size or sizes, given.batch or batches
-        )
-    ]
 
 
 def _prove(given: argparse.Namespace) -> int:
@@ -141,7 +105,12 @@ def _prove(given: argparse.Namespace) -> int:
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
     known = {"settings": settings, "plain": {}, "cases": {}, **known}
-    cases = cases_of(given)
+    cases = [
+        Case(*each)
+        for each in product(
+            given.drafter or DRAFTERS, given.temperature or TEMPERATURES, given.size or SIZES, given.batch or BATCHES
+        )
+    ]
     temperatures = list(dict.fromkeys(case.temperature for case in cases))
     most = max(checked_size(case.size) for case in cases)
     with progress("cases", len(cases) + len(temperatures) + 1) as advance:

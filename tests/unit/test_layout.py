@@ -1,4 +1,4 @@
-"""The house: no import runs to a higher floor, no circles, no file that is longer than one idea."""
+"""Layout: no import runs to a higher floor, there are no circles, and no file is longer than one idea."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def floor_of(module: str) -> int:
-    room = module.split(".")[0]
-    return next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    top = module.split(".")[0]
+    return next(i for i, names in enumerate(FLOORS) if top in names)
 
 
 @pytest.fixture(scope="module")

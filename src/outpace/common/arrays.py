@@ -1,4 +1,4 @@
-"""Names of the array types that travel between the rooms, and what is asked of token arrays everywhere."""
+"""Names of array types, and functions of token arrays."""
 
 from __future__ import annotations
 
