@@ -41,63 +41,63 @@ class Served:
     """A server, and what was seen of it by concurrency. ``ids``: it tells the token ids of a piece."""
 
     name: str
-    its: Started
+    server: Started
     model: str
     ids: bool
     rounds: dict[int, list[list[streams.Shot]]] = field(default_factory=dict)
     used: dict[int, Spent] = field(default_factory=dict)
 
     def bodies(self, prompts: Sequence[str], tokens: int) -> list[dict[str, Any]]:
-        told = {"return_token_ids": True} if self.ids else {}
-        base = {"model": self.model, "max_tokens": tokens, "temperature": 0, **told}
+        more = {"return_token_ids": True} if self.ids else {}
+        base = {"model": self.model, "max_tokens": tokens, "temperature": 0, **more}
         return [{**base, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
     def crowd(self, prompts: Sequence[str], tokens: int, concurrency: int) -> None:
         """A round at ``concurrency``."""
-        before = spent(self.its.pid) if Path("/proc/self/stat").exists() else None
-        shots = streams.together(self.its.remote, self.bodies(prompts, tokens), concurrency)
+        before = spent(self.server.pid) if Path("/proc/self/stat").exists() else None
+        shots = streams.together(self.server.remote, self.bodies(prompts, tokens), concurrency)
         self.rounds.setdefault(concurrency, []).append(shots)
         if before is not None:
-            self.used[concurrency] = self.used.get(concurrency, Spent(0, 0)) + (spent(self.its.pid) - before)
+            self.used[concurrency] = self.used.get(concurrency, Spent(0, 0)) + (spent(self.server.pid) - before)
 
 
-def opened(name: str, its: Started) -> Served:
-    """It answers; what was said meanwhile warms it. Raises RemoteError."""
-    served = Served(name, its, its.remote.model(None), ids=True)
+def opened(name: str, server: Started) -> Served:
+    """A server that answers and is warm. Raises RemoteError."""
+    served = Served(name, server, server.remote.model(None), ids=True)
     prompts = ["Say hello to everyone in the room, please.", "Name three rivers."]
     try:
-        streams.together(its.remote, served.bodies(prompts, 24), 1)
+        streams.together(server.remote, served.bodies(prompts, 24), 1)
     except RemoteError as error:
         if error.status != 400:
             raise
         served.ids = False
-        streams.together(its.remote, served.bodies(prompts, 24), 1)
-    streams.together(its.remote, served.bodies(prompts * 4, 16), 4)
+        streams.together(server.remote, served.bodies(prompts, 24), 1)
+    streams.together(server.remote, served.bodies(prompts * 4, 16), 4)
     return served
 
 
 def report(all_of: Sequence[Served]) -> dict[str, Any]:
     """The figures by server and concurrency, with ratios to our plain server where it was run."""
-    plain = next((its for its in all_of if its.name == PLAIN), None)
+    plain = next((served for served in all_of if served.name == PLAIN), None)
     found: dict[str, Any] = {}
     for served in all_of:
         mine: dict[str, Any] = {}
         for concurrency, rounds in served.rounds.items():
             each = [streams.figures(shots) for shots in rounds]
-            told = streams.figures([shot for shots in rounds for shot in shots])
+            pooled = streams.figures([shot for shots in rounds for shot in shots])
             for name in ("requests_per_second", "tokens_per_second"):  # pauses between rounds are others' turns
-                told[name] = sum(its[name] * its["seconds"] for its in each) / sum(its["seconds"] for its in each)
-            told["seconds"] = sum(its["seconds"] for its in each)
-            value: dict[str, Any] = dict(told)
+                pooled[name] = sum(one[name] * one["seconds"] for one in each) / sum(one["seconds"] for one in each)
+            pooled["seconds"] = sum(one["seconds"] for one in each)
+            value: dict[str, Any] = dict(pooled)
             if concurrency in served.used:
                 used = served.used[concurrency]
-                value["cpu_per_token"] = used.all / max(told["tokens"], 1)
+                value["cpu_per_token"] = used.all / max(pooled["tokens"], 1)
                 value["loop_share"] = used.loop / used.all if used.all else 0.0
             if plain is not None and plain is not served:
                 value["ratios"] = ratios(rounds, plain.rounds[concurrency])
                 value["ratio"] = median(value["ratios"])
-                its = streams.between(shot for shots in plain.rounds[concurrency] for shot in shots)
-                value |= {f"{name}_ratio": told[name] / its[name] for name in P99 if its[name] > 0}
+                other = streams.between(shot for shots in plain.rounds[concurrency] for shot in shots)
+                value |= {f"{name}_ratio": pooled[name] / other[name] for name in P99 if other[name] > 0}
             mine[str(concurrency)] = value
         found[served.name] = {"concurrency": mine}
     return found

@@ -78,15 +78,15 @@ def parsed(begun: float, lines: Sequence[tuple[float, bytes]]) -> Shot:
         if "error" in chunk:
             raise RemoteError(f"a stream ended with an error: {chunk['error']}")
         tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-        said, ids = "", 0
+        piece, ids = "", 0
         for choice in chunk.get("choices", ()):
-            said += (choice.get("delta") or {}).get("content") or ""
+            piece += (choice.get("delta") or {}).get("content") or ""
             ids += len(choice.get("token_ids") or ())
-        if said or ids:
+        if piece or ids:
             at.append(moment)
-            text += said
+            text += piece
     if tokens is None:
-        raise RemoteError("a stream told no usage: nobody knows how many tokens it had")
+        raise RemoteError("a stream has no usage: nobody knows how many tokens it had")
     return Shot(begun, tuple(at), tokens, text)
 
 
