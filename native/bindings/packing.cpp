@@ -12,23 +12,19 @@ nb::object slice(const nb::object& array, Py_ssize_t begin, Py_ssize_t end) {
     return owned(PySequence_GetSlice(array.ptr(), begin, end));
 }
 
-// New tokens of one row: `pending` (if any), then `count` others; `parents` (null: a chain) are numbered among these.
-struct NewTokens {
+struct NewTokens {  // of one row; `parents` null: a chain
     int32_t row, first;
-    std::optional<int32_t> pending;
     const int32_t *tokens, *parents;
     int count;
     bool wanted, last_only;
-
-    int size() const { return count + (pending ? 1 : 0); }
 };
 
 // token, row, position, parent, starts, wanted. One allocation holds all six.
 nb::tuple packed(const std::vector<NewTokens>& rows) {
     Py_ssize_t n = 0, asked = 0;
     for (const NewTokens& its : rows) {
-        n += its.size();
-        if (its.wanted && its.size() > 0) asked += its.last_only ? 1 : its.size();
+        n += its.count;
+        if (its.wanted && its.count > 0) asked += its.last_only ? 1 : its.count;
     }
     const Py_ssize_t starts_from = 4 * n, wanted_from = starts_from + static_cast<Py_ssize_t>(rows.size()) + 1, size = wanted_from + asked;
     const IntArray all({size});
@@ -36,19 +32,17 @@ nb::tuple packed(const std::vector<NewTokens>& rows) {
     int32_t at = 0;
     *start++ = 0;
     for (const NewTokens& its : rows) {
-        const int lead = its.pending ? 1 : 0, count = its.size();
-        for (int k = 0; k < count; ++k) {
-            const int node = k - lead;
-            const int32_t above = node < 0 ? -1 : its.parents ? its.parents[node] + lead : k - 1;
+        for (int k = 0; k < its.count; ++k) {
+            const int32_t above = its.parents ? its.parents[k] : k - 1;
             if (above < -1 || above >= k)
-                throw nb::value_error(("node " + std::to_string(node) + " has parent " + std::to_string(above - lead) + ", which is not a node before it").c_str());
-            to[at + k] = node < 0 ? *its.pending : its.tokens[node];
+                throw nb::value_error(("node " + std::to_string(k) + " has parent " + std::to_string(above) + ", which is not a node before it").c_str());
+            to[at + k] = its.tokens[k];
             row[at + k] = its.row;
             position[at + k] = above < 0 ? its.first : position[at + above] + 1;
             parent[at + k] = above;
-            if (its.wanted && (!its.last_only || k == count - 1)) *want++ = at + k;
+            if (its.wanted && (!its.last_only || k == its.count - 1)) *want++ = at + k;
         }
-        at += count;
+        at += its.count;
         *start++ = at;
     }
     return nb::make_tuple(slice(all.object, 0, n), slice(all.object, n, 2 * n), slice(all.object, 2 * n, 3 * n),
@@ -77,56 +71,10 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
             tree[i].emplace(shape);
             if (tree[i]->size() != token[i]->size()) throw nb::value_error("a row's tokens and parents differ in length");
         }
-        each.push_back({number(rows, i), number(starts_at, i), std::nullopt, token[i]->data(), tree[i] ? tree[i]->data() : nullptr,
+        each.push_back({number(rows, i), number(starts_at, i), token[i]->data(), tree[i] ? tree[i]->data() : nullptr,
                         token[i]->size(), truth(wanted, i), last_only});
     }
     return packed(each);
-}
-
-nb::tuple pack_step(const nb::list& rows, const nb::list& starts_at, const nb::list& pending, const nb::object& tokens,
-                    const nb::object& widths, const nb::object& parents, const nb::list& chunks, const nb::list& wanted) {
-    const size_t b = pending.size(), c = chunks.size();
-    const IntCopy token(tokens.ptr(), 2), width(widths.ptr());
-    std::optional<IntCopy> parent;
-    if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
-    const size_t w = static_cast<size_t>(token.width());
-    if (rows.size() != b + c || starts_at.size() != b + c || wanted.size() != c || static_cast<size_t>(token.size()) != b ||
-        static_cast<size_t>(width.size()) != b || (parent && (static_cast<size_t>(parent->size()) != b || static_cast<size_t>(parent->width()) != w)))
-        throw nb::value_error("rows, starts_at, pending, drafts and chunks differ in length");
-    std::vector<std::optional<IntView>> chunk(c);
-    std::vector<NewTokens> each;
-    for (size_t i = 0; i < b; ++i) {
-        const int k = width.data()[i];
-        if (k < 0 || static_cast<size_t>(k) > w) throw nb::value_error("a draft's width is out of range");
-        each.push_back({number(rows, i), number(starts_at, i), number(pending, i), token.data() + i * w,
-                        parent ? parent->data() + i * w : nullptr, k, true, false});
-    }
-    for (size_t j = 0; j < c; ++j) {
-        chunk[j].emplace(PyList_GetItem(chunks.ptr(), static_cast<Py_ssize_t>(j)));
-        each.push_back({number(rows, b + j), number(starts_at, b + j), std::nullopt, chunk[j]->data(), nullptr, chunk[j]->size(),
-                        truth(wanted, j), false});
-    }
-    return packed(each);
-}
-
-// What is wrong with a proposal: "width", "token" or "parent"; "" when nothing is.
-const char* draft_fault(const nb::object& tokens, const nb::object& widths, const nb::object& parents, const nb::list& most, int vocab) {
-    const IntCopy token(tokens.ptr(), 2), width(widths.ptr());
-    std::optional<IntCopy> parent;
-    if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
-    const int b = width.size(), w = token.width();
-    if (static_cast<size_t>(b) != most.size() || token.size() != b || (parent && (parent->size() != b || parent->width() != w))) return "width";
-    for (int i = 0; i < b; ++i) {
-        const int k = width.data()[i];
-        if (k < 0 || k > w || k > number(most, static_cast<size_t>(i))) return "width";
-    }
-    for (int i = 0; i < b; ++i)
-        for (int n = 0; n < width.data()[i]; ++n) {
-            const int32_t its = token.data()[i * w + n];
-            if (its < 0 || its >= vocab) return "token";
-            if (parent && (parent->data()[i * w + n] < -1 || parent->data()[i * w + n] >= n)) return "parent";
-        }
-    return "";
 }
 
 // A list that is an attribute of a Tree.
@@ -189,9 +137,6 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
 
 void bind_packing(nb::module_& m) {
     m.def("pack_batch", &pack_batch, "rows"_a, "tokens"_a, "starts_at"_a, "wanted"_a, "trees"_a, "last_only"_a);
-    m.def("pack_step", &pack_step, "rows"_a, "starts_at"_a, "pending"_a, "tokens"_a, "widths"_a, "parents"_a.none(), "chunks"_a,
-          "wanted"_a);
-    m.def("draft_fault", &draft_fault, "tokens"_a, "widths"_a, "parents"_a.none(), "most"_a, "vocab"_a);
     m.def("pack_trees", &pack_trees, "trees"_a, "sourced"_a);
 }
 

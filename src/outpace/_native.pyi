@@ -630,15 +630,4 @@ def gguf_strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]:
 def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
     """``merge`` of exact/tree.py: tokens, parents, gains and sources."""
 
-def draft_fault(tokens: _I32, widths: _I32, parents: _I32 | None, most: list[int], vocab: int) -> str: ...
-def pack_step(
-    rows: list[int],
-    starts_at: list[int],
-    pending: list[int],
-    tokens: _I32,
-    widths: _I32,
-    parents: _I32 | None,
-    chunks: list[_I32],
-    wanted: list[bool],
-) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]: ...
 def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

@@ -50,7 +50,7 @@ def pack_step(
     chunks: Sequence[I32],
     wanted: Sequence[bool],
 ) -> tuple[I32, I32, I32, I32, I32, I32]:
-    """``Batch.pack_step``, likewise."""
+    """A step's batch: each row's pending token with its draft, then chunks of prompts."""
     packed, trees = [], []
     for i, token in enumerate(pending):
         k = int(widths[i])

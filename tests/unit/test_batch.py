@@ -39,29 +39,6 @@ def test_the_packing_in_cpp_is_its_reference(arguments: tuple[Any, ...]) -> None
         assert mine.tolist() == its.tolist()
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.data())
-def test_the_packing_of_a_step_in_cpp_is_its_reference(data: st.DataObject) -> None:
-    b, c = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3))
-    ids, w = st.integers(0, 99), data.draw(st.integers(0, 5))
-    tokens = np.array([[data.draw(ids) for _ in range(w)] for _ in range(b)], np.int32).reshape(b, w)
-    widths = np.array([data.draw(st.integers(0, w)) for _ in range(b)], np.int32)
-    trees = np.array([[data.draw(st.integers(-1, n - 1)) for n in range(w)] for _ in range(b)], np.int32).reshape(b, w)
-    arguments = (
-        [data.draw(ids) for _ in range(b + c)],
-        [data.draw(ids) for _ in range(b + c)],
-        [data.draw(ids) for _ in range(b)],
-        tokens,
-        widths,
-        data.draw(st.sampled_from([None, trees])),
-        [np.array(data.draw(st.lists(ids, max_size=4)), np.int32) for _ in range(c)],
-        [data.draw(st.booleans()) for _ in range(c)],
-    )
-    for mine, its in zip(_native.pack_step(*arguments), oracle.pack_step(*arguments), strict=True):
-        assert mine.dtype == its.dtype == np.int32
-        assert mine.tolist() == its.tolist()
-
-
 def test_a_batch_by_hand() -> None:
     tree = np.array([-1, 0, 0], np.int32)
     batch = Batch.pack(

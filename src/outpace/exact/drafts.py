@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outpace import _fast
 from outpace.common.arrays import F32, F64, I32
 
 UNNAMED = "draft"  # the source of nodes whose drafter gives no name
@@ -87,18 +85,6 @@ class Drafts:
             None if self.q is None else self.q[i, :k],
         )
 
-    def take(self, rows: Sequence[int]) -> Drafts:
-        """The drafts of some rows alone."""
-        at = np.asarray(rows, np.intp)
-
-        def taken(values: Any) -> Any:
-            return None if values is None else values[at]
-
-        return Drafts(
-            taken(self.tokens), taken(self.widths), taken(self.parents), taken(self.q), taken(self.confidence),
-            taken(self.source), self.sources, taken(self.levels),
-        )  # fmt: skip
-
     def among(self, where: Sequence[int], rows: int) -> Drafts:
         """These drafts as those of rows ``where`` [B] of a batch of ``rows``; the others have none."""
         return self if len(where) == rows else Drafts.join([(where, self)], rows)
@@ -141,28 +127,6 @@ class Drafts:
         q = np.zeros((*self.tokens.shape, vocab))
         np.put_along_axis(q, self.tokens[..., None].astype(np.intp), 1.0, axis=2)
         return q
-
-    def only(self, keep: Sequence[Sequence[int]]) -> Drafts:
-        """Nodes ``keep[i]`` (ascending, with their parents) of each row i."""
-        widths = np.array([len(nodes) for nodes in keep], np.int32)
-        b, w = len(keep), int(widths.max(initial=0))
-        at = np.zeros((b, w), np.intp)
-        parents = np.full((b, w), -1, np.int32)
-        for i, nodes in enumerate(keep):
-            at[i, : len(nodes)] = nodes
-            new = {-1: -1, **{node: n for n, node in enumerate(nodes)}}
-            draft = self.row(i)
-            parents[i, : len(nodes)] = [new[draft.parent(node)] for node in nodes]
-        chains = all(is_chain(parents[i, :k].tolist()) for i, k in enumerate(widths.tolist()))
-        rows = np.arange(b)[:, None]
-
-        def kept(values: Any) -> Any:
-            return None if values is None else values[rows, at]
-
-        return Drafts(
-            kept(self.tokens), widths, None if chains else parents, kept(self.q), kept(self.confidence),
-            kept(self.source), self.sources, self.levels,
-        )  # fmt: skip
 
     def sources_of(self, i: int) -> list[str]:
         """Who drafted each node of row i."""
@@ -216,17 +180,6 @@ class Verdicts:
             tokens[i, : verdict.accepted + 1] = verdict.tokens
             path[i, : verdict.accepted] = verdict.path
         return Verdicts(tokens, np.array([v.accepted for v in rows], np.int32), path)
-
-
-def check_drafts(drafts: Drafts, most: Sequence[int], vocab: int) -> None:
-    """Raise ValueError when a proposal cannot be verified. ``most`` [B]: nodes that were asked for."""
-    fault = _fast.native.draft_fault(drafts.tokens, drafts.widths, drafts.parents, list(most), vocab)
-    if fault == "width":
-        raise ValueError(f"it proposed {drafts.widths.tolist()} nodes where {list(most)} were asked for")
-    if fault == "token":
-        raise ValueError(f"it proposed a token that is not in the vocabulary of {vocab}")
-    if fault == "parent":
-        raise ValueError("it proposed a tree in which a node stands before its parent")
 
 
 def depths(parents: I32) -> I32:

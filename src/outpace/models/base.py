@@ -83,28 +83,6 @@ class Batch:
         )
         return Batch(*arrays, taps=taps, tapped=tapped, features=features, layers=layers)
 
-    @staticmethod
-    def pack_step(
-        rows: Sequence[int],
-        starts_at: Sequence[int],
-        pending: Sequence[int],
-        drafts: Drafts,
-        chunks: Sequence[I32] = (),
-        wanted: Sequence[bool] = (),
-        *,
-        taps: tuple[int, ...] = (),
-        tapped: npt.NDArray[np.bool_] | None = None,
-    ) -> Batch:
-        """Pack a step of B decoding rows, each ``pending[i]`` and then its draft, and ``chunks`` of prefill after them.
-
-        ``rows`` and ``starts_at`` [B + C] are of both; logits are needed of decoding rows and of ``wanted`` chunks.
-        """
-        arrays: _Packed = _fast.native.pack_step(
-            list(rows), list(starts_at), list(pending), drafts.tokens, drafts.widths, drafts.parents, list(chunks),
-            list(wanted),
-        )  # fmt: skip
-        return Batch(*arrays, taps=taps, tapped=tapped)
-
     def __len__(self) -> int:
         return len(self.token)
 
