@@ -37,6 +37,11 @@ def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", fr
         pattern = config.layer_types.index("full_attention") + 1
         if pattern != 6:  # the format's default
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if architecture == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
@@ -53,7 +58,7 @@ def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", fr
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = weight.numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture == "gemma3" and "norm" in name:

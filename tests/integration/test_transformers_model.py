@@ -55,6 +55,8 @@ def built(path: Path) -> Any:
         ("qwen2", "qwen2", {}),
         ("qwen3", "qwen3", COMMON | {"head_dim": 16}),
         ("olmo2", "olmo2", {}),
+        ("granite", "granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.3}),
+        ("smollm3", "smollm3", {"num_hidden_layers": 5}),
         ("phi3", "phi3", {"pad_token_id": 0, "sliding_window": 9}),
         ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6}),
         ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 5, "sliding_window_pattern": 2}),

@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "short_factor": [1.0, 1.1, 1.5, 1.9, 2.5, 3.0, 3.5, 4.0], "long_factor": [1.0, 2.0, 4.0, 8.0] * 2,
         },
     }),
+    "granite": ("Granite", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+        "attention_bias": True,
+    }),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
     "gemma3": ("Gemma3", {
         "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
         "rope_parameters": {

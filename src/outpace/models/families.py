@@ -146,6 +146,11 @@ FAMILIES = (
         },
         "phi3", windows=Windows(), brings_code=True,
     ),
+    Family("granite", "GraniteForCausalLM", "granite", {**_LAYER, **_NORMS_BEFORE}, "granite", interleaved=True),
+    Family(
+        "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,
+        ropes=(RopeSource(2e6),), windows=Windows(flag="use_sliding_window"), unrotated_every=4, tied=True,
+    ),
 )  # fmt: skip
 
 
