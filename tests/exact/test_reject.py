@@ -14,7 +14,7 @@ from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import reject, typical, walk
+from outpace.exact.verify import TYPICAL_DELTA, TYPICAL_EPSILON, reject, typical, walk
 from outpace.params import SamplingParams
 from tests.exact.outcomes import every_outcome
 from tests.exact.test_walk import shapes
@@ -195,6 +195,26 @@ def test_typical_is_exact_when_greedy_and_lossy_otherwise() -> None:
     warm = Language(3, PARAMS["own"], 9)
     draft = Draft(np.array([int(warm.p(()).argmax())], np.int32))
     assert not same(output(warm, iter([(1.0, draft)]), 2, rule=typical), warm.sequences(2))
+
+
+@pytest.mark.parametrize(("likeliest", "others"), [(0.97, 3), (0.5, 1), (0.3, 7), (0.04, 24)])
+def test_typical_accepts_by_its_threshold(likeliest: float, others: int) -> None:
+    """Medusa, section 3.3.1: x is accepted when p(x) > min(epsilon, delta exp(-H(p))); p has zeros."""
+    p = np.array([likeliest, *[(1 - likeliest) / others] * others, 0.0, 0.0])
+    entropy = -sum(x * np.log(x) for x in p if x > 0)
+    threshold = min(TYPICAL_EPSILON, TYPICAL_DELTA * np.exp(-entropy))
+    for token in range(len(p)):
+        draft = Draft(np.array([token], np.int32))
+        for _, verdict in every_outcome(lambda chance, draft=draft: typical(lambda _: p, draft, chance)):  # type: ignore[misc]
+            assert len(verdict.path) == int(p[token] > threshold)
+
+
+def test_typical_keeps_the_first_of_the_deepest_paths() -> None:
+    p = np.array([0.5, 0.5])
+    draft = Draft(np.array([0, 1, 0, 1], np.int32), np.array([-1, -1, 0, 1], np.int32))  # 0 0 and 1 1
+    for _, verdict in every_outcome(lambda chance: typical(lambda _: p, draft, chance)):
+        assert verdict.tokens[:2].tolist() == [0, 0]
+        assert verdict.path.tolist() == [0, 2]
 
 
 def test_coupled_and_rejection_agree_when_greedy() -> None:

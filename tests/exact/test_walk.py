@@ -87,3 +87,10 @@ def test_ragged_rows_do_not_see_each_other() -> None:
     )
     assert [v.tokens.tolist() for v in verdicts] == [[1, 2, 7], [4], [1, 0]]
     assert verdicts.accepted.tolist() == [2, 0, 1]
+
+
+def test_what_pads_a_narrower_row_is_never_followed() -> None:
+    """Row 1 has no node, row 2 one: what stands behind it in the batch would agree with every choice."""
+    drafts = Drafts(np.zeros((3, 2), np.int32), np.array([2, 0, 1], np.int32), None)
+    found = walk(lambda rows, nodes: np.zeros(len(rows), np.int32), drafts)
+    assert found.accepted.tolist() == [2, 0, 1]

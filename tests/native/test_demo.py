@@ -20,7 +20,7 @@ from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.weights.gguf import GGUFFile
 
 pytestmark = pytest.mark.slow
-TOKENS, WINDOW = 2048, 512
+TOKENS, WINDOW = 768, 256
 
 
 def demo_path(name: str) -> Any:
@@ -78,8 +78,8 @@ def test_perplexity_and_agreement(pair: tuple[NativeModel, Any, Any]) -> None:
         theirs_nll.append(-expected[at, window[1:]])
         same = got.argmax(-1) == expected.argmax(-1)
         agreed.append(same)
-        top = np.sort(expected, -1)
-        gaps.extend((top[~same, -1] - top[~same, -2]).tolist())
+        second, first = np.partition(expected[~same], (-2, -1), axis=-1)[:, -2:].T
+        gaps.extend((first - second).tolist())
     ours, reference = np.exp(np.mean(ours_nll)), np.exp(np.mean(theirs_nll))
     agreement = np.mean(agreed)
     print(f"\n{model.info.name}: perplexity {ours:.4f}, reference {reference:.4f} ({ours / reference - 1:+.2%})")
