@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from outpace.common.files import cache_dir
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
@@ -14,7 +15,6 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.errors import DrafterError
-from outpace.files import cache_dir
 from outpace.models import demo
 from outpace.models.load import load
 from outpace.models.options import LoadOptions

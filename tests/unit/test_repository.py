@@ -45,3 +45,10 @@ def test_nothing_is_committed_that_git_ignores() -> None:
     if (ROOT / ".git").exists():
         ignored = ["git", "ls-files", "-ci", "--exclude-standard"]
         assert subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_what_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`\.?/?([\w.]+/[\w./]*)`", text)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
