@@ -49,6 +49,6 @@ def test_nothing_is_committed_that_git_ignores() -> None:
 
 def test_what_contributing_names_is_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`\.?/?([\w.]+/[\w./]*)`", text)
+    named = re.findall(r"`(?:\./)?([\w.]+/[\w./]*)`", text)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
