@@ -14,7 +14,7 @@ from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import TYPICAL_DELTA, TYPICAL_EPSILON, reject, typical, walk
+from outpace.exact.verify import reject, typical, walk
 from outpace.params import SamplingParams
 from tests.exact.outcomes import every_outcome
 from tests.exact.test_walk import shapes
@@ -199,10 +199,10 @@ def test_typical_is_exact_when_greedy_and_lossy_otherwise() -> None:
 
 @pytest.mark.parametrize(("likeliest", "others"), [(0.97, 3), (0.5, 1), (0.3, 7), (0.04, 24)])
 def test_typical_accepts_by_its_threshold(likeliest: float, others: int) -> None:
-    """Medusa, section 3.3.1: x is accepted when p(x) > min(epsilon, delta exp(-H(p))); p has zeros."""
+    """Medusa, section 3.3.1: x is accepted when p(x) > min(0.09, 0.3 exp(-H(p))); p has zeros."""
     p = np.array([likeliest, *[(1 - likeliest) / others] * others, 0.0, 0.0])
     entropy = -sum(x * np.log(x) for x in p if x > 0)
-    threshold = min(TYPICAL_EPSILON, TYPICAL_DELTA * np.exp(-entropy))
+    threshold = min(0.09, 0.3 * np.exp(-entropy))
     for token in range(len(p)):
         draft = Draft(np.array([token], np.int32))
         for _, verdict in every_outcome(lambda chance, draft=draft: typical(lambda _: p, draft, chance)):  # type: ignore[misc]
