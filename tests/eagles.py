@@ -10,9 +10,9 @@ import numpy as np
 
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint, Decoder, EagleConfig
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import tensor_shapes
 from outpace.models.base import Model
-from outpace.training import export
 
 
 def config_of(model: Model, ids: Sequence[int], taps: tuple[int, ...], **options: Any) -> EagleConfig:
@@ -69,7 +69,7 @@ def table(model: Model, ids: Sequence[int], taps: tuple[int, ...], follows: Sequ
 def write(folder: Path, checkpoint: Checkpoint, fingerprint: str | None = None) -> str:
     """The checkpoint as a folder in our layout; its path."""
     target = {"name": "another", "fingerprint": fingerprint} if fingerprint else {}
-    export.write(folder, "eagle", checkpoint.config, checkpoint.tensors, target, {}, dtype="float32")
+    write_checkpoint(folder, "eagle", checkpoint.config, checkpoint.tensors, target, {}, dtype="float32")
     return str(folder)
 
 

@@ -79,7 +79,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
         for (const size_t i : at) {
             const Asked& asked = rows[i];
             const Entries::Row& known = *entries_.find(asked.row);
-            asks.push_back({taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, noise_of(asked)});
+            asks.push_back({taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, sampling_of(asked)});
         }
         std::vector<Eagle::Draft> drafts;
         try {

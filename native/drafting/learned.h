@@ -1,5 +1,5 @@
-// Learned drafters of native steps: what they have read of each row, and what they draft from it. Rows that rules or filters
-// choose for, and those that sample under rejection, are drafted for in Python (drafters/learned), from the same rows.
+// Learned drafters of native steps: what they have read of each row, and what they draft from it. Rows whose
+// rules forbid tokens, and those that sample under rejection, are drafted for in Python (drafters/learned), from the same rows.
 #pragma once
 
 #include <map>
@@ -27,16 +27,12 @@ private:
     std::vector<int> order_, ascending_;
 };
 
-// The noise that a row's next token is chosen with: filters and rules apart.
-inline Sampling noise_of(const Asked& asked) {
-    Sampling noise;
-    if (asked.sampling && asked.sampling->temperature > 0.0) {
-        noise.temperature = asked.sampling->temperature;
-        noise.seed = asked.sampling->seed;
-        noise.sample = asked.sampling->sample;
-        noise.index = static_cast<uint32_t>(static_cast<int64_t>(asked.n) - asked.prompt);
-    }
-    return noise;
+// What a row's next token is chosen by, its rules apart.
+inline Sampling sampling_of(const Asked& asked) {
+    if (!asked.sampling) return {};
+    Sampling sampling = *asked.sampling;
+    sampling.index = static_cast<uint32_t>(static_cast<int64_t>(asked.n) - asked.prompt);
+    return sampling;
 }
 
 class EagleRows : public Lookup {

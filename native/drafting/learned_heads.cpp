@@ -22,7 +22,7 @@ void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
         const Asked& asked = rows[i];
         const int slots = std::min(asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels), network_.slots());
         if (slots < 1 || end(asked.row) == 0 || asked.n + static_cast<size_t>(slots) > static_cast<size_t>(max_length_)) continue;
-        asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, slots, noise_of(asked)});
+        asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, slots, sampling_of(asked)});
         at.push_back(i);
     }
     if (asks.empty()) return;
@@ -139,7 +139,7 @@ void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree
         const int levels = asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels);
         const auto found = states_.find(asked.row);
         if (levels < 1 || found == states_.end() || found->second.position != static_cast<int>(asked.n) - 1) continue;
-        asks.push_back({found->second.values.data(), std::min(levels, network_.heads()), noise_of(asked)});
+        asks.push_back({found->second.values.data(), std::min(levels, network_.heads()), sampling_of(asked)});
         at.push_back(i);
     }
     if (asks.empty()) return;

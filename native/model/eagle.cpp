@@ -144,7 +144,7 @@ std::vector<std::vector<RankedToken>> Eagle::level(const std::vector<Row>& rows,
             run.clock(me, kHead);
         };
         pool.run(body, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
-        for (int i = 0; i < count; ++i) children.push_back(ranking_.best(i));
+        for (int i = 0; i < count; ++i) children.push_back(ranking_.best(i, nullptr, m.kernels_));
     }
     return children;
 }

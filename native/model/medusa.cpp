@@ -116,14 +116,22 @@ std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vect
                 ranked.push_back({ask(i).sampling, most, kMedusaRivals});
                 ranked.back().sampling.index += static_cast<uint32_t>(k);
             }
+        const bool filters = std::any_of(ranked.begin(), ranked.end(), [](const Ranking::Row& row) { return row.sampling.filters(); });
+        const size_t wide = static_cast<size_t>(outputs());
+        if (filters) filtered_.resize(ranked.size() * wide);
         ranking_.begin(std::move(ranked));
         const int n = static_cast<int>(count);
+        const auto own = [&](int row) { return filters ? filtered_.data() + static_cast<size_t>(row) * wide : nullptr; };
         each_stretch(n, heads, [&](int thread, int head, int stretch, const float* logits) {
-            for (int i = 0; i < n; ++i) ranking_.consider(thread, head * n + i, stretch, logits + i * kStretch, target_->kernels());
+            for (int i = 0; i < n; ++i) {
+                const int row = head * n + i;
+                ranking_.consider(thread, row, stretch, logits + i * kStretch, target_->kernels());
+                if (filters) std::copy_n(logits + i * kStretch, ranking_.size_of(stretch), own(row) + ranking_.begin_of(stretch));
+            }
         });
         for (int i = 0; i < n; ++i) {
             std::vector<std::vector<RankedToken>>& found = drafts.emplace_back();
-            for (int k = 0; k < ask(static_cast<size_t>(i)).heads; ++k) found.push_back(ranking_.best(k * n + i));
+            for (int k = 0; k < ask(static_cast<size_t>(i)).heads; ++k) found.push_back(ranking_.best(k * n + i, own(k * n + i), target_->kernels()));
         }
     }
     return drafts;

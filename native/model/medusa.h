@@ -52,6 +52,7 @@ private:
     std::vector<std::vector<float>> x_;   // of each head: outputs [count][hidden]
     std::vector<Buffer<uint8_t>> acts_;   // the same, encoded
     std::vector<std::vector<float>> y_;   // of each head: products [count][padded]
+    std::vector<float> filtered_;         // logits of rows with filters [head][ask][outputs], where there are any
 };
 
 }  // namespace outpace

@@ -233,11 +233,8 @@ void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slo
             m.kernels_.matmul(markov_->after, acts_.get(), count, begin, end, y - from, kStretch);
         }
         for (int i = 0; i < count; ++i) {
-            const float* x = logits_of(slots[static_cast<size_t>(i)].place) + from;
-            if (markov_) {
-                m.kernels_.add(y + i * kStretch, x, ranking_.size_of(stretch));
-                x = y + i * kStretch;
-            }
+            float* x = logits_of(slots[static_cast<size_t>(i)].place) + from;
+            if (markov_) m.kernels_.add(x, y + i * kStretch, ranking_.size_of(stretch));
             ranking_.consider(me.id, i, stretch, x, m.kernels_);
         }
     };
@@ -247,7 +244,7 @@ void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slo
     }, Pool::kDrafting, static_cast<double>(markov_ ? markov_->after.bytes() : logits_.size()));
     for (int i = 0; i < count; ++i) {
         const size_t at = static_cast<size_t>(i);
-        RankedToken chosen = ranking_.best(i).front();
+        RankedToken chosen = ranking_.best(i, logits_of(slots[at].place), m.kernels_).front();
         if (confidence_ && ranked[at].sampling.temperature <= 0.0) chosen.share = static_cast<double>(accepted(slots[at].place, at));
         if (!std::isfinite(chosen.share)) throw NotFinite();
         drafts[slots[at].ask].push_back(chosen);

@@ -260,6 +260,15 @@ struct Choice {
         kept.erase(std::remove_if(kept.begin(), kept.end(), [&](int32_t id) { return !(scaled(id) >= limit); }), kept.end());
     }
 
+    // False where a cut is too close to call.
+    bool filter() {
+        if (s.top_n_sigma > 0.0 && !top_n_sigma()) return false;
+        if (s.top_k > 0) top_k();
+        if (s.top_p < 1.0 && !top_p()) return false;
+        if (s.min_p > 0.0) min_p();
+        return true;
+    }
+
     int draw() {
         int chosen = best;
         double score = scaled(best) + gumbel(s, best);
@@ -348,11 +357,15 @@ int choose(const float* logits, int vocab, const Best* known, const std::vector<
             if (logits[token] > -kInfinity) choice.kept.push_back(token);
         });
     }
-    if (sampling.top_n_sigma > 0.0 && !choice.top_n_sigma()) return kUndecided;
-    if (sampling.top_k > 0) choice.top_k();
-    if (sampling.top_p < 1.0 && !choice.top_p()) return kUndecided;
-    if (sampling.min_p > 0.0) choice.min_p();
-    return choice.draw();
+    return choice.filter() ? choice.draw() : kUndecided;
+}
+
+std::vector<int32_t> survivors(const float* logits, int n, const Sampling& sampling, const Kernels& kernels) {
+    std::vector<int32_t> ids(static_cast<size_t>(n));
+    Choice choice{logits, n, sampling, kernels, kernels.argmax(logits, n).index, ids.data(), nullptr, false, {}};
+    choice.filter();
+    if (!choice.narrowed) choice.kept.assign(ids.data(), ids.data() + choice.at_least(0, n, std::numeric_limits<float>::lowest()));
+    return choice.kept;
 }
 
 }  // namespace outpace

@@ -32,6 +32,8 @@ struct Sampling {
     uint64_t seed = 0;
     uint32_t sample = 0, index = 0, stream = 0;
 
+    bool filters() const { return temperature > 0.0 && (top_n_sigma > 0.0 || top_k > 0 || top_p < 1.0 || min_p > 0.0); }
+
     // visit(name, field) for every field, under the names that Python has.
     template <class Visit>
     void each_field(const Visit& visit) {
@@ -61,6 +63,9 @@ double gumbel(const Sampling& sampling, int token);
 
 // The argmax as a choice: kNaN for NaN or infinity.
 int greedy(const Best& best);
+
+// Indices of logits [n] that the filters leave, ascending. Those nearest to a filter's edge may be on either side of it.
+std::vector<int32_t> survivors(const float* logits, int n, const Sampling& sampling, const Kernels& kernels);
 
 // The token, or one of the codes above. `best`: the argmax of `logits` where it is known. Logits are copied for rules that
 // change them; rules that only forbid are looked up as bits. Throws std::out_of_range for an id outside the vocabulary,

@@ -25,10 +25,11 @@ void Ranking::begin(std::vector<Row> rows) {
     }
 }
 
-std::vector<RankedToken> Ranking::best(int row) const {
+std::vector<RankedToken> Ranking::best(int row, const float* logits, const Kernels& kernels) const {
     const size_t i = static_cast<size_t>(row);
     const Mass all = whole(masses_.data() + i * static_cast<size_t>(stretches_), stretches_);
     if (std::isnan(all.top)) throw NotFinite();
+    if (logits && rows_[i].sampling.filters()) return filtered(rows_[i], logits, kernels);
     Shortlist merged;
     merged.begin(rows_[i].listed());
     for (const std::vector<Shortlist>& lists : lists_) merged.add(lists[i]);
@@ -38,6 +39,27 @@ std::vector<RankedToken> Ranking::best(int row) const {
         const int32_t place = merged.entries()[n].place;
         found.push_back({place, tokens_[static_cast<size_t>(place)], shares[n]});
     }
+    return found;
+}
+
+// By logit / temperature + noise among what the filters leave, as drafters/learned/picks.py chooses.
+std::vector<RankedToken> Ranking::filtered(const Row& row, const float* logits, const Kernels& kernels) const {
+    std::vector<RankedToken> found;
+    for (const int32_t place : survivors(logits, static_cast<int>(tokens_.size()), row.sampling, kernels)) {
+        const int32_t token = tokens_[static_cast<size_t>(place)];
+        const double scaled = static_cast<double>(logits[place]) / row.sampling.temperature;
+        found.push_back({place, token, scaled + gumbel(row.sampling, token)});
+    }
+    const size_t listed = std::min(found.size(), static_cast<size_t>(row.listed()));
+    std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(listed), found.end(), [](const RankedToken& a, const RankedToken& b) {
+        return a.share > b.share || (a.share == b.share && a.place < b.place);  // scores, as yet
+    });
+    found.resize(listed);
+    const double top = found.empty() ? 0.0 : found.front().share;
+    double total = 0.0;
+    for (const RankedToken& one : found) total += std::exp(one.share - top);
+    for (RankedToken& one : found) one.share = std::exp(one.share - top) / total;
+    found.resize(std::min(listed, static_cast<size_t>(row.most)));
     return found;
 }
 

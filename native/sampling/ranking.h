@@ -48,10 +48,13 @@ public:
             lists_[static_cast<size_t>(thread)][static_cast<size_t>(row)].consider(logits, from, size_of(stretch), tokens_.data() + from, of.sampling,
                                                                                    kernels, of.weighed);
     }
-    // The row's best, once all has been considered. Throws NotFinite.
-    std::vector<RankedToken> best(int row) const;
+    // The row's best, once all has been considered. Throws NotFinite. `logits` [outputs]: where the row's filters are to count,
+    // if it has any; null: they are ignored.
+    std::vector<RankedToken> best(int row, const float* logits, const Kernels& kernels) const;
 
 private:
+    std::vector<RankedToken> filtered(const Row& row, const float* logits, const Kernels& kernels) const;
+
     std::vector<int32_t> tokens_;
     int stretches_;
     std::vector<Row> rows_;

@@ -93,7 +93,9 @@ void Step::ask(Lookup& drafter, const std::vector<size_t>& at) {
     for (const size_t i : at) {
         const RowNow& now = rows[i];
         const StepRow& fixed = *now.fixed;
-        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1, fixed.adaptive, &fixed.sampling});
+        // Under rejection no drafter reads the noise that chooses.
+        const Sampling* sampling = fixed.kind.rejection ? nullptr : &fixed.sampling;
+        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1, fixed.adaptive, sampling});
     }
     ++calls_[0];
     drafter.propose(asked_, found_);

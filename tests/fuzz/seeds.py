@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import Config, Decoder, EagleConfig
 from outpace.drafters.lookup import datastore
 from outpace.models.weights.gguf import TYPES
-from outpace.training import export
 from tests import learned
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -224,7 +224,7 @@ def drafters() -> dict[str, Files]:
     for name, (method, config) in configs.items():
         with tempfile.TemporaryDirectory() as place:
             path = Path(place)
-            export.write(path, method, config, learned.random_tensors(config, head=True), {}, {})
+            write_checkpoint(path, method, config, learned.random_tensors(config, head=True), {}, {})
             made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
     return made
 
@@ -249,7 +249,7 @@ def eagles() -> dict[str, Files]:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place)
             tensors = learned.random_tensors(config, head=True, embedding=name == "plain")
-            export.write(path, "eagle", config, tensors, {}, {})
+            write_checkpoint(path, "eagle", config, tensors, {}, {})
             made[name] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
         theirs = {key: value for key, value in json.loads(made[name]["config.json"]).items() if key != "outpace"}
         made[name]["config.json"] = json.dumps(theirs).encode()

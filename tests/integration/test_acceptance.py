@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import acceptance, ship
 from outpace.drafters.learned.checkpoint import read
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.errors import ParameterError
 from outpace.models.native import model as native
-from outpace.training import export
 from tests import eagles
 from tests.integration.conftest import SIZES
 from tests.native.native_helpers import Tiny
@@ -33,7 +33,7 @@ def run(gguf: Path, tmp_path: Path) -> Path:
     made = eagles.random(model, range(VOCAB), (0, 1, 2))
     target = {"name": "tiny", "dtype": "float32", "fingerprint": "0" * 16, "vocab_size": VOCAB}
     recipe = {"data": "1" * 16, "seed": 7, "tokens": 64, "steps_taken": 3, "tokens_seen": 9_876}
-    export.write(folder, "eagle", made.config, made.tensors, target, recipe)
+    write_checkpoint(folder, "eagle", made.config, made.tensors, target, recipe)
     model.close()
     last = {"step": 4, "tokens": 12_345, "seconds": 360.0, "tokens_per_step": 1.5, "acceptance": [0.3, 0.2]}
     (folder / "curve.json").write_text(json.dumps([last]))

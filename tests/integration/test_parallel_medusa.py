@@ -20,6 +20,7 @@ from outpace.control.cost import Cost
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import Config, Decoder, MedusaConfig, ParallelConfig
 from outpace.drafters.learned.load import medusa_for, parallel_for
 from outpace.drafters.learned.medusa import MedusaDrafter, filled, tree_of
@@ -33,7 +34,7 @@ from outpace.errors import DrafterError
 from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
-from outpace.training import export
+from outpace.params import Acceptance
 from tests import eagles, learned
 from tests.by_hand import MASKED, Target, answers, assert_same, propose, stay_in_step, view
 from tests.driving import finished
@@ -209,10 +210,20 @@ def test_equal_to_plain_decoding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_native_steps_draft_what_python_drafts(load: Load, kind: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "acceptance"),
+    [
+        ({"temperature": 0.0}, "coupled"),
+        ({"temperature": 1.5}, "coupled"),
+        ({"temperature": 2.0, "top_p": 0.7}, "coupled"),
+        ({"temperature": 1.5}, "rejection"),
+    ],
+)
+def test_native_steps_draft_what_python_drafts(
+    load: Load, kind: str, sampling: dict[str, float], acceptance: Acceptance
+) -> None:
     """Beside a native target whole steps draft in C++; without the drafter's rows there, step by step in Python."""
-    params = SamplingParams(max_tokens=25, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=25, seed=3, ignore_eos=True).with_(**sampling)
     found = []
     for native in (True, False):
         model = load(4)
@@ -220,7 +231,7 @@ def test_native_steps_draft_what_python_drafts(load: Load, kind: str, temperatur
         assert (drafter.lookup is not None) == isinstance(model, NativeModel)
         if not native:
             drafter.lookup = None
-        results = answers(model, drafter, params, prefix_rows=2)
+        results = answers(model, drafter, params, prefix_rows=2, acceptance=acceptance)
         found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])
     assert found[0] == found[1]
     assert sum(drafted for _, _, drafted, _ in found[0]) > 0
@@ -243,7 +254,7 @@ def test_preempted_rows_say_the_same(load: Load) -> None:
 
 
 def folder(path: Path, checkpoint: Checkpoint) -> str:
-    export.write(path, checkpoint.method, checkpoint.config, checkpoint.tensors, {}, {}, dtype="float32")
+    write_checkpoint(path, checkpoint.method, checkpoint.config, checkpoint.tensors, {}, {}, dtype="float32")
     return str(path)
 
 

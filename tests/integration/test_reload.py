@@ -12,13 +12,13 @@ from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.learned.load import load_eagle
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.errors import DrafterError, ModelError
 from outpace.exact.drafts import Drafts
 from outpace.models.options import LoadOptions
-from outpace.training import export
 from tests import eagles
 from tests.by_hand import PROMPTS, Target, answers, assert_same, forked, view
 from tests.integration.conftest import VOCAB, Load
@@ -28,7 +28,7 @@ IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
 
 
 def save(folder: Path, its: Checkpoint) -> None:
-    export.write(folder, "eagle", its.config, its.tensors, {}, {}, dtype="float32")
+    write_checkpoint(folder, "eagle", its.config, its.tensors, {}, {}, dtype="float32")
 
 
 def loaded(folder: Path, model: Any, **options: Any) -> EagleDrafter:

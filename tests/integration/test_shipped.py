@@ -20,6 +20,7 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned import shipped
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
@@ -27,7 +28,6 @@ from outpace.models.base import Model
 from outpace.models.fingerprint import fingerprint
 from outpace.models.native import model as native
 from outpace.models.options import LoadOptions
-from outpace.training import export
 from tests import eagles
 from tests.driving import finished
 from tests.integration.conftest import SIZES, VOCAB
@@ -57,7 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def put(place: Path, model: Model, *, default: bool, trained_for: str | None = None) -> None:
     made = eagles.random(model, range(VOCAB), (0, 1, 2))
     target = {"fingerprint": trained_for or fingerprint(Path(model.info.name)), "vocab_size": model.info.vocab_size}
-    export.write(place, "eagle", made.config, made.tensors, target, {})
+    write_checkpoint(place, "eagle", made.config, made.tensors, target, {})
     edit(place, default=default)
 
 

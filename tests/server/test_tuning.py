@@ -13,11 +13,11 @@ import pytest
 
 from outpace import Engine
 from outpace.drafters.learned.checkpoint import read
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.errors import ParameterError
 from outpace.models.options import LoadOptions
 from outpace.server.engines.tuning import Apart, recorded, renewed
-from outpace.training import export
 from outpace.training.data import Answers
 from tests.server.serving import Running, serving
 from tests.server.test_lives import post
@@ -34,7 +34,7 @@ def saved(folder: Path, strength: float) -> None:
     """The shipped drafter, with its weights so many times as large: at 0 it drafts what nobody says."""
     its = read(SHIPPED)
     tensors = {name: value if value.dtype.kind in "iub" else value * strength for name, value in its.tensors.items()}
-    export.write(folder, "eagle", its.config, tensors, {}, {}, dtype="float32")
+    write_checkpoint(folder, "eagle", its.config, tensors, {}, {}, dtype="float32")
 
 
 def test_a_process_records_takes_new_weights_and_says_the_same(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from outpace import Engine, SamplingParams
 from outpace.drafters.learned.checkpoint import read
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import tensor_shapes
 from outpace.errors import DataError, ParameterError
 from outpace.models.options import LoadOptions
-from outpace.training import curves, export, online
+from outpace.training import curves, online
 from outpace.training.data import Answers
 from outpace.training.online import OnlineOptions, Pace, run_round, watch
 from outpace.training.record import Recorder, recording
@@ -181,7 +182,7 @@ def test_a_kill_leaves_a_whole_drafter(tmp_path):
         tensors = {name: np.full(shape, value, np.float32) for name, shape in tensor_shapes(config).items()}
         words = {"d2t": np.zeros(24, np.int64), "t2d": np.arange(40) < 24}
         folder = Versions(link).folder / "made"
-        export.write(folder, "eagle", config, tensors | words, {}, {})
+        write_checkpoint(folder, "eagle", config, tensors | words, {}, {})
         return folder
 
     def value():

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 from outpace.cli.app import parse
 from outpace.drafters.learned.checkpoint import Checkpoint, read
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import Config, EagleConfig, MedusaConfig, head_shapes
 from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.load import resolve
@@ -51,7 +52,7 @@ def same(a: Any, b: Any, names: Any) -> None:
 @pytest.mark.parametrize(("method", "config"), CONFIGS)
 def test_what_is_written_is_read(tmp_path: Path, method: str, config: Config) -> None:
     tensors = learned.random_tensors(config, head=isinstance(config, MedusaConfig) and config.own_heads)
-    export.write(tmp_path / "it", method, config, tensors, TARGET, RECIPE)
+    write_checkpoint(tmp_path / "it", method, config, tensors, TARGET, RECIPE)
     its = read(tmp_path / "it")
     assert (its.method, its.config, its.target, its.recipe) == (method, config, TARGET, RECIPE)
     same(its.tensors, tensors, tensors)
@@ -61,7 +62,7 @@ def test_what_is_written_is_read(tmp_path: Path, method: str, config: Config) ->
 @pytest.mark.parametrize(("method", "config"), CONFIGS)
 def test_what_is_written_for_others_has_everything(tmp_path: Path, method: str, config: Config) -> None:
     tensors = learned.random_tensors(config, head=isinstance(config, MedusaConfig) and config.own_heads)
-    export.write(tmp_path / "ours", method, config, tensors, TARGET, RECIPE)
+    write_checkpoint(tmp_path / "ours", method, config, tensors, TARGET, RECIPE)
     target = rows()
     said = export.to_vllm(
         tmp_path / "theirs", read(tmp_path / "ours"), target, Verifier("some/model", ("Llama",)), tokens=3
@@ -115,7 +116,7 @@ def test_flat_eagle(tmp_path: Path) -> None:
 def test_an_interrupted_write_is_noticed(tmp_path: Path) -> None:
     config = learned.eagle()
     for seed in (1, 2):
-        export.write(tmp_path / str(seed), "eagle", config, learned.random_tensors(config, seed), TARGET, RECIPE)
+        write_checkpoint(tmp_path / str(seed), "eagle", config, learned.random_tensors(config, seed), TARGET, RECIPE)
     weights = tmp_path / "1" / "model.safetensors"
     weights.write_bytes((tmp_path / "2" / "model.safetensors").read_bytes())
     with pytest.raises(ModelError, match=r"is not the file that config\.json was written for"):
@@ -140,10 +141,10 @@ def test_refused(tmp_path: Path) -> None:
     for change, kind, message in wrong:
         given = {**one, **change}
         with pytest.raises(kind, match=message):
-            export.write(tmp_path / "no", "eagle", given["config"], given["tensors"], TARGET, RECIPE)
+            write_checkpoint(tmp_path / "no", "eagle", given["config"], given["tensors"], TARGET, RECIPE)
         assert not (tmp_path / "no" / "config.json").exists()
     with pytest.raises(ParameterError, match="not 'int8'"):
-        export.write(tmp_path / "no", "eagle", config, tensors, TARGET, RECIPE, dtype="int8")
+        write_checkpoint(tmp_path / "no", "eagle", config, tensors, TARGET, RECIPE, dtype="int8")
     with pytest.raises(DrafterError, match="layers 0 to 3"):
         export.to_speculators(tmp_path / "no", Checkpoint("eagle", config, tensors), rows(4))
 
@@ -172,7 +173,7 @@ def test_a_torch_tensor_and_the_safetensors_library(tmp_path: Path) -> None:
     tensors = learned.random_tensors(config)
     given = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}
     given["fc.weight"] = given["fc.weight"].bfloat16().requires_grad_()
-    export.write(tmp_path / "it", "eagle", config, given, TARGET, RECIPE)
+    write_checkpoint(tmp_path / "it", "eagle", config, given, TARGET, RECIPE)
     found = load(str(tmp_path / "it" / "model.safetensors"))
     assert found["d2t"].dtype == torch.int64
     assert found["t2d"].dtype == torch.bool
@@ -186,7 +187,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab, hidden = target.head.shape
     decoder = learned.Decoder(hidden, 1, 2, 1, 4, 16, 1e-5, 1e4, 64)
     config = learned.eagle(decoder=decoder, vocab=vocab, draft_vocab=100, taps=(1, 14, 26))
-    export.write(tmp_path / "ours", "eagle", config, learned.random_tensors(config), {}, {})
+    write_checkpoint(tmp_path / "ours", "eagle", config, learned.random_tensors(config), {}, {})
     arguments = [
         "export",
         "vllm",

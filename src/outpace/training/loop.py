@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from outpace.common.files import write_json
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.errors import Argument, ParameterError, TrainingError
-from outpace.training import curves, export, snapshots
+from outpace.training import curves, snapshots
 from outpace.training.devices import on_cpu
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
@@ -104,7 +105,7 @@ class Loop:
         target: Mapping[str, Any],
         team: Team,
         say: Callable[[str], None] = lambda line: None,
-        write: Write = export.write,
+        write: Write = write_checkpoint,
         pace: Callable[[], None] = lambda: None,
     ) -> None:
         options.check()

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from outpace.drafters.learned import checkpoint as checkpoints
+from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import MedusaConfig
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.errors import Argument, ParameterError
-from outpace.training import export
 from outpace.training.loop import Loop
 from outpace.training.objective import Simulated
 from outpace.training.objectives.medusa import MedusaObjective, MedusaOptions
@@ -67,7 +67,7 @@ def plant(loop: Loop) -> Simulated:
     packing.plan(batches)
     tree = objective.plant(packing.batch(its) for its in batches)
     method, config, tensors = objective.export()
-    export.write(loop.out, method, config, tensors, kept.target, kept.recipe)
+    write_checkpoint(loop.out, method, config, tensors, kept.target, kept.recipe)
     batches = loop.held_out.cut(range(len(loop.held_out.answers)))
     loop.held_out.plan(batches)
     found = [objective.simulate_tree(loop.held_out.batch(its), tree) for its in batches]

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from outpace.common.allocator import keep_freed
+from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
 from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
-from outpace.training import export
 from outpace.training.data import Answers
 from outpace.training.devices import device_named
 from outpace.training.loop import Loop, LoopOptions, Write
@@ -88,7 +88,9 @@ class Bench:
     def device(self) -> torch.device:
         return self.team.device
 
-    def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any], write: Write = export.write) -> Loop:
+    def loop(
+        self, method: str, objective: Objective, recipe: Mapping[str, Any], write: Write = checkpoint.write
+    ) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
         target, basics and the loop's options."""
         job, options = self.job, self.job.loop

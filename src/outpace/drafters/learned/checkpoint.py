@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from outpace.common.files import write_json
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.configs import (
     Config,
@@ -31,7 +32,7 @@ from outpace.drafters.learned.configs import (
     hidden_of,
     tensor_shapes,
 )
-from outpace.errors import DrafterError, ModelError
+from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.base import ModelInfo
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, read_config
@@ -50,10 +51,12 @@ __all__ = [
     "fit",
     "fit_shape",
     "read",
+    "write",
 ]
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _Array = Any  # a numpy array: float32, int64 or bool
 
@@ -137,6 +140,96 @@ def stranger(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None) -
         return None
     name = checkpoint.target.get("name", "another target")
     return f"the drafter was trained beside {name} ({trained}), and this is {info.name} ({fingerprint})"
+
+
+def write(
+    path: str | Path,
+    method: str,
+    config: Config,
+    tensors: Mapping[str, Any],
+    target: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+) -> None:
+    """Write a drafter in our layout. ``tensors``: canonical names, numpy arrays or torch tensors; others are left out.
+
+    Output rows are written where ``tensors`` has them; otherwise they are the target's, as the embedding is. Raises
+    ModelError for a tensor that is missing or of another shape, ParameterError for ``dtype``, OSError.
+    """
+    head = "own" if next(iter(head_shapes(config))) in tensors else "target"
+    put(Path(path), Checkpoint(method, config, tensors, target, recipe), head, layouts.Verifier(), dtype)
+
+
+def put(
+    folder: Path, checkpoint: Checkpoint, head: str, verifier: layouts.Verifier, dtype: str, tokens: int = 4
+) -> None:
+    """Write a checkpoint in our layout, with ``head`` "own" or "target". Raises as ``write`` does."""
+    config = checkpoint.config
+    arrays = arrays_of(folder, checkpoint, head == "own")
+    if isinstance(config, MedusaConfig):
+        described = layouts.to_medusa(config)
+        if config.draft_vocab < config.vocab:
+            arrays["token_map"] = arrays.pop("d2t") + np.arange(config.draft_vocab)
+    else:
+        described = layouts.to_speculators(config, verifier, tokens, dtype)
+    own = {
+        "format": FORMAT,
+        "method": checkpoint.method,
+        "head": head,
+        "target": dict(checkpoint.target),
+        "recipe": dict(checkpoint.recipe),
+        **({"tree": [list(path) for path in config.tree]} if isinstance(config, MedusaConfig) else {}),
+    }
+    put_files(folder, arrays, described, own, dtype)
+
+
+def arrays_of(folder: Path, checkpoint: Checkpoint, head: bool) -> dict[str, Any]:
+    """The tensors to write, as numpy arrays; without a vocabulary map where the draft's is the target's."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if not isinstance(config, MedusaConfig) and list(config.taps) != sorted(set(config.taps)):
+        raise ModelError(
+            f"{folder} cannot be written: the taps {list(config.taps)} are not ascending, as vLLM has them"
+        )
+    wanted = {**tensor_shapes(config), **(head_shapes(config) if head else {})}
+    if head:
+        wanted |= {name: shape for name, shape in embedding_shape(config).items() if name in tensors}
+    if config.draft_vocab < config.vocab:
+        wanted["d2t"] = (config.draft_vocab,)
+        if not isinstance(config, MedusaConfig):
+            wanted["t2d"] = (config.vocab,)
+    arrays = {}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise ModelError(f"{folder} cannot be written: the drafter has no tensor {name!r}")
+        arrays[name] = _numpy(tensors[name])
+        if arrays[name].shape != shape:
+            found = list(arrays[name].shape)
+            raise ModelError(f"{folder} cannot be written: {name} is {found}, but must be {list(shape)}")
+    return arrays
+
+
+def _numpy(values: Any) -> Any:
+    """A numpy array, or a torch tensor's numbers as one: numpy has no bfloat16."""
+    if isinstance(values, np.ndarray):
+        return values
+    values = values.detach().cpu()
+    return (values.float() if values.is_floating_point() else values).numpy()
+
+
+def put_files(
+    folder: Path, arrays: Mapping[str, Any], described: dict[str, Any], own: dict[str, Any] | None, dtype: str
+) -> None:
+    """Weights, then config.json with ``own``, our object in it, which gets their checksum (None: without)."""
+    if dtype not in DTYPES:
+        raise ParameterError(f"a drafter is written as {', '.join(DTYPES)}, not {dtype!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / f"{WEIGHTS}.index.json").exists():
+        raise ParameterError(f"{folder} holds a model of several files: name a new folder")
+    safetensors.write(folder / WEIGHTS, arrays, DTYPES[dtype])
+    if own is not None:
+        described = {**described, "outpace": {**own, "weights": checksum(folder / WEIGHTS)}}
+    write_json(folder / "config.json", described)
 
 
 def checksum(path: Path) -> str:

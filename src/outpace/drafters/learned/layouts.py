@@ -1,4 +1,5 @@
-"""The layouts in which learned drafters are published: what config.json says, and what the tensors are called.
+"""The layouts in which learned drafters are published: what config.json says, and what the tensors are called; read and
+written.
 
 speculators 0.9 (eagle3, dspark), EAGLE-3's own flat one, Medusa's (vLLM's names, and the older ones of its authors). A
 file is untrusted: what it says is either understood or refused by name, since a drafter that is misread drafts badly
@@ -8,6 +9,7 @@ without a word.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
@@ -16,7 +18,11 @@ from outpace.models.weights.facts import Facts
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of the file's tensors, by canonical name
 
+SPECULATORS = "0.9.0"  # whose layout is written
 METHODS = {"eagle3": "eagle", "dspark": "parallel"}  # speculators' names, and ours
+NAMES = {EagleConfig: "eagle3", ParallelConfig: "dspark"}
+_EAGLE_LAYERS, _PARALLEL_LAYERS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # What training leaves in a file although the target has it, or it follows from the description.
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
@@ -74,13 +80,13 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     if METHODS[kind] == "eagle":
         decoder = _decoder(its, model == "qwen3", 1)
-        flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output", "norm_before_fc")}
-        return "eagle", _eagle(facts, decoder, vocab, draft, _taps(facts, "eagle_aux_hidden_state_layer_ids"), flags)
+        flags = {name: facts.flag(name, False) for name in _FLAGS}
+        return "eagle", _eagle(facts, decoder, vocab, draft, _taps(facts, _EAGLE_LAYERS), flags)
     if facts.get("markov_head_type", "vanilla") != "vanilla":
         raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
-    taps = _taps(facts, "aux_hidden_state_layer_ids")
+    taps = _taps(facts, _PARALLEL_LAYERS)
     if not taps:
-        raise facts.fail("aux_hidden_state_layer_ids is missing: name the target's layers that it reads")
+        raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
     rank, head = facts.whole("markov_rank", 256, least=0), facts.flag("enable_confidence_head", True)
     decoder = _decoder(its, True, None)  # its layers are Qwen3's, whatever the model_type
     block, anchor = facts.whole("block_size", most=1024), facts.flag("sample_from_anchor")
@@ -96,8 +102,7 @@ def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     nested = facts.part("eagle_config")
     if nested.get("use_aux_hidden_state", True) is not True:
         raise facts.fail("it reads no taps (use_aux_hidden_state), as EAGLE-1 and 2 do: only EAGLE-3 is read")
-    key = "eagle_aux_hidden_state_layer_ids"
-    taps = _taps(nested if nested.get(key) else facts, key)
+    taps = _taps(nested if nested.get(_EAGLE_LAYERS) else facts, _EAGLE_LAYERS)
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output")}
@@ -206,3 +211,123 @@ def _rope_theta(its: Facts) -> float:
             f"its rope is of the kind {kind!r} or turns a part of each head: only whole, unscaled ones are read"
         )
     return rope.number("rope_theta", its.number("rope_theta", 1e4))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The target as other programs find it: ``name`` a Hugging Face id or folder (None: not said)."""
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tokens: int, dtype: str) -> dict[str, Any]:
+    """A speculators config; ``tokens``: drafted a step unless somebody says otherwise."""
+    eagle = isinstance(config, EagleConfig)
+    kind = NAMES[type(config)]
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    common = {
+        "architectures": ["Eagle3Speculator" if eagle else "DSparkSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS,
+        "dtype": dtype,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.decoder.hidden,
+        "transformer_layer_config": _layer(config.decoder, config.vocab, dtype),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+        },
+    }
+    if isinstance(config, EagleConfig):
+        ids = _layer_ids(_EAGLE_LAYERS, config.taps)
+        return {**common, **_flags(config), **ids, "embed_requires_grad": False}
+    return {
+        **common,
+        **_layer_ids(_PARALLEL_LAYERS, config.taps),
+        "block_size": config.block,
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.sample_from_anchor,  # absent, speculators takes it for true, vLLM for false
+        "sliding_window_non_causal": False,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_markov,
+    }
+
+
+def to_flat_eagle(config: EagleConfig, dtype: str) -> dict[str, Any]:
+    """A config in the flat layout of EAGLE-3's authors, whose tensors have the names of ``flat_name``."""
+    return {
+        "architectures": [_EAGLE[0]],
+        **_layer(config.decoder, config.vocab, dtype),
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.decoder.hidden,
+        **_flags(config),
+        **_layer_ids(_EAGLE_LAYERS, config.taps),
+    }
+
+
+def flat_name(name: str) -> str:
+    """What the flat layout calls a tensor."""
+    return name.replace("layers.0.", "midlayer.")
+
+
+def to_medusa(config: MedusaConfig) -> dict[str, Any]:
+    """A config of Medusa heads as vLLM reads it."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden,
+        "vocab_size": config.vocab,
+        "truncated_vocab_size": config.draft_vocab,
+        "num_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "original_lm_head": not config.own_heads,
+        "medusa_fc_bias": config.bias,
+    }
+
+
+def _flags(config: EagleConfig) -> dict[str, bool]:
+    """All of them, always: readers differ in what they take an absent one for."""
+    return {name: getattr(config, name) for name in ("norm_before_residual", *_FLAGS)}
+
+
+def _layer_ids(key: str, taps: tuple[int, ...]) -> dict[str, list[int] | None]:
+    """speculators and vLLM count a layer's input, from 0: the output of layer k - 1 is their k."""
+    return {key: [tap + 1 for tap in taps] or None}
+
+
+def _layer(decoder: Decoder, vocab: int, dtype: str) -> dict[str, Any]:
+    """A transformers configuration of the drafter's layers; ``rope_theta`` where old and new versions look for it."""
+    return {
+        "model_type": "qwen3" if decoder.qk_norm else "llama",
+        "vocab_size": vocab,
+        "hidden_size": decoder.hidden,
+        "intermediate_size": decoder.ffn,
+        "num_hidden_layers": decoder.layers,
+        "num_attention_heads": decoder.heads,
+        "num_key_value_heads": decoder.kv_heads,
+        "head_dim": decoder.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": decoder.max_length,
+        "rms_norm_eps": decoder.eps,
+        "rope_theta": decoder.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": decoder.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
