@@ -47,6 +47,7 @@ void Medusa::encode(int head, const Matrix& reader, int count) {
 
 // x_ of the first `heads`: what their blocks make of normed states, at most kChunk.
 void Medusa::forward(const std::vector<const float*>& states, int heads) {
+    const DenormalsAsZero mode;
     const Kernels& kernels = target_->kernels();
     const int hidden = target_->hidden(), count = static_cast<int>(states.size());
     std::vector<float> normed(states.size() * static_cast<size_t>(hidden));

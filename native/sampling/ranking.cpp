@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "kernels/functions.h"
+
 namespace outpace {
 
 Ranking::Ranking(std::vector<int32_t> tokens, int outputs, int vocab, int threads)
@@ -57,8 +59,8 @@ std::vector<RankedToken> Ranking::filtered(const Row& row, const float* logits, 
     found.resize(listed);
     const double top = found.empty() ? 0.0 : found.front().share;
     double total = 0.0;
-    for (const RankedToken& one : found) total += std::exp(one.share - top);
-    for (RankedToken& one : found) one.share = std::exp(one.share - top) / total;
+    for (const RankedToken& one : found) total += exponential(one.share - top);
+    for (RankedToken& one : found) one.share = exponential(one.share - top) / total;
     found.resize(std::min(listed, static_cast<size_t>(row.most)));
     return found;
 }
