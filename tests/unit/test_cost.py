@@ -178,7 +178,7 @@ def test_the_key_covers_what_a_cost_depends_on(model: Clocked, monkeypatch: pyte
         paths.add(costs._path(other))  # type: ignore[arg-type]
     monkeypatch.setattr("outpace.models.processors.kind", lambda: ("another one", frozenset()))
     paths.add(costs._path(model))  # type: ignore[arg-type]
-    monkeypatch.setattr("outpace.__version__", "0.0.0")
+    monkeypatch.setattr("outpace.common.version.__version__", "0.0.0")
     paths.add(costs._path(model))  # type: ignore[arg-type]
     assert len(paths) == 11
 
