@@ -208,6 +208,10 @@ def test_the_dashboard_names_what_there_is(served: Running) -> None:
     assert sorted(named - set(its)) == []
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
+    page = (DASHBOARD.parent / "observing.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`((?:outpace_|vllm:)\w+)`", page))
+    exposed = {re.sub("_(bucket|sum|count)$", "", name) for name in its if not name.endswith("_created")}
+    assert exposed == documented
 
 
 def test_spans_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
