@@ -125,3 +125,8 @@ def test_fresh_seeds_differ_and_are_valid() -> None:
     seeds = {fresh_seed() for _ in range(50)}
     assert len(seeds) == 50
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_streams_keep_their_numbers() -> None:
+    """They are part of what a seed means: two of one number would be one noise, another number another answer."""
+    assert {stream.name: stream.value for stream in Stream} == {"CHOICE": 0, "DRAFT": 1, "ACCEPT": 2, "RESIDUAL": 3}
