@@ -87,7 +87,7 @@ def test_perplexity_and_agreement(pair: tuple[NativeModel, Any, Any]) -> None:
         f"top-1 agreement {agreement:.2%}; where they differ the reference's gap is at most {max(gaps, default=0):.3f}"
     )
     assert abs(ours / reference - 1) < 0.01
-    assert agreement > 0.97
+    assert agreement > 0.96
 
 
 def test_greedy_text(pair: tuple[NativeModel, Any, Any]) -> None:
