@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import (
     Config,
     Decoder,
@@ -17,6 +18,7 @@ from outpace.drafters.learned.configs import (
     head_shapes,
     tensor_shapes,
 )
+from tests.native.eagle_reference import Reference
 
 DECODER = Decoder(8, 1, 2, 1, 4, 16, 1e-5, 5000.0, 64)
 VOCAB, DRAFT = 32, 12
@@ -84,60 +86,12 @@ def attend(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return np.einsum("hnm,mhd->nhd", weights, v).reshape(len(q), -1)
 
 
-class Eagle:
-    """One row of an EAGLE-3 drafter: entries in, logits [D] of each and what it feeds back out."""
-
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Any]) -> None:
-        self.config, self.w = config, {n: np.asarray(t, np.float64) for n, t in tensors.items()}
-        self.keys: list[Any] = []
-        self.values: list[Any] = []
-
-    def fused(self, taps: Any) -> Any:
-        """g [h] of taps [3, h]."""
-        w, eps, x = self.w, self.config.decoder.eps, taps
-        if self.config.fc_norm:
-            x = np.stack([rms(tap, w[f"fc_norm.{i}.weight"], eps) for i, tap in enumerate(taps)])
-        x = x.reshape(-1)
-        return w["fc.weight"] @ (rms(x, w["input_norm.weight"], eps) if self.config.norm_before_fc else x)
-
-    def entry(self, token: int, g: Any) -> tuple[Any, Any]:
-        """The next entry, at the next position: its logits [D], and the g of a predicted entry after it."""
-        c, d, w = self.config, self.config.decoder, self.w
-        at = {name.removeprefix("layers.0."): t for name, t in w.items()}
-        normed = rms(g, at["hidden_norm.weight"], d.eps)
-        residual = normed if c.norm_before_residual else g
-        x = np.concatenate([rms(w["embed_tokens.weight"][token], at["input_layernorm.weight"], d.eps), normed])
-        q, k, v = ((at[f"self_attn.{n}_proj.weight"] @ x).reshape(1, -1, d.head_dim) for n in "qkv")
-        if d.qk_norm:
-            q, k = rms(q, at["self_attn.q_norm.weight"], d.eps), rms(k, at["self_attn.k_norm.weight"], d.eps)
-        position = np.array([len(self.keys)])
-        self.keys.append(rotate(k, position, d.rope_theta))
-        self.values.append(v)
-        keys, values = np.concatenate(self.keys), np.concatenate(self.values)
-        mixed = attend(rotate(q, position, d.rope_theta), keys, values, np.ones((1, len(keys)), bool))[0]
-        x = residual + at["self_attn.o_proj.weight"] @ mixed
-        y = rms(x, at["post_attention_layernorm.weight"], d.eps)
-        gated = silu(at["mlp.gate_proj.weight"] @ y) * (at["mlp.up_proj.weight"] @ y)
-        x = x + at["mlp.down_proj.weight"] @ gated
-        out = rms(x, w["norm.weight"], d.eps)
-        return w["lm_head.weight"] @ out, out if c.norm_output else x
-
-    def drop(self) -> None:
-        """Forget the last entry."""
-        del self.keys[-1], self.values[-1]
-
-
 def eagle_steps(config: EagleConfig, tensors: Mapping[str, Any], taps: Any, tokens: Any) -> tuple[Any, Any]:
     """Logits [n, D] of real entries (taps [n, 3, h], tokens [n]), and [n - 1, D] of a predicted one after each."""
-    row = Eagle(config, tensors)
-    first, second = [], []
-    for i, (tap, token) in enumerate(zip(taps, tokens, strict=True)):
-        logits, fed = row.entry(token, row.fused(tap))
-        first.append(logits)
-        if i + 1 < len(tokens):
-            second.append(row.entry(tokens[i + 1], fed)[0])
-            row.drop()
-    return np.array(first), np.array(second)
+    wide = {name: np.asarray(values, np.float64) for name, values in tensors.items()}
+    row, n = Reference(Checkpoint("eagle", config, wide), None, None), len(tokens)
+    first = [row.logits(tokens[: i + 1], taps[: i + 1], []) for i in range(n)]
+    return np.array(first), np.array([row.logits(tokens[:i], taps[:i], [tokens[i]]) for i in range(1, n)])
 
 
 def parallel_block(config: ParallelConfig, tensors: Mapping[str, Any], taps: Any, anchor: int) -> tuple[Any, Any]:

@@ -1,5 +1,4 @@
-// The search of `retrieval` in a datastore's arrays, which drafters/lookup/datastore.py writes. tests/oracles/datastore.py has it in
-// plain Python, number for number.
+// The search of `retrieval` in a datastore's arrays, which drafters/lookup/datastore.py writes.
 #pragma once
 
 #include <cstddef>

@@ -73,31 +73,6 @@ def test_the_same_tokens_whatever_drafts(engines: list[Engine], temperature: flo
     print(f"{engines[0].model.info.backend}, T={temperature}: identical {identical}, near-ties {ties}")
 
 
-def test_rules_filters_and_logprobs_with_speculation_on(engines: list[Engine]) -> None:
-    ngram = engines[0]
-    prompt = ngram.encode(PROMPTS[0])
-    params = SamplingParams(
-        temperature=0.8,
-        top_k=50,
-        top_p=0.95,
-        min_p=0.02,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        logit_bias={100: -2.0},
-        seed=7,
-        max_tokens=16,
-        top_logprobs=2,
-    )
-    plain = ngram.generate(prompt.tolist(), params, drafter=False)
-    for engine in engines:
-        result = engine.generate(prompt.tolist(), params)
-        assert compare(engine, prompt, params, plain, result) is None
-        mine, theirs = ([e.logprob for e in r.logprobs] for r in (result, plain))
-        np.testing.assert_allclose(mine, theirs, atol=1e-3)
-        assert len(mine) == result.completion_tokens
-
-
 def test_rejection_and_typical_run_on_the_real_model(engines: list[Engine]) -> None:
     length = 16 if engines[0].model.info.backend == "native" else 8
     for engine in engines:

@@ -98,29 +98,3 @@ def _reference(module: Any, ids: torch.Tensor) -> torch.Tensor:
     plain.load_state_dict(module.state_dict())
     with torch.inference_mode():
         return torch.log_softmax(plain(input_ids=ids, use_cache=False).logits[0].double(), -1)
-
-
-def test_rejection_and_typical_are_greedy_at_temperature_zero(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=TOKENS)
-    plain = engine.generate(PROMPT, params, drafter=False)
-    for acceptance in ("rejection", "typical"):
-        drafted = engine.generate(PROMPT, params, acceptance=acceptance)
-        difference = compare(engine, engine.encode(PROMPT), params, plain, drafted)
-        assert difference is None or difference.near_tie, str(difference)
-        assert drafted.acceptance == acceptance
-        assert bool(drafted.notes) == (acceptance == "typical"), "what is lossy says so, and only that"
-
-
-def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
-    whole = engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS), drafter=False)
-    stop = whole.text[8:13]
-    for drafter in (False, True):
-        deltas = list(engine.stream(PROMPT, SamplingParams(max_tokens=TOKENS, stop=stop), drafter=drafter))
-        result = deltas[-1].result
-        assert result is not None
-        assert (result.text, result.finish_reason, result.stopped_by) == (
-            whole.text[: whole.text.index(stop)],
-            "stop",
-            stop,
-        )
-        assert "".join(delta.text for delta in deltas) == result.text

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
-from outpace.errors import DrafterError
 from tests.driving import finished
 
 PAIRS = [("demo", "demo-gemma"), ("demo-gemma", "demo")]
@@ -92,8 +91,3 @@ def test_a_composition(engine: Engine) -> None:
     assert found.token_ids == plain.token_ids
     assert engine.drafter.name in composed.drafter.name
     assert np.sum(list(found.stats.accepted_by.values())) > 4
-
-
-def test_rejection_is_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(DrafterError, match=f"{engine.drafter.name} has another tokenizer .* use acceptance=coupled"):
-        engine.add(PROSE, SAMPLED, acceptance="rejection")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import invariance, servers, serving, streams
+from benchmarks import invariance, servers
 from benchmarks.invariance import AXES, NOISES, OUR_AXES, OUR_STARTS, STARTS, Contender, Journal, planned, questions
-from benchmarks.peers import report
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow
 from outpace.measure.remote import Remote, RemoteError
@@ -117,61 +114,3 @@ def test_changes_are_counted_where_they_are_and_a_run_that_was_cut_goes_on(asked
 def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="does not answer"), servers.started("false {port}", tmp_path / "log"):
         raise AssertionError("it started")
-
-
-def test_figures_of_streams() -> None:
-    shots = [streams.Shot(0.0, (1.0, 1.5, 3.0), 6, "abc"), streams.Shot(1.0, (2.0, 4.0), 2, "de")]
-    found = streams.figures([*shots, streams.Shot(2.0, (), 0, "")])
-    assert (found["seconds"], found["tokens_per_second"], found["requests_per_second"]) == (4.0, 2.0, 0.75)
-    assert found["tpot_p50"] == pytest.approx(1.2)  # of 2 / 5 and 2 / 1
-    assert found["icl_p50"] == 1.5  # of 0.5, 1.5 and 2
-    for lines in ([], [(0.0, b"{}")], [(0.0, b'{"error": "x"}'), (1.0, b"[DONE]")]):
-        with pytest.raises(RemoteError):
-            streams.parsed(0.0, lines)
-
-
-def test_a_round_of_two_servers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        if request.command == "GET":
-            return fake_hub.plain(request, 200, b'{"data": [{"id": "m"}]}')
-        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
-        words = body["messages"][0]["content"].split()[: body["max_tokens"]]
-        events = [{"choices": [{"delta": {"content": f"{word} "}, "token_ids": [1]}]} for word in words]
-        events += [{"choices": [], "usage": {"completion_tokens": len(words)}}]
-        data = [*(json.dumps(event).encode() for event in events), b"[DONE]"]
-        return fake_hub.plain(request, 200, b"".join(b"data: " + each + b"\n\n" for each in data))
-
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    process: Any = SimpleNamespace(pid=1)
-    monkeypatch.setattr(serving, "spent", lambda pid: servers.Spent(1.0, 0.5))
-    with fake_hub.serving(answer) as one, fake_hub.serving(answer) as other:
-        running = [
-            serving.opened(name, servers.Started(Remote(url), process))
-            for name, url in (("outpace", one), (serving.PLAIN, other))
-        ]
-        for server in running:
-            server.crowd(["one two three", "four five", "six"] * 4, 2, 3)
-    found = serving.report(running)
-    row = found["outpace"]["concurrency"]["3"]
-    assert (row["requests"], row["tokens"], len(row["ratios"])) == (12, 20, 1)
-    assert serving.same_answers(*running) == (0, 12)
-    serving.show({"machine": {"model": "x", "cores": 2}, "tokens": 3, "servers": found, "failed": {"y": "no"}})
-    assert "y: LEFT OUT: no" in capsys.readouterr().out
-
-
-def test_peers_are_pooled_and_changes_counted_against_the_same_engine() -> None:
-    def rows(config: str, rests: list[float], texts: list[str], first_tokens: int = 1) -> list[report.Row]:
-        same = {"config": config, "tokens": 11, "first_tokens": first_tokens, "first": 0.5}
-        pairs = zip(rests, texts, strict=True)
-        return [{**same, "prompt": str(i), "rest": rest, "text": text} for i, (rest, text) in enumerate(pairs)]
-
-    answers = [
-        *rows("openvino paged", [0.5, 0.5], ["c", "d"]),
-        *rows("openvino lookup-5", [0.2, 0.6], ["c", "x"]),
-        *rows("outpace ngram", [0.1, 0.3], ["e", "f"], first_tokens=3),
-    ]
-    plain_of = {"openvino lookup-5": "openvino paged", "outpace ngram": "outpace none"}
-    found = {row["config"]: row for row in report.table(answers, plain_of)}
-    assert found["openvino lookup-5"]["decode_tokens_per_second"] == pytest.approx(20 / 0.8)
-    assert (found["openvino lookup-5"]["changed"], found["outpace ngram"]["changed"]) == (1, None)
-    assert found["outpace ngram"]["of_best_peer"] == pytest.approx(16 / 0.4 / 25)

@@ -11,9 +11,8 @@ from outpace.drafters.base import RowView
 from outpace.drafters.lookup.ngram import HIT, OLDER, NgramDrafter
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree
+from outpace.exact.tree import Tree, merge
 from outpace.params import SamplingParams
-from tests.oracles.tree import merge
 
 
 def view(tokens: list[int], row: int = 0) -> RowView:
