@@ -1,4 +1,6 @@
 // What Python sees of drafting: the drafters that look tokens up, and what they search.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
@@ -10,6 +12,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "drafting/datastore.h"
+#include "drafting/draft_model.h"
 #include "drafting/lookup.h"
 #include "drafting/lookups.h"
 #include "drafting/merge.h"
@@ -60,6 +63,41 @@ nb::list trees_of(Lookup& lookup, const nb::list& rows) {
     nb::list found;
     for (const SourcedTree& tree : trees) found.append(nb::make_tuple(tree.tokens, tree.parents, tree.gains, tree.sources));
     return found;
+}
+
+DraftRows::Row& row_of(DraftRows& x, int64_t row) {
+    const auto found = x.rows.find(row);
+    if (found == x.rows.end()) throw nb::key_error(std::to_string(row).c_str());
+    return found->second;
+}
+
+void bind_draft_model(nb::module_& m) {
+    nb::class_<DraftRows>(m, "DraftRows")
+        .def(nb::init<>())
+        .def("add", [](DraftRows& x, int64_t row, int cached) { x.rows[row] = {cached, {}}; }, "row"_a, "cached"_a)
+        .def("cached", [](const DraftRows& x) {
+            std::map<int64_t, int> found;
+            for (const auto& [row, its] : x.rows) found[row] = its.cached;
+            return found;
+        })
+        .def("fed", [](DraftRows& x, int64_t row) { return row_of(x, row).fed.size(); }, "row"_a)
+        .def("tokens", [](DraftRows& x, int64_t row, int n) {
+            const std::vector<int32_t>& fed = row_of(x, row).fed;
+            const size_t count = std::min(fed.size(), static_cast<size_t>(std::max(n, 0)));
+            return numpy(std::vector<int32_t>(fed.begin(), fed.begin() + static_cast<std::ptrdiff_t>(count)), {count});
+        }, "row"_a, "n"_a)
+        .def("truncate", [](DraftRows& x, int64_t row, size_t n) {
+            std::vector<int32_t>& fed = row_of(x, row).fed;
+            fed.resize(std::min(fed.size(), n));
+        }, "row"_a, "n"_a)
+        .def("append", [](DraftRows& x, int64_t row, const nb::object& tokens) {
+            const IntCopy its(tokens.ptr());
+            std::vector<int32_t>& fed = row_of(x, row).fed;
+            fed.insert(fed.end(), its.data(), its.data() + its.size());
+        }, "row"_a, "tokens"_a)
+        .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
+    nb::class_<ModelLookup, Lookup>(m, "ModelLookup")
+        .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a, "catch_up"_a);
 }
 
 // What drafts in steps that need no Python; see step.cpp.
@@ -198,6 +236,7 @@ void bind_drafting(nb::module_& m) {
              },
              "context"_a, "places"_a, "least"_a, "budget"_a);
     bind_lookups(m);
+    bind_draft_model(m);
 }
 
 }  // namespace outpace

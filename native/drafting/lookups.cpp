@@ -130,6 +130,7 @@ void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std:
     parts_[part].lookup->propose(asked, its);
     for (size_t i = 0; i < at.size(); ++i) {
         std::fill(its[i].sources.begin(), its[i].sources.end(), static_cast<int>(part));
+        assume(its[i]);
         found[at[i]][part] = std::move(its[i]);
     }
 }

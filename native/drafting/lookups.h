@@ -23,6 +23,7 @@ struct Asked {  // a row that is to be drafted for
     int levels = -1;  // that a drafter may take a forward each for; -1: as many as nodes
     bool adaptive = false;  // the policy chooses, not the request
     const Sampling* sampling = nullptr;  // its `index` aside; null: greedy
+    const std::vector<Edit>* edits = nullptr;  // its penalties; null: none
 };
 
 struct Final {  // a row's tokens that were committed in a step, and where the positions before them stand among the tapped

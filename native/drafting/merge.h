@@ -14,10 +14,16 @@ namespace outpace {
 
 struct SourcedTree {
     std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
-    std::vector<double> gains;
+    std::vector<double> gains;  // NaN: unknown
     std::vector<int> sources;
     int levels = -1;  // forwards that it took, one a level; -1: none that count
 };
+
+// Gains that a drafter does not say: a node's chance given its parent's is 0.7.
+inline void assume(SourcedTree& tree) {
+    for (size_t n = 0; n < tree.tokens.size(); ++n)
+        if (std::isnan(tree.gains[n])) tree.gains[n] = 0.7 * (tree.parents[n] < 0 ? 1.0 : tree.gains[static_cast<size_t>(tree.parents[n])]);
+}
 
 inline SourcedTree merge(const std::vector<SourcedTree>& proposals, int budget) {
     struct Node {

@@ -95,7 +95,7 @@ void Step::ask(Lookup& drafter, const std::vector<size_t>& at) {
         const StepRow& fixed = *now.fixed;
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = fixed.kind.rejection ? nullptr : &fixed.sampling;
-        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1, fixed.adaptive, sampling});
+        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1, fixed.adaptive, sampling, &now.chooser.edits});
     }
     ++calls_[0];
     drafter.propose(asked_, found_);
@@ -129,7 +129,7 @@ bool Step::edit() {
 }
 
 void Step::lead(size_t i, const std::vector<int32_t>& tokens, int source) {
-    constexpr double kFirst = 0.99, kLast = 0.09, kAssumed = 0.7;  // of a drafter that says nothing, a node's chance given its parent's
+    constexpr double kFirst = 0.99, kLast = 0.09;
     RowNow& now = rows.at(i);
     Draft chain, &own = now.proposed;
     for (size_t n = 0; n < tokens.size(); ++n) {
@@ -138,8 +138,7 @@ void Step::lead(size_t i, const std::vector<int32_t>& tokens, int source) {
         chain.gains.push_back(kFirst - kLast * static_cast<double>(n) / static_cast<double>(tokens.size()));
         chain.sources.push_back(source);
     }
-    for (size_t n = 0; n < own.tokens.size(); ++n)
-        if (std::isnan(own.gains[n])) own.gains[n] = kAssumed * (own.parents[n] < 0 ? 1.0 : own.gains[static_cast<size_t>(own.parents[n])]);
+    assume(own);
     const int levels = own.levels;
     now.proposed = merge({chain, own}, now.most);
     now.proposed.levels = levels;

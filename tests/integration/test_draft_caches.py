@@ -12,11 +12,16 @@ import pytest
 
 from outpace import SamplingParams
 from outpace.drafters.base import RowView
+from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
+from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from tests.integration.conftest import VOCAB, Load
+from outpace.params import Acceptance
+from tests.by_hand import PROMPTS, answers
+from tests.integration.conftest import SIZES, VOCAB, Load
+from tests.native.native_helpers import Tiny
 
 
 def view(row: int, tokens: list[int], request: int = 0) -> RowView:
@@ -116,3 +121,84 @@ def test_a_row_is_caught_up_with_in_chunks_and_shares_a_fork(load: Load) -> None
     cache.fork(7, 1, 5)  # of a row that is not known: nothing
     assert 1 not in cache
     cache.check([0])
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 2, VOCAB + 4])
+def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
+    """Token for token, of rows that are behind by any number of tokens, at other sizes; and from the same cache."""
+
+    def draft_model() -> ModelDrafter:
+        return ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2, "vocab": vocab}), "model", VOCAB)
+
+    rng, native, python = np.random.default_rng(4), draft_model(), draft_model()
+    rows = [rng.integers(0, 10, n).tolist() for n in (1, 7, 2 * CATCH_UP + 3)]
+    for step in range(4):
+        sizes = [5, 1 + step, 3]
+        drafts = python.propose([view(i, tokens) for i, tokens in enumerate(rows)], np.array(sizes, np.int32))
+        expected = [drafts.row(i).tokens.tolist() for i in range(3)]
+        asked = [(i, 0, len(rows[i]), np.array(rows[i], np.int32), sizes[i]) for i in range(3)]
+        found = native.lookup.trees(asked)
+        assert [tokens for tokens, *_ in found] == expected
+        assert [parents for _, parents, *_ in found] == [list(range(-1, size - 1)) for size in sizes]
+        assert np.isnan(found[0][2]).all()
+        views = [view(i, tokens) for i, tokens in enumerate(rows)]
+        assert chain(native, views, 2) == chain(python, views, 2)
+        for i, tokens in enumerate(rows):
+            tokens += [*expected[i][:step], int(rng.integers(10))]
+    native.check([0, 1, 2])
+    assert native.bytes == python.bytes
+    native.close()
+    assert native.lookup is None
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 4])
+@pytest.mark.parametrize(
+    ("sampling", "acceptance"),
+    [
+        ({"temperature": 0.0, "presence_penalty": 0.7}, "coupled"),
+        ({"temperature": 0.8}, "coupled"),
+        ({"temperature": 1.5, "top_p": 0.8, "repetition_penalty": 1.2}, "coupled"),
+        ({"temperature": 0.0}, "rejection"),
+        ({"temperature": 0.8}, "rejection"),
+        ({"temperature": 0.8, "logit_bias": {3: 1.5}}, "coupled"),
+    ],
+)
+def test_native_steps_draft_what_python_drafts(
+    tiny: Tiny, sampling: dict[str, Any], acceptance: Acceptance, vocab: int
+) -> None:
+    """Alone and beside ngram, in rows that come, go and share what they begin with."""
+    params = SamplingParams(max_tokens=25, ignore_eos=True).with_(**sampling)
+    for composed in (False, True):
+        found = []
+        for native in (True, False):
+            draft = tiny.load("F32", sizes=SIZES | {"layers": 2, "vocab": vocab})
+            drafter: Any = ModelDrafter(draft, "model", VOCAB)
+            if not native:
+                drafter.lookup = None
+            if composed:
+                drafter = ComposedDrafter([NgramDrafter(), drafter])
+            assert (drafter.lookup is not None) == native
+            target = tiny.load("F32", sizes=SIZES | {"layers": 3})
+            results = answers(target, drafter, params, prefix_rows=2, acceptance=acceptance)
+            found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])
+        assert found[0] == found[1]
+        assert sum(drafted for _, _, drafted, _ in found[0]) > len(PROMPTS)
+
+
+def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None:
+    def draft_model(limit: int | None) -> ModelDrafter:
+        model = tiny.load("F32", sizes=SIZES | {"layers": 2}, kv_dtype="float32", kv_memory=limit)
+        return ModelDrafter(model, "model", VOCAB)
+
+    roomy = draft_model(None)
+    one, block = roomy.model.kv.bytes_for(1), roomy.model.kv.block
+    rows = [[2, 3], [4, 5], [1] * (block + 5)]
+    asked = [(i, 0, len(tokens), np.array(tokens, np.int32), 4) for i, tokens in enumerate(rows)]
+    expected = [tokens for tokens, *_ in roomy.lookup.trees(asked)]
+    tight = draft_model(2 * one)
+    assert [tokens for tokens, *_ in tight.lookup.trees(asked)] == [*expected[:2], []]
+    assert tight.bytes == 2 * one
+    tight.check([0, 1])
+    tight.release(0)
+    tight.release(1)
+    assert [tokens for tokens, *_ in tight.lookup.trees(asked[2:])] == expected[2:]

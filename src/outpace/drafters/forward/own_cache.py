@@ -7,43 +7,27 @@ verdict, including full acceptance, whoever drafted the tokens, and after a call
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import I32, common_prefix
 from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 512  # tokens of one row that are caught up with in one forward
 
 
-@dataclass(slots=True)
-class Counterpart:
-    """A target row's row in the draft model's cache, and the tokens that were fed there, one a position."""
-
-    row: int
-    fed: I32 = field(default_factory=lambda: np.zeros(64, np.int32))  # its first ``count`` entries
-    count: int = 0
-
-    def note(self, start: int, tokens: I32) -> None:
-        """``tokens`` int32 [n] stand at positions ``start`` and on, and nothing behind them."""
-        end = start + len(tokens)
-        if end > len(self.fed):
-            self.fed = np.concatenate([self.fed, np.zeros(end, np.int32)])
-        self.fed[start:end] = tokens
-        self.count = end
-
-
 class OwnCache:
     """Rows of ``model``, named by the target's rows and made when they are first used. Token ids are the draft model's.
 
-    The model is this cache's alone: rows that are nobody's, left by an interrupted call, are freed.
+    The model is this cache's alone: rows that are nobody's, left by an interrupted call, are freed. ``lookup`` drafts
+    from the same rows in C++.
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._rows: dict[int, Counterpart] = {}
+        self._rows = _fast.native.DraftRows()
 
     def begin(self, row: int, tokens: I32) -> I32:
         """Roll the row back to what it has in common with ``tokens`` int32 [n >= 1]; those that its KV lacks, at least
@@ -55,16 +39,15 @@ class OwnCache:
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first n positions of the row."""
-        there = self._rows[row]
-        self.model.kv.truncate(there.row, n)
-        there.count = n
+        self.model.kv.truncate(self._rows.cached()[row], n)
+        self._rows.truncate(row, n)
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32]) -> tuple[Output, I32]:
         """Run new tokens of some rows, each at least one; the output, and the packed index of each row's last token.
 
         Raises MemoryLimitError, and what the model raises; then every row is as it was.
         """
-        before = {row: self._rows[row].count for row in rows}
+        before = {row: self._rows.fed(row) for row in rows}
         left = list(tokens)
         try:
             while any(len(its) > CATCH_UP for its in left):
@@ -83,73 +66,79 @@ class OwnCache:
         self, rows: Sequence[int], tokens: Sequence[I32], *, wanted: bool, **inputs: Any
     ) -> tuple[Output, Batch]:
         """One forward; ``inputs`` go to ``Batch.pack``."""
-        states = [self._rows[row] for row in rows]
-        starts = [state.count for state in states]
+        cached, starts = self._rows.cached(), [self._rows.fed(row) for row in rows]
         batch = Batch.pack(
-            [state.row for state in states], tokens, starts, [wanted] * len(rows), last_only=True, **inputs
+            [cached[row] for row in rows], tokens, starts, [wanted] * len(rows), last_only=True, **inputs
         )
         output = self.model.forward(batch)
-        for state, start, its in zip(states, starts, tokens, strict=True):
-            state.note(start, its)
+        for row, its in zip(rows, tokens, strict=True):
+            self._rows.append(row, its)
         return output, batch
 
     def length(self, row: int) -> int:
         """Positions of the row that are known to be right; 0 for a row that is not there."""
-        there = self._rows.get(row)
-        return 0 if there is None else min(there.count, self.model.kv.length(there.row))
+        cached = self._rows.cached().get(row)
+        return 0 if cached is None else min(self._rows.fed(row), self.model.kv.length(cached))
 
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions; it may not be there yet."""
         positions = min(positions, self.model.info.max_length)
-        there = self._rows.get(row)
-        if there is None or there.row not in self.model.kv.rows:
+        cached = self._rows.cached().get(row)
+        if cached is None or cached not in self.model.kv.rows:
             return self.model.kv.bytes_for(positions)
-        return self.model.kv.growth(there.row, max(0, positions - self.model.kv.length(there.row)))
+        return self.model.kv.growth(cached, max(0, positions - self.model.kv.length(cached)))
 
     def __contains__(self, row: int) -> bool:
-        return row in self._rows
+        return row in self._rows.cached()
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """``dst`` starts with what is known of the first n positions of ``src``; nothing where ``src`` is unknown."""
         self.release(dst)
-        if src in self._rows:
+        if src in self:
             n = min(n, self.length(src))
             self._ensure(dst)
-            source, target = self._rows[src], self._rows[dst]
-            self.model.kv.fork(source.row, target.row, n)
-            target.note(0, source.fed[:n])
+            cached = self._rows.cached()
+            self.model.kv.fork(cached[src], cached[dst], n)
+            self._rows.append(dst, self._rows.tokens(src, n))
 
     def release(self, row: int) -> None:
         """Forget the row, if it is known."""
-        self._rows.pop(row, None)
+        self._rows.release(row)
         self._settle()
 
     def _ensure(self, row: int) -> None:
         """Make the row if it is not there."""
         self._settle()
-        if row not in self._rows:
-            self._rows[row] = Counterpart(self.model.kv.alloc())
+        if row not in self:
+            self._rows.add(row, self.model.kv.alloc())
 
     def _known(self, row: int, tokens: I32) -> int:
         """How many of ``tokens`` the row's KV has."""
-        return common_prefix(self._rows[row].fed[: self.length(row)], tokens)
+        return common_prefix(self._rows.tokens(row, self.length(row)), tokens)
 
     def _settle(self) -> None:
         """Free rows that are nobody's, and forget those that are gone: an interrupted call leaves such."""
-        there, ours = set(self.model.kv.rows), {state.row for state in self._rows.values()}
-        if there != ours:
-            for gone in there - ours:
-                self.model.kv.free(gone)
-            for row in [row for row, state in self._rows.items() if state.row not in there]:
-                del self._rows[row]
+        there, ours = set(self.model.kv.rows), self._rows.cached()
+        for gone in there - set(ours.values()):
+            self.model.kv.free(gone)
+        for row, cached in ours.items():
+            if cached not in there:
+                self._rows.release(row)
+
+    def lookup(self, vocab: int) -> Any:
+        """A ``_native.ModelLookup`` that drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
+        that is not native."""
+        stages = getattr(self.model, "stages", None)
+        if stages is None:
+            return None
+        return _fast.native.ModelLookup(stages, self._rows, vocab, self.model.info.max_length, CATCH_UP)
 
     @property
     def bytes(self) -> int:
         return self.model.kv.bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        assert set(self._rows) <= set(rows), f"rows {set(self._rows) - set(rows)} were never released"
+        known = set(self._rows.cached())
+        assert known <= set(rows), f"rows {known - set(rows)} were never released"
         self._settle()
-        for row, state in self._rows.items():
-            assert state.count <= len(state.fed), f"row {row}: {state.count} of {len(state.fed)} tokens"
         self.model.kv.check()

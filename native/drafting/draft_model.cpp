@@ -1,0 +1,109 @@
+#include "drafting/draft_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <stdexcept>
+
+#include "drafting/learned.h"
+
+namespace outpace {
+
+void ModelLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+    trees.assign(rows.size(), {});
+    std::vector<Chain> chains;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        trees[i].levels = rows[i].levels < 0 ? rows[i].size : std::min(rows[i].size, rows[i].levels);
+        if (trees[i].levels > 0) chains.push_back(begin(rows[i], trees[i]));
+    }
+    for (size_t depth = 0;; ++depth) {
+        const auto done = [&](const Chain& chain) {
+            return static_cast<size_t>(chain.tree->levels) <= depth || chain.tree->tokens.size() < depth || chain.asked->n >= max_length_ ||
+                   chain.row->fed.size() + chain.left > max_length_;
+        };
+        chains.erase(std::remove_if(chains.begin(), chains.end(), done), chains.end());
+        const std::unique_ptr<Result> result = feed(chains);
+        if (!result) return;
+        const auto sampled = std::count_if(chains.begin(), chains.end(), [](const Chain& chain) { return chain.chooser.sampling.temperature > 0.0; });
+        decide_all(result->runtime.get(), static_cast<int>(chains.size()), static_cast<int>(sampled), [&](int i, Workspace& workspace) {
+            Chain& chain = chains[static_cast<size_t>(i)];
+            chain.choice = choose(chain, *result, i, workspace);
+        });
+        for (Chain& chain : chains) {
+            if (chain.choice < 0) continue;  // its rules forbid every token, or the model's logits are not finite
+            SourcedTree& tree = *chain.tree;
+            tree.parents.push_back(static_cast<int32_t>(depth) - 1);
+            tree.tokens.push_back(chain.choice);
+            tree.gains.push_back(NAN);
+            tree.sources.push_back(0);
+            chain.next = &tree.tokens.back(), chain.left = 1;
+            chain.chooser.advance(chain.choice);
+        }
+    }
+}
+
+// Rolls the row back to what it has in common with the committed tokens; the last one is always to be fed.
+ModelLookup::Chain ModelLookup::begin(const Asked& asked, SourcedTree& tree) {
+    std::lock_guard<std::mutex> lock(model_->lock());
+    KV& kv = model_->kv();
+    auto found = rows_->rows.find(asked.row);
+    if (found == rows_->rows.end()) found = rows_->rows.emplace(asked.row, DraftRows::Row{kv.alloc(), {}}).first;
+    DraftRows::Row& row = found->second;
+    const size_t most = std::min({row.fed.size(), asked.n - 1, static_cast<size_t>(kv.length(row.cached))});
+    const size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
+    kv.truncate(row.cached, static_cast<int>(known));
+    row.fed.resize(known);
+    return {&asked, &tree, &row, asked.tokens + known, asked.n - known, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}};
+}
+
+// Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'
+// memory is given back.
+std::unique_ptr<Result> ModelLookup::feed(std::vector<Chain>& chains) {
+    std::lock_guard<std::mutex> lock(model_->lock());
+    while (!chains.empty()) {
+        try {
+            while (std::any_of(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > catch_up_; })) forward(chains, false);
+            return forward(chains, true);
+        } catch (const MemoryLimit&) {
+            model_->kv().free(chains.back().row->cached);
+            rows_->rows.erase(chains.back().asked->row);
+            chains.pop_back();
+        }
+    }
+    return nullptr;
+}
+
+// Feeds what is left of every row, or (`last` false) a piece of those that have more than a forward takes.
+std::unique_ptr<Result> ModelLookup::forward(std::vector<Chain>& chains, bool last) {
+    std::vector<int32_t> token, row, position, parent, starts{0}, wanted;
+    const auto count = [&](const Chain& chain) { return last ? chain.left : chain.left > catch_up_ ? catch_up_ : 0; };
+    for (const Chain& chain : chains) {
+        const auto n = static_cast<int32_t>(count(chain)), first = static_cast<int32_t>(chain.row->fed.size());
+        if (n == 0) continue;
+        for (int32_t k = 0; k < n; ++k) token.push_back(chain.next[k]), row.push_back(chain.row->cached), position.push_back(first + k), parent.push_back(k - 1);
+        starts.push_back(static_cast<int32_t>(token.size()));
+        if (last) wanted.push_back(starts.back() - 1);
+    }
+    std::unique_ptr<Result> result = model_->forward({static_cast<int>(token.size()), static_cast<int>(starts.size()) - 1, static_cast<int>(wanted.size()), token.data(),
+                                                      row.data(), position.data(), parent.data(), starts.data(), wanted.data(), {},
+                                                      static_cast<int>(model_->weights().layers.size()), nullptr, nullptr});
+    for (Chain& chain : chains) {
+        const size_t n = count(chain);
+        chain.row->fed.insert(chain.row->fed.end(), chain.next, chain.next + n);
+        chain.next += n, chain.left -= n;
+    }
+    return result;
+}
+
+// Among the tokens that both models have.
+int ModelLookup::choose(const Chain& chain, const Result& result, int i, Workspace& workspace) const {
+    const int vocab = std::min(vocab_, result.vocab);
+    const Best* best = vocab == result.vocab ? &result.best[static_cast<size_t>(i)] : nullptr;
+    try {
+        return outpace::choose(result.logits(i), vocab, best, chain.chooser.edits, chain.chooser.sampling, *result.kernels, workspace);
+    } catch (const std::logic_error&) {  // a penalty on a token that the draft model lacks
+        return kUndecided;
+    }
+}
+
+}  // namespace outpace
