@@ -30,8 +30,8 @@ using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
 
 // A datastore and the arrays that it reads.
 struct HeldDatastore {
-    HeldDatastore(std::vector<SegmentArrays> segments, VoteRules rules, int32_t vocab)
-        : arrays(std::move(segments)), store(views(arrays), std::move(rules), vocab) {}
+    HeldDatastore(std::vector<SegmentArrays> segments, std::vector<const Mapped*> files, VoteRules rules, int32_t vocab)
+        : arrays(std::move(segments)), store(views(arrays), std::move(files), std::move(rules), vocab) {}
 
     static std::vector<Datastore::Segment> views(const std::vector<SegmentArrays>& arrays) {
         std::vector<Datastore::Segment> found;
@@ -225,13 +225,13 @@ void bind_drafting(nb::module_& m) {
         .def_prop_ro("torn", &Mapped::torn);
     nb::class_<HeldDatastore>(m, "Datastore")
         .def("__init__",
-             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab) {
-                 new (self) HeldDatastore(std::move(segments), {std::move(weights), doubt}, vocab);
+             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab,
+                const std::vector<const Mapped*>& files) {
+                 new (self) HeldDatastore(std::move(segments), files, {std::move(weights), doubt}, vocab);
              },
-             "segments"_a, "weights"_a, "doubt"_a, "vocab"_a)
+             "segments"_a, "weights"_a, "doubt"_a, "vocab"_a, "files"_a = std::vector<const Mapped*>())
         .def("propose",
              [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
-                 Mapped::guard();
                  return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
              },
              "context"_a, "places"_a, "least"_a, "budget"_a);

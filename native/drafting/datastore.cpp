@@ -72,8 +72,8 @@ void search(const Datastore::Segment& segment, const Backwards& context, int mos
 
 }  // namespace
 
-Datastore::Datastore(std::vector<Segment> segments, VoteRules rules, int32_t vocab)
-    : segments_(std::move(segments)), rules_(std::move(rules)), vocab_(vocab) {
+Datastore::Datastore(std::vector<Segment> segments, std::vector<const Mapped*> files, VoteRules rules, int32_t vocab)
+    : segments_(std::move(segments)), files_(std::move(files)), rules_(std::move(rules)), vocab_(vocab) {
     if (rules_.weights.empty()) throw std::invalid_argument("weights must not be empty");
     if (vocab < 1) throw std::invalid_argument("a vocabulary of " + std::to_string(vocab) + " tokens is not possible");
     for (const Segment& segment : segments_)
@@ -98,6 +98,7 @@ std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n
 
 TokenTree Datastore::propose(const int32_t* context, size_t n, int most, int least, int budget) const {
     if (most < 1) throw std::invalid_argument("places=" + std::to_string(most) + " is out of range: give at least 1");
+    Mapped::guard();
     std::vector<Place> arena = places(context, n, most);
     const auto shorter = [least](const Place& place) { return place.length < least; };
     arena.erase(std::remove_if(arena.begin(), arena.end(), shorter), arena.end());
@@ -106,7 +107,10 @@ TokenTree Datastore::propose(const int32_t* context, size_t n, int most, int lea
         const int32_t token = place.segment->tokens[place.at];
         return token >= 0 && token < vocab_ ? token : kEnd;
     };
-    return grow(arena, rules_, budget, true, next);
+    TokenTree tree = grow(arena, rules_, budget, true, next);
+    for (const Mapped* file : files_)  // after the search: what it read was there
+        if (file->torn()) throw std::runtime_error("a file of the datastore was cut short while it was open: build the datastore anew");
+    return tree;
 }
 
 }  // namespace outpace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "drafting/votes.h"
+#include "runtime/mapped.h"
 
 namespace outpace {
 
@@ -29,16 +30,19 @@ public:
         int length;  // of the match
     };
 
-    // `vocab`: tokens that may be proposed are below. Throws std::invalid_argument.
-    Datastore(std::vector<Segment> segments, VoteRules rules, int32_t vocab);
+    // `files`: where the arrays lie, which must outlive the datastore; none: in memory. `vocab`: tokens that may be proposed are
+    // below. Throws std::invalid_argument.
+    Datastore(std::vector<Segment> segments, std::vector<const Mapped*> files, VoteRules rules, int32_t vocab);
 
     // At most `most` places that end like the context of `n` tokens, longest matches first.
     std::vector<Place> places(const int32_t* context, size_t n, int most) const;
-    // The tree of what follows those with matches of at least `least` tokens.
+    // The tree of what follows those with matches of at least `least` tokens. Throws std::runtime_error where a file was cut
+    // short while it was open.
     TokenTree propose(const int32_t* context, size_t n, int most, int least, int budget) const;
 
 private:
     std::vector<Segment> segments_;
+    std::vector<const Mapped*> files_;
     VoteRules rules_;
     int32_t vocab_;
 };

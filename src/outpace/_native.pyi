@@ -285,10 +285,16 @@ class Mapped:
     def __init__(self, path: str) -> None: ...
 
 class Datastore:
-    """The search of ``retrieval``: tokens, order and keys of segments, which it keeps. Raises ValueError."""
+    """The search of ``retrieval``: tokens, order and keys of segments, which it keeps; ``files``: where they lie.
+    Raises ValueError, and RuntimeError in a search where a file was cut short while it was open."""
 
     def __init__(
-        self, segments: list[tuple[_I32, _I32, _I64]], weights: tuple[float, ...], doubt: float, vocab: int
+        self,
+        segments: list[tuple[_I32, _I32, _I64]],
+        weights: tuple[float, ...],
+        doubt: float,
+        vocab: int,
+        files: list[Mapped] = ...,
     ) -> None: ...
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""

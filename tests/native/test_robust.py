@@ -28,6 +28,7 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
 from outpace.models.native import model as native_model
+from outpace.models.native.output import describe
 
 # The address sanitizer maps terabytes, and brings its own signal handlers.
 SANITIZED = os.environ.get("OUTPACE_SANITIZED", "")
@@ -292,7 +293,8 @@ def test_drafts_that_change_during_a_call() -> None:
     tokens, widths = rng.integers(0, vocab, (b, w)).astype(np.int32), np.full(b, w, np.int32)
     parents = np.tile(np.array([-1, 0, 0, 1, 2, 2, 3, -1], np.int32), (b, 1))
     starts = np.arange(b, dtype=np.int32) * (w + 1)
-    rows = [(0.9, 0, 1.0, -np.inf, 7, i, 0, 0, []) for i in range(b)]
+    params = SamplingParams(temperature=0.9)
+    rows = [describe(Chooser(params, Noise(7, i), 0), []) for i in range(b)]
     tokens[:, 0] = [result.choose(int(starts[i]), rows[i]) for i in range(b)]  # each walk goes on for a node
     expected = result.verify(*(each.copy() for each in (tokens, widths, parents, starts)), rows)
 

@@ -42,7 +42,7 @@ _FORMAT = 1
 class Datastore:
     """An open datastore. Raises DrafterError when ``path`` is none, is damaged, or is of another vocabulary.
 
-    ``arrays``: tokens, order and keys of its segments.
+    ``arrays``: tokens, order and keys of its segments. ``files``: where they lie.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocabulary: str | None = None) -> None:
@@ -54,22 +54,16 @@ class Datastore:
                 f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
                 "build one with this model's, outpace datastore build --model"
             )
-        self._files: list[Any] = []
+        self.files: list[Any] = []
         self.arrays: list[Arrays] = []
         for name in self.manifest["segments"]:
             arrays, files = open_arrays(self.path / name)
             self.arrays.append(arrays)
-            self._files += files
+            self.files += files
         if len(self) != self.manifest["tokens"]:
             raise DrafterError(
                 f"{path} has {len(self)} tokens, and {self.manifest['tokens']} were written: build the datastore anew"
             )
-
-    def check(self) -> None:
-        """Raises DrafterError when a file was cut short, or could not be read, since it was opened."""
-        for file in self._files:
-            if file.torn:
-                raise DrafterError(f"a file of {self.path} was cut short while it was open: build the datastore anew")
 
     def __len__(self) -> int:
         """Tokens in it."""

@@ -6,14 +6,11 @@ highest estimated path probability. Stateless: the datastore is shared, and a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from outpace import _fast
-from outpace.drafters.base import DraftContext, LookupDrafter, RowView
+from outpace.drafters.base import DraftContext, LookupDrafter
 from outpace.drafters.lookup.datastore import DEPTH, MOST_TOKENS, Datastore, fingerprint
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
-from outpace.exact.tree import Tree
 
 # Odds that one place with a match of 0, 1, 2, ... tokens is right; DOUBT is "something else" (docs/notebook.md).
 WEIGHTS = (0.0, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
@@ -31,14 +28,8 @@ class RetrievalDrafter(LookupDrafter):
             raise DrafterError(f"retrieval: places={places} is out of range: give 1 to 1024")
         if not 1 <= least <= DEPTH:
             raise DrafterError(f"retrieval: min={least} is out of range: give 1 to {DEPTH} tokens")
-        self._datastore = datastore
-        search = _fast.native.Datastore(datastore.arrays, WEIGHTS, DOUBT, vocab)
+        search = _fast.native.Datastore(datastore.arrays, WEIGHTS, DOUBT, vocab, datastore.files)
         super().__init__(_fast.native.RetrievalLookup(search, places, least))
-
-    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
-        found = super().trees(rows, sizes)
-        self._datastore.check()  # after the search: what it read was there
-        return found
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> RetrievalDrafter:
