@@ -226,11 +226,11 @@ def test_logprobs_are_torchs_log_softmax(logits: F32, top: int, data: st.DataObj
     found = token_logprob(logits, token, top)
     expected = torch.log_softmax(torch.from_numpy(logits).double(), 0).numpy()
     assert found.token == token
-    np.testing.assert_allclose(found.logprob, expected[token], rtol=0, atol=2e-7)
+    np.testing.assert_allclose(found.logprob, expected[token], rtol=1e-12, atol=1e-12)
     best = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top]
     assert [i for i, _, _ in found.top] == best
     spelled = found.with_texts(lambda token: f"<{token}>")
     assert (spelled.text, [a.text for a in spelled.top]) == (f"<{token}>", [f"<{i}>" for i in best])
     assert (spelled.token, spelled.logprob) == (found.token, found.logprob)
     assert [a.logprob for a in spelled.top] == [a.logprob for a in found.top]
-    np.testing.assert_allclose([value for _, value, _ in found.top], expected[best], rtol=0, atol=2e-7)
+    np.testing.assert_allclose([value for _, value, _ in found.top], expected[best], rtol=1e-12, atol=1e-12)

@@ -217,26 +217,16 @@ def filtered(logits: F32, params: SamplingParams) -> I32:
 
 def token_logprob(logits: F32, token: int, top: int) -> TokenLogprob:
     """Raw log-softmax of ``logits`` [V] at ``token``, and the ``top`` likeliest tokens (lowest id on ties)."""
-    normaliser = log_sum_exp(logits)
+    raw = logits.astype(np.float64)
+    peak = raw.max()
+    normaliser = peak + np.log(np.exp(raw - peak).sum())
     best: tuple[Alternative, ...] = ()
     if top:
-        cut = np.partition(logits, len(logits) - top)[len(logits) - top] if top < len(logits) else -np.inf
-        ids = np.flatnonzero(logits >= cut)
-        ids = ids[np.argsort(-logits[ids], kind="stable")][:top]
-        best = tuple(Alternative(int(i), float(logits[i]) - normaliser) for i in ids)
-    return TokenLogprob(token, float(logits[token]) - normaliser, best)
-
-
-def log_sum_exp(logits: F32) -> float:
-    """log(sum(exp(``logits`` [V]))) to 1e-7: float64 for what weighs a thousandth of the likeliest or more, the rest by
-    the exponential of float32, which takes a tenth of the time."""
-    peak = logits.max()
-    below = logits - peak
-    weights = np.exp(below)
-    near = np.flatnonzero(below > -7)
-    weights[near] = 0
-    total = weights.sum(dtype=np.float64) + np.exp(logits[near].astype(np.float64) - float(peak)).sum()
-    return float(peak) + float(np.log(total))
+        cut = np.partition(raw, len(raw) - top)[len(raw) - top] if top < len(raw) else -np.inf
+        ids = np.flatnonzero(raw >= cut)
+        ids = ids[np.argsort(-raw[ids], kind="stable")][:top]
+        best = tuple(Alternative(int(i), float(raw[i] - normaliser)) for i in ids)
+    return TokenLogprob(token, float(raw[token] - normaliser), best)
 
 
 def _argmax(logits: F32) -> int:
