@@ -1,4 +1,5 @@
 // What followed earlier places, as a tree: the best-first search that the drafters `suffix` and `retrieval` share.
+// tests/oracles/votes.py has it in plain Python, number for number.
 #pragma once
 
 #include <algorithm>

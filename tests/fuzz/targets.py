@@ -22,6 +22,7 @@ from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
 from outpace.models.weights.gguf import GGUFFile
 from tests.fuzz import seeds
+from tests.oracles.datastore import Search
 
 VOCAB = 6  # below a datastore's greatest token
 
@@ -82,12 +83,14 @@ def native_folder(folder: Path) -> None:
 
 
 def datastore(folder: Path) -> None:
-    """The search of a datastore says nothing that is no token."""
+    """Both searches of a datastore say the same, and nothing that is no token."""
     store = Datastore(folder, "v")
     native = _fast.native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+    reference = Search(store.arrays, WEIGHTS, DOUBT, VOCAB)
     for context in ([3], [1, 2], [0, 6, 1, 5], [4] * 20, [-1, 2, 3], [1, 2**31 - 1]):
-        tokens, parents, _ = native.propose(np.array(context, np.int32), 6, 1, 7)
-        assert all(-1 <= parent < i for i, parent in enumerate(parents))
+        given = np.array(context, np.int32)
+        tokens, parents, gains = native.propose(given, 6, 1, 7)
+        assert reference.propose(given, 6, 1, 7) == (tokens, parents, gains)
         assert all(0 <= token < VOCAB for token in tokens)
     store.check()
 

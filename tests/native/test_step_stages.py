@@ -17,9 +17,9 @@ from outpace.engine.complete import DONE, STAGES, forward, propose, settle, veri
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.base import Batch
 from outpace.models.native.output import describe
 from outpace.params import SamplingParams
+from tests.oracles.packing import draft_fault, pack_step
 
 VOCAB = 9
 PROPOSE, FORWARD, VERIFY, SETTLE = (STAGES.index(stage) for stage in (propose, forward, verify, settle))
@@ -64,23 +64,13 @@ def drafts(draw: st.DrawFn, b: int, *, wrong: bool) -> Drafts:
     return Drafts(tokens, widths, parents)
 
 
-def fault(found: Drafts, most: list[int]) -> bool:
-    """Whether a proposal of at most ``most`` nodes a row has too many, an unknown token or a wrong parent."""
-    for width, n, tokens, i in zip(found.widths.tolist(), most, found.tokens.tolist(), range(len(most)), strict=True):
-        if not 0 <= width <= min(n, len(tokens)) or any(not 0 <= token < VOCAB for token in tokens[:width]):
-            return True
-        if found.parents is not None and any(not -1 <= found.parents[i, node] < node for node in range(width)):
-            return True
-    return False
-
-
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_what_cannot_be_verified_is_refused(data: st.DataObject) -> None:
     most = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     found = data.draw(drafts(len(most), wrong=True))
     step = stepped([[1, 2]] * len(most), most)
-    if fault(found, most):
+    if draft_fault(found.tokens, found.widths, found.parents, most, VOCAB):
         with pytest.raises(ValueError, match=r"nodes|vocabulary of 9|before its parent"):
             step.put(list(range(len(most))), found)
     else:
@@ -94,7 +84,7 @@ def test_what_cannot_be_verified_is_refused(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_a_step_is_packed_as_its_rows_and_chunks_are(data: st.DataObject) -> None:
+def test_a_step_is_packed_as_its_oracle_packs_it(data: st.DataObject) -> None:
     committed = data.draw(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=5), max_size=4))
     chunks = []
     for _ in range(data.draw(st.integers(0, 3))):
@@ -106,24 +96,16 @@ def test_a_step_is_packed_as_its_rows_and_chunks_are(data: st.DataObject) -> Non
     if committed:
         step.put(list(range(len(committed))), found)
         assert step.run() == FORWARD
-    trees: list[I32 | None] = [None] * (len(committed) + len(chunks))
-    packed = []
-    for i, row in enumerate(committed):
-        k = found.widths[i]
-        packed.append(np.append(ints(row[-1:]), found.tokens[i, :k]))
-        if found.parents is not None:
-            trees[i] = np.append(ints([-1]), found.parents[i, :k] + 1)
-    expected = Batch.pack(
-        [10 + i for i in range(len(trees))],
-        [*packed, *(ints(tokens[first : first + count]) for tokens, first, count, _ in chunks)],
+    expected = pack_step(
+        list(range(10, 10 + len(committed) + len(chunks))),
         [*(len(tokens) - 1 for tokens in committed), *(first for _, first, _, _ in chunks)],
-        [*[True] * len(committed), *(wanted for *_, wanted in chunks)],
-        trees,
-    )
-    names = ("token", "row", "position", "parent", "starts", "wanted")
-    for mine, name in zip(step.batch, names, strict=True):
-        assert mine.dtype == np.int32
-        assert mine.tolist() == getattr(expected, name).tolist()
+        [tokens[-1] for tokens in committed], found.tokens, found.widths, found.parents,
+        [np.array(tokens[first : first + count], np.int32) for tokens, first, count, _ in chunks],
+        [wanted for *_, wanted in chunks],
+    )  # fmt: skip
+    for mine, its in zip(step.batch, expected, strict=True):
+        assert mine.dtype == its.dtype == np.int32
+        assert mine.tolist() == its.tolist()
 
 
 def test_verdicts_of_a_model_in_python() -> None:

@@ -22,9 +22,9 @@ from outpace.engine.engine import Engine
 from outpace.errors import DrafterError, ParameterError
 from outpace.measure.corpus import sequences
 from outpace.params import SamplingParams
+from tests.oracles.datastore import Place, Search
 from tests.toy import ToyModel, ToyTokenizer
 from tests.unit.test_registry import context
-from tests.unit.test_suffix import slow_gain
 
 TOKEN = st.integers(0, 3)
 VOCAB = 10
@@ -34,77 +34,79 @@ def make(path: Path, texts: list[list[int]], **options: object) -> Datastore:
     return datastore.build(path, texts, vocabulary="v", model="toy", **options)  # type: ignore[arg-type]
 
 
-Found = tuple[list[int], list[int], list[float]]  # tokens, parents and gains of a tree
+def search(store: Datastore) -> Search:
+    return Search(store.arrays, WEIGHTS, DOUBT, VOCAB)
 
 
-def propose(store: Datastore, context: list[int], places: int, budget: int, least: int = 1) -> Found:
-    native = _native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
-    return native.propose(np.array(context, np.int32), places, least, budget)
+def places(store: Datastore, context: list[int], count: int, follow: int) -> list[Place]:
+    return search(store).places(context, count, follow)
 
 
-def places_by_hand(texts: list[list[int]], wanted: list[int]) -> list[list[tuple[int, int]]]:
-    """By text: where what ends like ``wanted`` is followed by something, and the length of the match.
-
-    Only those that match as many of a key's three tokens as any does.
-    """
-    found: list[list[tuple[int, int]]] = []
-    for text in texts:
-        found.append([])
-        for at in range(1, len(text)):
-            length = 0
-            while length < min(DEPTH, at, len(wanted)) and text[at - 1 - length] == wanted[-1 - length]:
-                length += 1
-            found[-1].append((at, length))
-    most = min(3, max(length for its in found for _, length in its))
-    return [[(at, length) for at, length in its if length >= max(most, 1)] for its in found]
+def longest(texts: list[list[int]], wanted: list[int]) -> int:
+    """The longest end of ``wanted``, up to DEPTH, that is followed by something anywhere."""
+    for n in range(min(DEPTH, len(wanted)), 0, -1):
+        tail = wanted[-n:]
+        if any(text[i : i + n] == tail for text in texts for i in range(len(text) - n)):
+            return n
+    return 0
 
 
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.lists(TOKEN, min_size=2, max_size=60), min_size=1, max_size=5),
     st.lists(TOKEN, min_size=1, max_size=30),
-    st.integers(1, 4),
-    st.integers(1, 9),
+    st.integers(1, 6),
     st.sampled_from([7, 40, 10_000]),
 )
-def test_drafts_are_the_votes_of_the_places_that_are_found_by_hand(
-    texts: list[list[int]], wanted: list[int], least: int, budget: int, segment: int
+def test_places_are_those_of_a_search_by_hand(
+    texts: list[list[int]], wanted: list[int], count: int, segment: int
 ) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         store = make(Path(folder) / "store", texts, segment=segment)
-        for count in (1, 3, 10_000):
-            tokens, parents, gains = propose(store, wanted, count, budget, least)
-            assert len(tokens) <= budget
-            assert gains == sorted(gains, reverse=True)
-            paths: list[list[int]] = []
-            for token, parent in zip(tokens, parents, strict=True):
-                paths.append([*(paths[parent] if parent >= 0 else []), token])
-                piece = wanted[-least:] + paths[-1]
-                assert any(text[i : i + len(piece)] == piece for text in texts for i in range(len(text)))
-            if segment < 10_000:  # each segment has the nearest places of its own
-                continue
-            found = [[its for its in places if its[1] >= least] for places in places_by_hand(texts, wanted)]
-            longest = max((length for places in found for _, length in places), default=0)
-            assert bool(tokens) == bool(longest)
-            if count == 1 and longest:
-                weight = WEIGHTS[min(longest, len(WEIGHTS) - 1)]
-                assert gains[0] == pytest.approx(weight / (DOUBT + weight))
-            if count == 10_000:
-                voters = [(text, False, places) for text, places in zip(texts, found, strict=True)]
-                assert gains == pytest.approx([slow_gain(voters, path, WEIGHTS, DOUBT) for path in paths])
-                if len(paths) < budget:  # nothing with a vote was left out
-                    more = [[*path, t] for path in ([], *paths) for t in range(4) if [*path, t] not in paths]
-                    assert all(slow_gain(voters, path, WEIGHTS, DOUBT) == 0 for path in more)
+        found = places(store, wanted, count, 5)
+        if segment == 10_000:
+            best = longest(texts, wanted)
+            assert (found[0].length if found else 0) == best
+        lengths = [place.length for place in found]
+        assert lengths == sorted(lengths, reverse=True)
+        assert len(found) <= count
+        for place in found:  # what is said to match and to follow stands there
+            piece = wanted[len(wanted) - place.length :] + place.following
+            assert any(text[i : i + len(piece)] == piece for text in texts for i in range(len(text)))
+            assert 1 <= len(place.following) <= 5
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(TOKEN, min_size=2, max_size=60), min_size=1, max_size=5),
+    st.lists(st.lists(TOKEN, min_size=1, max_size=30), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from([7, 40, 10_000]),
+)
+def test_the_search_is_its_oracle(
+    texts: list[list[int]], contexts: list[list[int]], places: int, least: int, budget: int, segment: int
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = make(Path(folder) / "store", texts, segment=segment)
+        native = _native.Datastore(store.arrays, WEIGHTS, DOUBT, VOCAB)
+        for wanted in (*contexts, *(text[:-1] for text in texts)):
+            context = np.array(wanted, np.int32)
+            expected = search(store).propose(context, places, least, budget)
+            assert native.propose(context, places, least, budget) == expected
 
 
 def test_adding_keeps_what_was_there_and_other_vocabularies_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
     make(path, [[1, 2, 3, 4]])
-    assert propose(Datastore(path), [1, 2], 4, 3)[0] == [3, 4]
+    assert [p.following for p in places(Datastore(path), [1, 2], 4, 2)] == [[3, 4]]
     more = make(path, [[9, 1, 2, 7]], add=True)
-    assert propose(more, [9, 1, 2], 4, 4)[0] == [7, 3, 4]
+    assert [p.following for p in places(more, [9, 1, 2], 4, 2)] == [[7], [3, 4]]
     assert len(more) == 10
     with pytest.raises(DrafterError, match="another vocabulary"):
         Datastore(path, "w")
@@ -180,7 +182,7 @@ def test_lengths_and_manifests_that_do_not_fit_are_refused(tmp_path: Path) -> No
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> None:
-    """Whatever stands in the arrays, only tokens of the vocabulary are drafted."""
+    """Whatever stands in the arrays, both searches say the same, and only tokens of the vocabulary."""
     import tempfile
 
     wild = st.one_of(st.integers(-3, 12), st.integers(-(2**31), 2**31 - 1))
@@ -194,8 +196,11 @@ def test_ids_and_positions_out_of_range_are_passed_over(data: st.DataObject) -> 
         saved(path, tokens=tokens, order=order, keys=keys)
         damaged = Datastore(path)
         native = _native.Datastore(damaged.arrays, WEIGHTS, DOUBT, 4)
+        reference = Search(damaged.arrays, WEIGHTS, DOUBT, 4)
         context = np.array([*data.draw(st.lists(wild, min_size=1, max_size=6)), 1, 2], np.int32)
-        assert all(0 <= token < 4 for token in native.propose(context, 5, 1, 6)[0])
+        found = native.propose(context, 5, 1, 6)
+        assert found == reference.propose(context, 5, 1, 6)
+        assert all(0 <= token < 4 for token in found[0])
 
 
 def test_a_search_keeps_what_it_reads(tmp_path: Path) -> None:
@@ -213,7 +218,7 @@ def test_a_search_keeps_what_it_reads(tmp_path: Path) -> None:
 
 def test_the_tree_has_the_likeliest_nodes_and_no_more_than_asked(tmp_path: Path) -> None:
     store = make(tmp_path / "store", [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 9]])
-    tokens, parents, gains = propose(store, [1, 2], 8, 3)
+    tokens, parents, gains = search(store).propose(np.array([1, 2], np.int32), 8, 1, 3)
     assert tokens[0] == 3  # two votes of three
     assert len(tokens) == 3
     assert gains == sorted(gains, reverse=True)

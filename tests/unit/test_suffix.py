@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace._native import SuffixIndex, SuffixRows
+from outpace._native import SuffixIndex
 from outpace.common.arrays import I32
 from outpace.drafters.base import RowView
 from outpace.drafters.lookup.datastore import END
@@ -33,10 +33,8 @@ def new_index(capacity: int, most: int = 16) -> SuffixIndex:
     return SuffixIndex(capacity, most, NEAREST, FEW, WEIGHTS, DOUBT)
 
 
-def tree_of(
-    index: SuffixIndex, context: list[int], budget: int, wide: bool = True, others: Sequence[SuffixIndex] = ()
-) -> Tree:
-    found = index.propose(ids(context), budget, list(others), wide)
+def tree_of(index: SuffixIndex, context: list[int], budget: int, wide: bool = True) -> Tree:
+    found = index.propose(ids(context), budget, [], wide)
     return Tree(*found, [0] * len(found[0]))
 
 
@@ -60,88 +58,49 @@ def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[
     return near
 
 
-Voters = list[tuple[list[int], bool, list[tuple[int, int]]]]
-
-
-def slow_gain(voters: Voters, path: list[int], weights: Sequence[float] = WEIGHTS, doubt: float = DOUBT) -> float:
-    """The product along ``path`` of (votes for its next token) / (all votes and doubt).
-
-    ``voters``: what an index holds, whether the context is its end (then its loops go on in the path), and its places.
-    """
-    gain = 1.0
+def slow_gain(tokens: list[int], path: list[int], places: list[tuple[int, int]]) -> float:
+    """The product along ``path`` of (votes for its next token) / (all votes and doubt)."""
+    gain, longer = 1.0, tokens + path
     for depth, token in enumerate(path):
-        for_it, total = 0.0, doubt
-        for held, own, places in voters:
-            longer = held + path[:depth] if own else held
-            for at, length in places:
-                if longer[at : at + depth] == path[:depth] and at + depth < len(longer) and longer[at + depth] != END:
-                    weight = weights[min(length + depth, len(weights) - 1)]
-                    total += weight
-                    for_it += weight * (longer[at + depth] == token)
-        gain *= for_it / total
+        votes = {}
+        for at, length in places:
+            if longer[at : at + depth] == path[:depth]:
+                votes[at] = (longer[at + depth], WEIGHTS[min(length + depth, len(WEIGHTS) - 1)])
+        for_it = sum(weight for said, weight in votes.values() if said == token)
+        gain *= for_it / (DOUBT + sum(weight for _, weight in votes.values()))
     return gain
 
 
-PIECES = st.lists(SEQUENCES.map(lambda tokens: [*tokens, END]) | SEQUENCES, min_size=1, max_size=4)
-
-
 @settings(deadline=None, max_examples=300)
-@given(PIECES, st.integers(2, 20), st.sampled_from([60, 1000]), st.integers(0, 200))
-def test_places_are_those_of_brute_force(pieces: list[list[int]], most: int, capacity: int, kept: int) -> None:
-    """Also of several sequences, and after the oldest tokens were forgotten."""
-    index = new_index(capacity, most)
-    for piece in pieces:
-        index.append(ids(piece))
-    index.shrink(kept)
-    tokens = [token for piece in pieces for token in piece]
-    held = index.tokens().tolist()
-    assert held == tokens[len(tokens) - len(held) :]
-    assert len(held) <= min(capacity, kept)
-    context = held[len(held) - held[::-1].index(END) :] if END in held else held
-    if context:
-        assert index.places(ids(context[-most:])) == slow_places(held, context, most)
+@given(SEQUENCES, st.integers(2, 20))
+def test_places_are_those_of_brute_force(tokens: list[int], most: int) -> None:
+    index = new_index(1000, most)
+    index.append(ids(tokens))
+    near = slow_places(tokens, tokens, most)
+    found = index.places(ids(tokens[-most:]))
+    assert found[: len(near)] == near
+    assert len(found) == len(near)
 
 
 @settings(deadline=None, max_examples=200)
-@given(SEQUENCES, st.lists(SEQUENCES, max_size=2), st.integers(1, 12))
-def test_a_tree_has_the_paths_of_highest_probability(tokens: list[int], others: list[list[int]], budget: int) -> None:
-    """Indexes of other sequences vote, too."""
-    indexes, context = [new_index(1000) for _ in (tokens, *others)], ids(tokens[-16:])
-    for index, its in zip(indexes, (tokens, *(([*other, END]) for other in others)), strict=True):
-        index.append(ids(its))
-    tree = tree_of(indexes[0], tokens[-16:], budget, others=indexes[1:])
-    voters = [(index.tokens().tolist(), i == 0, index.places(context)) for i, index in enumerate(indexes)]
+@given(SEQUENCES, st.integers(1, 12))
+def test_a_tree_has_the_paths_of_highest_probability(tokens: list[int], budget: int) -> None:
+    index = new_index(1000)
+    index.append(ids(tokens))
+    tree = tree_of(index, tokens[-16:], budget)
+    places = index.places(ids(tokens[-16:]))
     assert len(tree) <= budget
     assert tree.gains == sorted(tree.gains, reverse=True)
+    assert bool(places) == bool(len(tree))
     paths: list[list[int]] = []
     for i, parent in enumerate(tree.parents):
         paths.append([*(paths[parent] if parent >= 0 else []), tree.tokens[i]])
-        assert tree.gains[i] == pytest.approx(slow_gain(voters, paths[i]))
+        assert tree.gains[i] == pytest.approx(slow_gain(tokens, paths[i], places))
     assert len({tuple(path) for path in paths}) == len(paths)
-    if len(tree) < budget:  # nothing with a vote was left out
-        assert all(
-            slow_gain(voters, [*path, t]) == 0 for path in ([], *paths) for t in range(5) if [*path, t] not in paths
-        )
-    chain = tree_of(indexes[0], tokens[-16:], budget, wide=False, others=indexes[1:])
+    chain = tree_of(index, tokens[-16:], budget, wide=False)
     assert chain.parents == list(range(-1, len(chain) - 1))
-    assert chain.tokens[:1] == tree.tokens[:1]
-
-
-def test_what_does_not_fit_is_forgotten_from_the_history_first_then_from_the_largest_row() -> None:
-    with pytest.raises(ValueError, match="capacity=1 must be"):
-        new_index(1)
-    with pytest.raises(ValueError, match="most=1 at least 2"):
-        new_index(10, 1)
-    history = new_index(40, 8)
-    history.append(ids(range(20)))
-    rows = SuffixRows(40, 8, NEAREST, FEW, WEIGHTS, DOUBT, True, history)
-    for row, length, left in ((0, 12, 20), (1, 18, 10), (2, 16, 0)):
-        rows.trees([(row, row, 3, ids(range(length)), 4)])
-        assert (len(history), rows.places <= 40) == (left if row < 2 else 0, True)
-    assert rows.rows() == {0: (12, 12), 1: (9, 18), 2: (16, 16)}
-    rows.trees([(0, 7, 2, ids([5, 6]), 4)])  # another request has the row
-    assert rows.rows()[0] == (2, 2)
-    assert [rows.release(row) for row in (0, 1, 9)] == [2, 3, -1]
+    first = tree_of(index, tokens[-16:], 1)
+    assert chain.tokens[:1] == first.tokens
 
 
 def test_appending_at_once_or_one_by_one_is_the_same() -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace import _native
 from outpace.exact.drafts import ancestors, depths, is_chain
 from outpace.exact.tree import Tree, merge, pack
+from tests.oracles import tree as oracle
 
 Path = tuple[int, ...]
 
@@ -59,6 +61,7 @@ def test_merge_is_its_definition(proposals: list[Tree], budget: int) -> None:
             gains[path] = max(gain, gains.get(path, 0.0))
     capped = {path: min(gains[path[:n]] for n in range(1, len(path) + 1)) for path in gains}
     merged = merge(proposals, budget)
+    assert merged == oracle.merge(proposals, budget)
     found = paths(merged)
     assert len(merged) == min(budget, len(gains))
     assert len(set(found)) == len(found), "equal siblings were not merged"
@@ -85,3 +88,13 @@ def test_chains_stay_chains_and_ragged_rows_are_packed() -> None:
     assert drafts.confidence is not None
     assert drafts.confidence[1].tolist() == [0.5, 0.25]
     assert len(pack([], ("a",))) == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(trees(), max_size=4), st.booleans())
+def test_packing_is_its_oracle(proposals: list[Tree], sourced: bool) -> None:
+    for mine, its in zip(_native.pack_trees(proposals, sourced), oracle.pack(proposals, sourced), strict=True):
+        assert (mine is None) == (its is None)
+        if its is not None:
+            assert mine.dtype == its.dtype
+            assert mine.tolist() == its.tolist()
