@@ -1,4 +1,4 @@
-"""The target's side of drafting by hand: rows, what is committed, and the taps that a drafter gets of it."""
+"""The target's side of drafting by hand: rows, what is committed, and the hidden states that a drafter gets of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def view(row: int, tokens: list[int], params: SamplingParams | None = None) -> R
 
 
 class Target:
-    """The target's side of some rows, by hand: what is committed, and the taps of what became final."""
+    """The target's side of some rows, by hand: what is committed, and the hidden states of what became final."""
 
-    def __init__(self, model: Model, taps: tuple[int, ...]) -> None:
-        self.model, self.layers = model, taps
+    def __init__(self, model: Model, hidden_layers: tuple[int, ...]) -> None:
+        self.model, self.layers = model, hidden_layers
         self.tokens: dict[int, list[int]] = {}
 
     def start(self, prompt: list[int], drafter: Drafter, chunk: int = 7) -> int:
@@ -42,11 +42,11 @@ class Target:
     def run(self, row: int, start: int, end: int) -> Event:
         """KV of positions ``start .. end - 1``, and the event that says so."""
         its = np.array(self.tokens[row], np.int32)
-        batch = Batch.pack([row], [its[start:end]], [start], [False], taps=self.layers)
-        taps = self.model.forward(batch).taps(np.arange(end - start, dtype=np.int32))
-        return Event(row, start + 1, its[start + 1 : end + 1], None, taps)
+        batch = Batch.pack([row], [its[start:end]], [start], [False], hidden_layers=self.layers)
+        hidden_states = self.model.forward(batch).hidden_states(np.arange(end - start, dtype=np.int32))
+        return Event(row, start + 1, its[start + 1 : end + 1], None, hidden_states)
 
-    def taps(self, row: int) -> Event:
+    def hidden_states(self, row: int) -> Event:
         """All of the row's, in one go."""
         self.model.kv.truncate(row, 0)
         return self.run(row, 0, len(self.tokens[row]) - 1)
@@ -113,7 +113,7 @@ def stay_in_step(
         assert (found.widths == size).all()
         for i, row in enumerate(asked):
             alone = propose(drafter, target, [row], size, params)
-            fresh.observe([target.taps(row)])
+            fresh.observe([target.hidden_states(row)])
             for other in (alone, propose(fresh, target, [row], size, params)):
                 assert_same(found, i, other, 0)
                 if exactly:

@@ -15,13 +15,13 @@ from outpace.drafters.learned.configs import tensor_shapes
 from outpace.models.base import Model
 
 
-def config_of(model: Model, ids: Sequence[int], taps: tuple[int, ...], **options: Any) -> EagleConfig:
+def config_of(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], **options: Any) -> EagleConfig:
     h = model.info.hidden_size
     decoder = {"kv_heads": 2, "ffn": 96, "qk_norm": False} | {
         k: options.pop(k) for k in ("kv_heads", "ffn", "qk_norm") if k in options
     }
     its = Decoder(h, 1, h // 16, head_dim=16, eps=1e-5, rope_theta=1e4, max_length=model.info.max_length, **decoder)
-    return EagleConfig(its, model.info.vocab_size, len(ids), taps, **options)
+    return EagleConfig(its, model.info.vocab_size, len(ids), hidden_layers, **options)
 
 
 def maps(ids: Sequence[int], vocab: int) -> dict[str, Any]:
@@ -30,9 +30,11 @@ def maps(ids: Sequence[int], vocab: int) -> dict[str, Any]:
     return {"d2t": np.array(ids, np.int64) - np.arange(len(ids)), "t2d": t2d}
 
 
-def random(model: Model, ids: Sequence[int], taps: tuple[int, ...], *, seed: int = 0, **options: Any) -> Checkpoint:
+def random(
+    model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], *, seed: int = 0, **options: Any
+) -> Checkpoint:
     """Weights that mean nothing, of the size that trained ones have."""
-    config, rng = config_of(model, ids, taps, **options), np.random.default_rng(seed)
+    config, rng = config_of(model, ids, hidden_layers, **options), np.random.default_rng(seed)
     tensors: dict[str, Any] = {}
     for name, shape in tensor_shapes(config).items():
         scale = 1 / np.sqrt(shape[-1])
@@ -41,14 +43,14 @@ def random(model: Model, ids: Sequence[int], taps: tuple[int, ...], *, seed: int
     return Checkpoint("eagle", config, tensors | maps(ids, config.vocab))
 
 
-def table(model: Model, ids: Sequence[int], taps: tuple[int, ...], follows: Sequence[int]) -> Checkpoint:
-    """Says that ``follows[t]`` follows token t, whatever the taps are.
+def table(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], follows: Sequence[int]) -> Checkpoint:
+    """Says that ``follows[t]`` follows token t, whatever the hidden states are.
 
     Its attention finds entries of the same token, by the embedding, and takes a value from there that leads to the one
     row of the head.
     """
     h, index = model.info.hidden_size, {token: i for i, token in enumerate(ids)}
-    config = config_of(model, ids, taps, kv_heads=h // 16)
+    config = config_of(model, ids, hidden_layers, kv_heads=h // 16)
     tensors: dict[str, Any] = {
         name: np.ones(shape, np.float32) if len(shape) == 1 else np.zeros(shape, np.float32)
         for name, shape in tensor_shapes(config).items()

@@ -27,13 +27,20 @@ VOCAB, DRAFT = 32, 12
 def eagle(**changes: Any) -> EagleConfig:
     flags = {"norm_before_residual": False, "fc_norm": True, "norm_output": True, "norm_before_fc": False}
     return EagleConfig(
-        **{"decoder": DECODER, "vocab": VOCAB, "draft_vocab": DRAFT, "taps": (1, 3, 4), **flags, **changes}
+        **{"decoder": DECODER, "vocab": VOCAB, "draft_vocab": DRAFT, "hidden_layers": (1, 3, 4), **flags, **changes}
     )
 
 
 def parallel(**changes: Any) -> ParallelConfig:
     decoder = Decoder(8, 2, 2, 1, 4, 16, 1e-5, 5000.0, 64, qk_norm=True)
-    given = {"decoder": decoder, "vocab": VOCAB, "draft_vocab": DRAFT, "taps": (0, 2, 4), "block": 4, "mask_token": 3}
+    given = {
+        "decoder": decoder,
+        "vocab": VOCAB,
+        "draft_vocab": DRAFT,
+        "hidden_layers": (0, 2, 4),
+        "block": 4,
+        "mask_token": 3,
+    }
     return ParallelConfig(**{**given, "markov_rank": 4, "confidence": True, **changes})
 
 
@@ -86,20 +93,22 @@ def attend(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return np.einsum("hnm,mhd->nhd", weights, v).reshape(len(q), -1)
 
 
-def eagle_steps(config: EagleConfig, tensors: Mapping[str, Any], taps: Any, tokens: Any) -> tuple[Any, Any]:
-    """Logits [n, D] of real entries (taps [n, 3, h], tokens [n]), and [n - 1, D] of a predicted one after each."""
+def eagle_steps(config: EagleConfig, tensors: Mapping[str, Any], hidden_states: Any, tokens: Any) -> tuple[Any, Any]:
+    """Logits [n, D] of real entries (states [n, 3, h], tokens [n]), and [n - 1, D] of a predicted one after each."""
     wide = {name: np.asarray(values, np.float64) for name, values in tensors.items()}
     row, n = Reference(Checkpoint("eagle", config, wide), None, None), len(tokens)
-    first = [row.logits(tokens[: i + 1], taps[: i + 1], []) for i in range(n)]
-    return np.array(first), np.array([row.logits(tokens[:i], taps[:i], [tokens[i]]) for i in range(1, n)])
+    first = [row.logits(tokens[: i + 1], hidden_states[: i + 1], []) for i in range(n)]
+    return np.array(first), np.array([row.logits(tokens[:i], hidden_states[:i], [tokens[i]]) for i in range(1, n)])
 
 
-def parallel_block(config: ParallelConfig, tensors: Mapping[str, Any], taps: Any, anchor: int) -> tuple[Any, Any]:
+def parallel_block(
+    config: ParallelConfig, tensors: Mapping[str, Any], hidden_states: Any, anchor: int
+) -> tuple[Any, Any]:
     """Normed hidden states [block, h] and logits [block, D], without the Markov bias, of the block that starts with the
-    token ``anchor`` after positions of ``taps`` [n, T, h]."""
+    token ``anchor`` after positions of ``hidden_states`` [n, T, h]."""
     d, w = config.decoder, {n: np.asarray(t, np.float64) for n, t in tensors.items()}
-    n, block = len(taps), config.block
-    context = rms(taps.reshape(n, w["fc.weight"].shape[1]) @ w["fc.weight"].T, w["hidden_norm.weight"], d.eps)
+    n, block = len(hidden_states), config.block
+    context = rms(hidden_states.reshape(n, w["fc.weight"].shape[1]) @ w["fc.weight"].T, w["hidden_norm.weight"], d.eps)
     x = w["embed_tokens.weight"][[anchor] + [config.mask_token] * (block - 1)]
     positions = np.arange(n + block)
     for i in range(d.layers):

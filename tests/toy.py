@@ -13,7 +13,7 @@ import numpy as np
 
 from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError
-from outpace.models.base import Batch, HostOutput, HostTaps, ModelInfo
+from outpace.models.base import Batch, HostHiddenStates, HostOutput, ModelInfo
 
 BYTES = 8  # what a position takes
 
@@ -145,17 +145,19 @@ class ToyKV:
 
 
 class ToyOutput(HostOutput):
-    """Taps are what a hidden state must know: the token and its position, [n, T, 2]; only of rows that read them."""
+    """Hidden states are the token and its position, [n, T, 2]; only of rows that read them."""
 
     def __init__(self, batch: Batch, logits: F32) -> None:
         super().__init__(batch.wanted, logits)
         self._batch = batch
 
-    def taps(self, at: I32) -> HostTaps:
+    def hidden_states(self, at: I32) -> HostHiddenStates:
         rows = np.searchsorted(self._batch.starts, at, side="right") - 1
-        assert self._batch.tapped is None or self._batch.tapped[rows].all(), "taps of a row that has none"
+        assert self._batch.hidden_rows is None or self._batch.hidden_rows[rows].all(), (
+            "hidden states of a row that has none"
+        )
         one = np.stack([self._batch.token[at], self._batch.position[at]], axis=-1).astype(np.float32)
-        return HostTaps(np.repeat(one[:, None], len(self._batch.taps), axis=1))
+        return HostHiddenStates(np.repeat(one[:, None], len(self._batch.hidden_layers), axis=1))
 
 
 class BrokenOutput(ToyOutput):

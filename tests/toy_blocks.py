@@ -16,7 +16,7 @@ from tests.toy import BYTES, ToyModel
 
 
 class ToyBlocks:
-    """Contexts are what the toy's taps say, a token and its position; predictions are ``model``'s."""
+    """Contexts are what the toy's hidden states say, a token and its position; predictions are ``model``'s."""
 
     slots, rows = 4, None
 

@@ -17,7 +17,7 @@ from tests.toy import BYTES, ToyModel
 
 
 class ToyHead:
-    """Entries are what the toy's taps say (a token and its position, twice) and the token that follows.
+    """Entries are what the toy's hidden states say (a token and its position, twice) and the token that follows.
 
     What it predicts are the logits of ``model`` (of the draft vocabulary ``ids``) after all that its entries tell.
     ``limit``: entries in all rows.

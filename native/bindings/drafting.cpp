@@ -104,7 +104,7 @@ void bind_draft_model(nb::module_& m) {
 void bind_lookups(nb::module_& m) {
     nb::class_<Lookup>(m, "Lookup")
         .def("trees", &trees_of, "rows"_a)
-        .def_prop_ro("taps", [](const Lookup& x) { return nb::tuple(nb::cast(x.taps())); })
+        .def_prop_ro("hidden_layers", [](const Lookup& x) { return nb::tuple(nb::cast(x.hidden_layers())); })
         .def_prop_ro("stepwise", &Lookup::stepwise)
         .def_prop_ro("ranks", &Lookup::ranks)
         .def("rank",

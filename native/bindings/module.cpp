@@ -123,13 +123,13 @@ nb::object dot_pairs(const Ints& a, const Ints& b, const Floats& c, const std::s
 }
 
 std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row, const Ints& position, const Ints& parent,
-                                const Ints& starts, const Ints& wanted, const std::vector<int>& taps, int layers,
-                                const std::optional<Bools>& tapped, const std::optional<Matrixf>& features) {
+                                const Ints& starts, const Ints& wanted, const std::vector<int>& hidden_layers, int layers,
+                                const std::optional<Bools>& hidden_rows, const std::optional<Matrixf>& features) {
     const size_t n = token.shape(0);
     if (row.shape(0) != n || position.shape(0) != n || parent.shape(0) != n || starts.shape(0) < 1)
         throw std::invalid_argument("malformed batch: its arrays differ in length");
-    if (tapped && tapped->shape(0) + 1 != starts.shape(0))
-        throw std::invalid_argument("malformed batch: tapped has " + std::to_string(tapped->shape(0)) + " rows, the batch " +
+    if (hidden_rows && hidden_rows->shape(0) + 1 != starts.shape(0))
+        throw std::invalid_argument("malformed batch: hidden_rows has " + std::to_string(hidden_rows->shape(0)) + " rows, the batch " +
                                     std::to_string(starts.shape(0) - 1));
     if (features && (features->shape(0) != n || static_cast<int>(features->shape(1)) != model.hidden()))
         throw std::invalid_argument("malformed batch: features are [" + std::to_string(features->shape(0)) + ", " +
@@ -139,14 +139,14 @@ std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row
         throw std::invalid_argument("malformed batch: it has more than 2147483647 tokens");
     const std::vector<int32_t> its_token = copied(token), its_row = copied(row), its_position = copied(position),
                                its_parent = copied(parent), its_starts = copied(starts), its_wanted = copied(wanted);
-    std::vector<uint8_t> its_tapped;  // any byte but 0 is true
-    if (tapped) {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(tapped->data());
-        its_tapped.assign(bytes, bytes + tapped->shape(0));
+    std::vector<uint8_t> kept_rows;  // any byte but 0 is true
+    if (hidden_rows) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(hidden_rows->data());
+        kept_rows.assign(bytes, bytes + hidden_rows->shape(0));
     }
     const BatchView batch{static_cast<int>(n), static_cast<int>(starts.shape(0)) - 1, static_cast<int>(wanted.shape(0)),
                           its_token.data(), its_row.data(), its_position.data(), its_parent.data(), its_starts.data(),
-                          its_wanted.data(), taps, layers, tapped ? its_tapped.data() : nullptr,
+                          its_wanted.data(), hidden_layers, layers, hidden_rows ? kept_rows.data() : nullptr,
                           features ? features->data() : nullptr};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(model.lock());
@@ -202,7 +202,7 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 13;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 14;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
@@ -265,8 +265,8 @@ NB_MODULE(_native, m) {
     bind_runtime(m, model);
     bind_output(m);
     model
-        .def("forward", &forward, "token"_a, "row"_a, "position"_a, "parent"_a, "starts"_a, "wanted"_a, "taps"_a, "layers"_a,
-             "tapped"_a.none(), "features"_a.none())
+        .def("forward", &forward, "token"_a, "row"_a, "position"_a, "parent"_a, "starts"_a, "wanted"_a, "hidden_layers"_a, "layers"_a,
+             "hidden_rows"_a.none(), "features"_a.none())
         .def_prop_ro("isa", [](const Model& x) { return x.kernels().name; })
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("embedding", [](const Model& x) { return x.weights().embedding; })

@@ -82,26 +82,26 @@ nb::object logits_of(const Result& result, const Ints& at) {
     return numpy(std::move(values), {at.shape(0), vocab});
 }
 
-// Where packed tokens stand among the tapped ones.
-nb::object tap_places(const Result& result, const nb::object& at) {
+// Where packed tokens stand among those whose hidden states were kept.
+nb::object hidden_places(const Result& result, const nb::object& at) {
     const IntCopy nodes(at.ptr());
-    if (result.tap_count == 0) throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's taps");
+    if (result.hidden_count == 0) throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's hidden_layers");
     const IntArray places({nodes.size()});
     for (int i = 0; i < nodes.size(); ++i) {
         const int32_t t = nodes.data()[i];
         if (t < 0 || t >= result.tokens) throw std::out_of_range("packed index " + std::to_string(t) + " is not in the batch");
-        places.data[i] = result.tap_place[static_cast<size_t>(t)];
+        places.data[i] = result.hidden_place[static_cast<size_t>(t)];
         if (places.data[i] < 0)
-            throw std::out_of_range("packed index " + std::to_string(t) + " is of a row that was not tapped: set its place in the batch's tapped");
+            throw std::out_of_range("packed index " + std::to_string(t) + " is of a row whose hidden states were not kept: set its place in the batch's hidden_rows");
     }
     return places.object;
 }
 
-// The hidden states of all tapped tokens [n, T, H], where they were computed. They outlive the result.
-nb::object tapped(const Result& result) {
-    auto* kept = new std::shared_ptr<float[]>(result.taps);
+// The hidden states of all tokens whose rows keep them [n, T, H], where they were computed. They outlive the result.
+nb::object hidden_states(const Result& result) {
+    auto* kept = new std::shared_ptr<float[]>(result.hidden_states);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
-    const size_t shape[] = {static_cast<size_t>(result.tap_tokens), static_cast<size_t>(result.tap_count), static_cast<size_t>(result.hidden)};
+    const size_t shape[] = {static_cast<size_t>(result.hidden_tokens), static_cast<size_t>(result.hidden_count), static_cast<size_t>(result.hidden)};
     return nb::cast(nb::ndarray<nb::numpy, const float>(kept->get(), 3, shape, owner));
 }
 
@@ -166,8 +166,8 @@ void bind_output(nb::module_& m) {
         .def("choose", &choose_after, "at"_a, "chooser"_a)
         .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a)
         .def("logits", &logits_of, "at"_a)
-        .def("tap_places", &tap_places, "at"_a)
-        .def("tapped", &tapped);
+        .def("hidden_places", &hidden_places, "at"_a)
+        .def("hidden_states", &hidden_states);
     m.def("embed", &embed, "model"_a, "tokens"_a);
     m.def("final_norm", &final_norm, "model"_a, "states"_a);
     m.def("head", &head, "model"_a, "normed"_a, "ids"_a.none());

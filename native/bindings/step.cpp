@@ -33,7 +33,7 @@ struct BoundRow {
 
 class BoundStep {
 public:
-    BoundStep(int vocab, int layers, std::vector<int> taps, nb::str target) : step_(vocab, layers, std::move(taps)), target_(std::move(target)) {}
+    BoundStep(int vocab, int layers, std::vector<int> hidden_layers, nb::str target) : step_(vocab, layers, std::move(hidden_layers)), target_(std::move(target)) {}
     BoundStep(const BoundStep&) = delete;
 
     std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter, const nb::object& lookup,
@@ -309,7 +309,7 @@ private:
 void bind_step(nb::module_& m) {
     nb::class_<BoundRow>(m, "StepRow");
     nb::class_<BoundStep>(m, "Step")
-        .def(nb::init<int, int, std::vector<int>, nb::str>(), "vocab"_a, "layers"_a, "taps"_a, "target"_a)
+        .def(nb::init<int, int, std::vector<int>, nb::str>(), "vocab"_a, "layers"_a, "hidden_layers"_a, "target"_a)
         .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "natively"_a, "drafts"_a,
              "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a, "trims"_a)
         .def("begin", &BoundStep::begin, "model"_a.none(), "policy"_a.none(), "rows"_a, "chunks"_a)
@@ -322,7 +322,7 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("sizes", &BoundStep::sizes)
         .def_prop_ro("batch", &BoundStep::batch)
         .def_prop_ro("starts", [](BoundStep& x) { return ints(x.step().starts); })
-        .def_prop_ro("tapped", [](BoundStep& x) { return x.step().tapped; })
+        .def_prop_ro("hidden_rows", [](BoundStep& x) { return x.step().hidden_rows; })
         .def_prop_ro("result", &BoundStep::result)
         .def("ask", &BoundStep::ask, "nodes"_a, "levels"_a)
         .def("put", &BoundStep::put, "where"_a, "drafts"_a, "trimmed"_a = false)

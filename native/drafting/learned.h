@@ -48,7 +48,7 @@ public:
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& taps() const override { return layers_.ascending(); }
+    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool stepwise() const override { return true; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
@@ -77,7 +77,7 @@ public:
     ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& taps() const override { return layers_.ascending(); }
+    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
@@ -122,7 +122,7 @@ public:
     MedusaRows(Medusa& network, int layer, std::vector<Node> tree);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& taps() const override { return layers_.ascending(); }
+    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool observe(const std::vector<Final>& rows, const States& states) override;
 
     Medusa& network() { return network_; }

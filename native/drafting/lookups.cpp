@@ -109,7 +109,7 @@ ComposedLookup::ComposedLookup(std::vector<Part> parts, double sure, int deep) :
     for (const Part& part : parts_) {
         if (stepwise_ && part.lookup->stepwise()) throw std::invalid_argument("only one part may take forwards of its own");
         stepwise_ = stepwise_ || part.lookup->stepwise();
-        layers_.insert(layers_.end(), part.lookup->taps().begin(), part.lookup->taps().end());
+        layers_.insert(layers_.end(), part.lookup->hidden_layers().begin(), part.lookup->hidden_layers().end());
     }
     std::sort(layers_.begin(), layers_.end());
     layers_.erase(std::unique(layers_.begin(), layers_.end()), layers_.end());
@@ -168,7 +168,7 @@ void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<Sourced
 bool ComposedLookup::observe(const std::vector<Final>& rows, const States& states) {
     bool behind = false;
     for (const Part& part : parts_)
-        if (!part.lookup->taps().empty()) behind = part.lookup->observe(rows, states) || behind;
+        if (!part.lookup->hidden_layers().empty()) behind = part.lookup->observe(rows, states) || behind;
     return behind;
 }
 

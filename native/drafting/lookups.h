@@ -26,13 +26,13 @@ struct Asked {  // a row that is to be drafted for
     const std::vector<Edit>* edits = nullptr;  // its penalties; null: none
 };
 
-struct Final {  // a row's tokens that were committed in a step, and where the positions before them stand among the tapped
+struct Final {  // a row's tokens that were committed in a step, and where the positions before them stand among the kept states
     int64_t row;
     int first;  // position before the first token
     std::vector<int32_t> tokens, places;
 };
 
-struct States {  // hidden states of tapped positions [..][layers][hidden]
+struct States {  // hidden states of positions [..][layers][hidden]
     const float* values;
     const std::vector<int>& layers;
 };
@@ -43,7 +43,7 @@ public:
     // A tree for each row; what `trees` held before is overwritten.
     virtual void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) = 0;
     // Layers of the target whose outputs `observe` reads, ascending; none: there is nothing to hear.
-    virtual const std::vector<int>& taps() const {
+    virtual const std::vector<int>& hidden_layers() const {
         static const std::vector<int> none;
         return none;
     }
@@ -129,7 +129,7 @@ public:
     // A path of `deep` levels, or as many as the network may take, with the chance `sure`, spares its forwards: drafters/composed.py.
     ComposedLookup(std::vector<Part> parts, double sure, int deep);
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& taps() const override { return layers_; }
+    const std::vector<int>& hidden_layers() const override { return layers_; }
     bool stepwise() const override { return stepwise_; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;

@@ -83,7 +83,7 @@ BatchView Eagle::view(int tokens, const float* features) const {
     BatchView batch{};
     batch.tokens = tokens;
     batch.layers = static_cast<int>(model_->layers_.size());
-    batch.taps = {batch.layers - 1};
+    batch.hidden_layers = {batch.layers - 1};
     batch.features = features;
     return batch;
 }
@@ -93,7 +93,7 @@ void Eagle::store(const float* features) {
     Model& m = *model_;
     Pool& pool = m.runtime_->pool();
     BatchView batch = view(m.plan_.size(), features);
-    batch.taps.clear();
+    batch.hidden_layers.clear();
     Result nothing;
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
@@ -108,14 +108,14 @@ void Eagle::store(const float* features) {
     }
 }
 
-// The planned tokens, one a step: their outputs to result.taps; the children of each.
+// The planned tokens, one a step: their outputs to result.hidden_states; the children of each.
 std::vector<std::vector<RankedToken>> Eagle::level(const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result) {
     Model& m = *model_;
     Pool& pool = m.runtime_->pool();
     const BatchView batch = view(m.plan_.size(), features);
     const Matrix& head = m.head_;
-    result.tap_place.resize(steps.size());
-    std::iota(result.tap_place.begin(), result.tap_place.end(), 0);
+    result.hidden_place.resize(steps.size());
+    std::iota(result.hidden_place.begin(), result.hidden_place.end(), 0);
     std::vector<std::vector<RankedToken>> children;
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
@@ -191,7 +191,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
 
     features.erase(features.begin(), features.begin() + static_cast<std::ptrdiff_t>(stored * hidden));
     Result result;
-    size_t room = 0;  // of result.taps, in steps
+    size_t room = 0;  // of result.hidden_states, in steps
     while (!steps.empty()) {
         m.plan_.clear_tokens();
         for (size_t i = 0; i < steps.size(); ++i) {
@@ -216,7 +216,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
         m.cover();
         if (room < steps.size()) {
             room = steps.size();
-            result.taps.reset(new float[room * hidden]);
+            result.hidden_states.reset(new float[room * hidden]);
         }
         watch.note(seconds_[kRest]);
         const std::vector<std::vector<RankedToken>> children = level(rows, steps, features.data(), result);
@@ -236,7 +236,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
                 next.push_back({at, n, sampling});
                 const int parent = row.growth.node(n).parent;
                 const size_t from = parent < 0 ? row.root : row.steps[static_cast<size_t>(row.growth.node(parent).entry)];
-                const float* output = result.taps.get() + from * hidden;
+                const float* output = result.hidden_states.get() + from * hidden;
                 const size_t to = features.size();
                 features.insert(features.end(), output, output + hidden);
                 if (norm_output_) m.kernels_.rmsnorm(output, m.final_norm_.data(), m.config_.eps, m.config_.hidden, features.data() + to);

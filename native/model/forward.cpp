@@ -182,11 +182,11 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     result->vocab = config_.outputs;
     result->hidden = config_.hidden;
     result->tokens = batch.tokens;
-    result->tap_count = static_cast<int>(batch.taps.size());
-    for (int b = 0; b < batch.rows && !batch.taps.empty(); ++b)
+    result->hidden_count = static_cast<int>(batch.hidden_layers.size());
+    for (int b = 0; b < batch.rows && !batch.hidden_layers.empty(); ++b)
         for (int i = batch.starts[b]; i < batch.starts[b + 1]; ++i)
-            result->tap_place.push_back(batch.tapped && !batch.tapped[b] ? -1 : result->tap_tokens++);
-    result->taps.reset(new float[static_cast<size_t>(result->tap_tokens) * batch.taps.size() * static_cast<size_t>(config_.hidden)]);
+            result->hidden_place.push_back(batch.hidden_rows && !batch.hidden_rows[b] ? -1 : result->hidden_tokens++);
+    result->hidden_states.reset(new float[static_cast<size_t>(result->hidden_tokens) * batch.hidden_layers.size() * static_cast<size_t>(config_.hidden)]);
     result->wanted.assign(batch.wanted, batch.wanted + batch.wanted_count);
     result->best.resize(static_cast<size_t>(batch.wanted_count));
     result->stride_ = head_.out_padded();

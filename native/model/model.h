@@ -36,13 +36,13 @@ private:
 struct BatchView {
     int tokens, rows, wanted_count;
     const int32_t *token, *row, *position, *parent, *starts, *wanted;
-    std::vector<int> taps;
+    std::vector<int> hidden_layers;
     int layers;             // run the first so many
-    const uint8_t* tapped;  // [rows], 0: not; null: all
+    const uint8_t* hidden_rows;  // [rows], 0: not; null: all
     const float* features;  // [tokens][hidden], added to the embeddings (but see Layer::embed_norm); null: none
 };
 
-// Logits of the wanted tokens, hidden states of the tapped layers.
+// Logits of the wanted tokens, hidden states of the batch's hidden layers.
 class Result {
 public:
     // As if a forward had computed `logits` [wanted][vocab].
@@ -50,15 +50,15 @@ public:
 
     const float* logits(int i) const { return logits_->get() + static_cast<size_t>(i) * static_cast<size_t>(stride_); }
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
-    int vocab = 0, hidden = 0, tap_count = 0, tokens = 0;
+    int vocab = 0, hidden = 0, hidden_count = 0, tokens = 0;
     int threads = 0;  // that the forward ended with
     std::shared_ptr<Runtime> runtime;  // whose threads may share what is done with it; null: none
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
     std::vector<Best> best;     // argmax of each wanted token's logits
-    std::shared_ptr<float[]> taps;   // [tap_tokens][tap_count][hidden]: those of tapped rows
-    std::vector<int32_t> tap_place;  // of each token among them, or -1; empty when no layer was tapped
-    int tap_tokens = 0;
+    std::shared_ptr<float[]> hidden_states;  // [hidden_tokens][hidden_count][hidden]: of the rows that keep them
+    std::vector<int32_t> hidden_place;      // of each token among them, or -1; empty when the batch names no layer
+    int hidden_tokens = 0;
 
 private:
     friend class Eagle;

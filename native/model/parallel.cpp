@@ -152,17 +152,17 @@ void Parallel::forward(const std::vector<Ask>& asks) {
             Plan::Token& token =
                 m.plan_.in_block(row, i == 0 ? ask.anchor : shape_.mask, ask.position + i, length + i, length + shape_.block - 1);
             if (read) token.wanted = wanted++;
-            result.tap_place.push_back(token.wanted);
+            result.hidden_place.push_back(token.wanted);
         }
     }
     m.cover();
     const size_t hidden = static_cast<size_t>(m.config_.hidden), places = static_cast<size_t>(wanted);
-    result.taps.reset(new float[places * hidden]);
+    result.hidden_states.reset(new float[places * hidden]);
     logits_.need(places * static_cast<size_t>(stride_));
     BatchView batch{};
     batch.tokens = m.plan_.size();
     batch.layers = static_cast<int>(m.layers_.size());
-    batch.taps = {batch.layers - 1};
+    batch.hidden_layers = {batch.layers - 1};
     const Matrix& head = m.head_;
     const int step = kChunk / shape_.block * shape_.block;  // a block is never cut: its tokens' keys are written together
     for (int first = 0; first < batch.tokens; first += step) {
@@ -183,7 +183,7 @@ void Parallel::forward(const std::vector<Ask>& asks) {
         }, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
     }
     normed_.resize(places * hidden);
-    m.final_norm(result.taps.get(), wanted, normed_.data());
+    m.final_norm(result.hidden_states.get(), wanted, normed_.data());
 }
 
 // before_ of tokens, and the same encoded.

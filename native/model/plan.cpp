@@ -12,8 +12,8 @@ void Model::prepare(const BatchView& batch) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
     const int n = batch.tokens;
     if (batch.layers < 1 || batch.layers > static_cast<int>(layers_.size())) wrong("layers is out of range");
-    for (const int tap : batch.taps)
-        if (tap < 0 || tap >= batch.layers) wrong("tap " + std::to_string(tap) + " is not a layer that runs");
+    for (const int layer : batch.hidden_layers)
+        if (layer < 0 || layer >= batch.layers) wrong("layer " + std::to_string(layer) + " is not a layer that runs");
     if (!layers_[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
     std::vector<int> seen;

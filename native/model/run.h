@@ -109,12 +109,12 @@ private:
         k_.add(x(me, t), y, c_.hidden);
     }
 
-    void tap(const Seat& me, int t, int layer) {
-        if (batch_.taps.empty() || (solo_ && me.rank != 0)) return;
-        const int32_t place = result_.tap_place[static_cast<size_t>(first_ + t)];
-        for (size_t i = 0; i < batch_.taps.size() && place >= 0; ++i)
-            if (batch_.taps[i] == layer)
-                std::memcpy(result_.taps.get() + (static_cast<size_t>(place) * batch_.taps.size() + i) * c_.hidden,
+    void keep_hidden(const Seat& me, int t, int layer) {
+        if (batch_.hidden_layers.empty() || (solo_ && me.rank != 0)) return;
+        const int32_t place = result_.hidden_place[static_cast<size_t>(first_ + t)];
+        for (size_t i = 0; i < batch_.hidden_layers.size() && place >= 0; ++i)
+            if (batch_.hidden_layers[i] == layer)
+                std::memcpy(result_.hidden_states.get() + (static_cast<size_t>(place) * batch_.hidden_layers.size() + i) * c_.hidden,
                             x(me, t), static_cast<size_t>(c_.hidden) * 4);
     }
 
@@ -133,7 +133,7 @@ private:
         }
         const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
         add_back(me, t, before.post_ffn_norm, {}, before.down.out_padded());
-        tap(me, t, l - 1);
+        keep_hidden(me, t, l - 1);
     }
 
     // work(begin, end) on stretches of `total` units that are this thread's: its share, or, where cores differ, half as much

@@ -178,13 +178,13 @@ void Step::pack() {
     for (const RowNow& now : rows) n += 1 + now.draft().tokens.size();
     for (const ChunkNow& chunk : chunks) n += chunk.count();
     token.resize(n), row.resize(n), position.resize(n), parent.resize(n);
-    wanted.clear(), tapped.clear();
+    wanted.clear(), hidden_rows.clear();
     starts.assign(1, 0);
     size_t at = 0;
     const auto end = [&](const StepRow& fixed, bool asked) {
         for (int32_t i = starts.back(); asked && i < static_cast<int32_t>(at); ++i) wanted.push_back(i);
         starts.push_back(static_cast<int32_t>(at));
-        tapped.push_back(fixed.reads);
+        hidden_rows.push_back(fixed.reads);
     };
     for (const RowNow& now : rows) {
         const Draft& draft = now.draft();
@@ -210,9 +210,9 @@ void Step::pack() {
 bool Step::forward() {
     pack();
     if (!model_) return false;
-    const bool any = std::any_of(tapped.begin(), tapped.end(), [](uint8_t one) { return one; });
-    const BatchView batch{static_cast<int>(token.size()), static_cast<int>(tapped.size()), static_cast<int>(wanted.size()), token.data(), row.data(),
-                          position.data(), parent.data(), starts.data(), wanted.data(), any ? taps_ : std::vector<int>(), layers_, tapped.data(), nullptr};
+    const bool any = std::any_of(hidden_rows.begin(), hidden_rows.end(), [](uint8_t one) { return one; });
+    const BatchView batch{static_cast<int>(token.size()), static_cast<int>(hidden_rows.size()), static_cast<int>(wanted.size()), token.data(), row.data(),
+                          position.data(), parent.data(), starts.data(), wanted.data(), any ? hidden_layers_ : std::vector<int>(), layers_, hidden_rows.data(), nullptr};
     {
         std::lock_guard<std::mutex> lock(model_->lock());
         ++calls_[1];
@@ -321,7 +321,7 @@ std::vector<Lookup*> Step::observe(const std::vector<std::pair<int, int>>& heard
     }
     std::vector<Lookup*> behind;
     for (const auto& [drafter, its] : finals)
-        if (drafter->observe(its, {result_->taps.get(), taps_})) behind.push_back(drafter);
+        if (drafter->observe(its, {result_->hidden_states.get(), hidden_layers_})) behind.push_back(drafter);
     return behind;
 }
 
@@ -332,14 +332,14 @@ Final Step::gained(size_t i, int count) const {
     for (size_t n = 0; n < static_cast<size_t>(count); ++n) {
         const int32_t slot = n ? now.verdict.path[n - 1] + 1 : 0;
         final.tokens.push_back(now.verdict.tokens[n]);
-        final.places.push_back(result_->tap_place.at(static_cast<size_t>(starts[i] + slot)));
+        final.places.push_back(result_->hidden_place.at(static_cast<size_t>(starts[i] + slot)));
     }
     return final;
 }
 
 Final Step::written(size_t j) const {
     const ChunkNow& chunk = chunks[j];
-    const auto from = result_->tap_place.begin() + starts.at(rows.size() + j);
+    const auto from = result_->hidden_place.begin() + starts.at(rows.size() + j);
     return {chunk.fixed->row, chunk.first, {chunk.tokens.begin() + 1, chunk.tokens.end()}, {from, from + static_cast<std::ptrdiff_t>(chunk.count())}};
 }
 

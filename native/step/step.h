@@ -36,7 +36,7 @@ struct StepRow {
     Sampling sampling;             // `index` aside
     Policy::Kind kind;
 
-    bool listens() const { return drafter && !drafter->taps().empty(); }
+    bool listens() const { return drafter && !drafter->hidden_layers().empty(); }
 };
 
 enum class Rules { kNone, kKnown, kTested, kForeign };  // of a row: `Chooser` has all; all but some that can test a token; neither
@@ -75,8 +75,8 @@ public:
     };
     enum class Deciding { kFixed, kPolicy, kCaller };  // who says how much is drafted
 
-    // `layers`: of the target; `taps`: those whose outputs drafters read.
-    Step(int vocab, int layers, std::vector<int> taps) : vocab_(vocab), layers_(layers), taps_(std::move(taps)) {}
+    // `layers`: of the target; `hidden_layers`: those whose outputs drafters read.
+    Step(int vocab, int layers, std::vector<int> hidden_layers) : vocab_(vocab), layers_(layers), hidden_layers_(std::move(hidden_layers)) {}
     Step(const Step&) = delete;
 
     // A new step: `rows` and `chunks` are to be filled. `model` null: the caller computes. `policy`: with kPolicy.
@@ -111,7 +111,7 @@ public:
 
     // The packed batch; see Batch in models/base.py.
     std::vector<int32_t> token, row, position, parent, starts, wanted;
-    std::vector<uint8_t> tapped;
+    std::vector<uint8_t> hidden_rows;
 
     // What the policy makes of the step that was: seconds that drafting took, and all else.
     void learn(double draft, double body);
@@ -135,7 +135,7 @@ private:
     Final written(size_t j) const;
 
     const int vocab_, layers_;
-    const std::vector<int> taps_;
+    const std::vector<int> hidden_layers_;
     Model* model_ = nullptr;
     Deciding deciding_ = Deciding::kFixed;
     Policy* policy_ = nullptr;

@@ -63,7 +63,7 @@ class PackedFile:
         """Of each ``piece`` bytes from ``begin`` on, by so many threads."""
 
 class Result:
-    """One forward's logits, best tokens and taps. Indices are packed ones. Raises IndexError for others."""
+    """One forward's logits, best tokens and hidden states. Indices are packed ones. Raises IndexError for others."""
 
     def best(self, at: _I32) -> _I32:
         """Argmax int32 [n]; -1: all are -inf; -2: NaN or infinity."""
@@ -81,11 +81,11 @@ class Result:
         """A token; -1: none is allowed; -2: NaN or infinity; -3: too close to top-p's edge to decide here."""
 
     def logits(self, at: _I32) -> _F32: ...
-    def tap_places(self, at: _I32) -> _I32:
-        """Where packed indices stand among the tapped tokens. Raises IndexError, and ValueError without taps."""
+    def hidden_places(self, at: _I32) -> _I32:
+        """Where packed indices stand among the tokens of ``hidden_states``. Raises IndexError, ValueError without."""
 
-    def tapped(self) -> _F32:
-        """float32 [n, T, H] of all tapped tokens, not copied; not to be written to."""
+    def hidden_states(self) -> _F32:
+        """float32 [n, T, H] of all tokens whose rows keep them, not copied; not to be written to."""
 
 class Weights:
     """A decoder's packed weights; any number of models can share them. Raises ValueError for what does not fit."""
@@ -138,9 +138,9 @@ class Model:
         parent: _I32,
         starts: _I32,
         wanted: _I32,
-        taps: tuple[int, ...],
+        hidden_layers: tuple[int, ...],
         layers: int,
-        tapped: npt.NDArray[np.bool_] | None,
+        hidden_rows: npt.NDArray[np.bool_] | None,
         features: _F32 | None,
     ) -> Result: ...
     @property
@@ -309,7 +309,7 @@ class Lookup:
         sources of a tree for each. Raises ValueError, RuntimeError."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose outputs it hears of what became final."""
 
     @property
@@ -450,9 +450,10 @@ _Row = tuple[list[int], list[int], list[str], list[str], int, int, float | None]
 
 class Step:
     """A step's drafts, verdicts and stages; see native/step/step.h and engine/step.py. ``target``: the source of
-    tokens that no draft had; ``taps``: layers whose outputs drafters read. What does not fit raises ValueError."""
+    tokens that no draft had; ``hidden_layers``: layers whose outputs drafters read. What does not fit raises
+    ValueError."""
 
-    def __init__(self, vocab: int, layers: int, taps: list[int], target: str) -> None: ...
+    def __init__(self, vocab: int, layers: int, hidden_layers: list[int], target: str) -> None: ...
     def row(
         self,
         row: int,
@@ -539,7 +540,7 @@ class Step:
     @property
     def starts(self) -> _I32: ...
     @property
-    def tapped(self) -> list[int]: ...
+    def hidden_rows(self) -> list[int]: ...
     @property
     def result(self) -> Result:
         """The forward's. Raises ValueError where the caller's model computed."""

@@ -101,12 +101,12 @@ def plain(
 class Scripted(Drafter):
     """Drafts by script, knowing the target: always right, always wrong, or chains and trees that are sometimes right.
 
-    It also holds the engine to its word: what rows live, what ``observe`` says, what the taps belong to.
+    It also holds the engine to its word: what rows live, what ``observe`` says, what the hidden states belong to.
     """
 
-    def __init__(self, target: ToyModel, script: str, seed: int, *, taps: bool) -> None:
+    def __init__(self, target: ToyModel, script: str, seed: int, *, reads: bool) -> None:
         self.name = script
-        self.needs = DrafterNeeds(taps=(0, 2) if taps else ())
+        self.needs = DrafterNeeds(hidden_layers=(0, 2) if reads else ())
         self._target, self._rng = target, np.random.default_rng(seed)
         self._requests: dict[int, int] = {}  # by row
         self._observed: dict[int, list[int]] = defaultdict(list)  # since the row was first seen
@@ -152,12 +152,12 @@ class Scripted(Drafter):
     def observe(self, events: Sequence[Event]) -> None:
         for e in events:
             self._observed[e.row] += e.tokens.tolist()
-            assert (e.taps is not None) == bool(self.needs.taps)
-            if e.taps is not None and len(e.tokens):
-                taps = e.taps.numpy()
-                assert taps.shape == (len(e.tokens), 2, 2)
-                assert taps[:, 0, 1].tolist() == list(range(e.start - 1, e.start - 1 + len(e.tokens)))
-                assert taps[1:, 0, 0].tolist() == e.tokens[:-1].tolist()
+            assert (e.hidden_states is not None) == bool(self.needs.hidden_layers)
+            if e.hidden_states is not None and len(e.tokens):
+                hidden_states = e.hidden_states.numpy()
+                assert hidden_states.shape == (len(e.tokens), 2, 2)
+                assert hidden_states[:, 0, 1].tolist() == list(range(e.start - 1, e.start - 1 + len(e.tokens)))
+                assert hidden_states[1:, 0, 0].tolist() == e.tokens[:-1].tolist()
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         self._requests.pop(row, None)
@@ -178,7 +178,7 @@ class Scripted(Drafter):
         assert set(self._observed) <= set(rows)
 
 
-def make_drafter(kind: str, target: ToyModel, seed: int, *, taps: bool = False) -> Drafter:
+def make_drafter(kind: str, target: ToyModel, seed: int, *, reads: bool = False) -> Drafter:
     if kind == "ngram":
         return NgramDrafter()
     if kind.startswith("model"):
@@ -194,7 +194,7 @@ def make_drafter(kind: str, target: ToyModel, seed: int, *, taps: bool = False) 
         ids = [0, 1, 2, 4, 5]
         made = parallel(guesses, ids, VOCAB, LONGEST - 8) if kind.startswith("parallel") else medusa(guesses, ids)
         return ComposedDrafter([NgramDrafter(), made]) if "+" in kind else made
-    return Scripted(target, kind, seed, taps=taps)
+    return Scripted(target, kind, seed, reads=reads)
 
 
 class World:
@@ -202,7 +202,7 @@ class World:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.target = ToyModel(VOCAB, seed=1, max_length=LONGEST, eos=(5,), memory=config["memory"])
-        self.drafter = make_drafter(config["drafter"], self.target, config["seed"], taps=config["taps"])
+        self.drafter = make_drafter(config["drafter"], self.target, config["seed"], reads=config["reads"])
         positions = config["positions"]
         self.engine = Engine(
             self.target,
@@ -343,7 +343,7 @@ configs = st.fixed_dictionaries(
             ["perfect", "wrong", "chain", "tree", "tree", "ngram", "model", "model short", *LEARNED]
         ),
         "memory": st.sampled_from([2, 100]),  # 100: every slot of the cache counts
-        "taps": st.booleans(),
+        "reads": st.booleans(),
         "seed": st.integers(0, 99),
         "max_rows": st.integers(1, 4),
         "prefill_chunk": st.sampled_from([1, 3, 16, 64]),
@@ -393,7 +393,7 @@ def test_whatever_happens_the_tokens_are_plain_decodings(config: dict[str, Any],
 
 CALM = {
     "memory": 100,
-    "taps": False,
+    "reads": False,
     "seed": 0,
     "max_rows": 4,
     "prefill_chunk": 64,
@@ -406,7 +406,7 @@ CALM = {
 @pytest.mark.parametrize("memory", [2, 100])
 def test_every_parameter_under_every_drafter(kind: str, memory: int) -> None:
     """All at once in one ragged batch, a third of the requests with two samples: ``judge`` compares each with plain."""
-    config = {**CALM, "max_rows": 5, "prefill_chunk": 9, "prefix_rows": 1, "taps": True}
+    config = {**CALM, "max_rows": 5, "prefill_chunk": 9, "prefix_rows": 1, "reads": True}
     world = World({**config, "drafter": kind, "memory": memory})
     for i, options in enumerate(PARAMS):
         params = SamplingParams(seed=i, max_tokens=30, n=1 + (i % 3 == 0), **options)

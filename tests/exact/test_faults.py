@@ -86,14 +86,14 @@ RULED = len(ASKED)  # the request whose rule may fail
 
 def build(fuse: Fuse, script: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     target = ToyModel(VOCAB, seed=1, max_length=72, eos=(5,), memory=100)
-    drafter = Scripted(target, script, 3, taps=True)
+    drafter = Scripted(target, script, 3, reads=True)
     fuse.wrap(target.kv, "kv", "alloc", "fork", "truncate", "compact", "growth", "exclusive")
     fuse.wrap(drafter, "drafter", "propose", "observe", "fork", "release")
     forward = target.forward
 
     def watched(batch: Any) -> Any:
         output = fuse.through("model.forward", forward)(batch)
-        fuse.wrap(output, "output", "verify", "choose", "logits", "logprobs", "taps")
+        fuse.wrap(output, "output", "verify", "choose", "logits", "logprobs", "hidden_states")
         return output
 
     target.forward = watched  # type: ignore[method-assign]
@@ -187,7 +187,7 @@ CALLS = (
     "kv.alloc", "kv.fork", "kv.truncate", "kv.compact", "kv.growth", "kv.exclusive", "model.forward",
     "drafter.propose", "drafter.observe", "drafter.fork", "drafter.release",
     "policy.plan", "policy.trim", "policy.learn", "policy.release",
-    "output.verify", "output.choose", "output.logits", "output.logprobs", "output.taps", "verify.walk",
+    "output.verify", "output.choose", "output.logits", "output.logprobs", "output.hidden_states", "verify.walk",
 )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ class BrokenTokenizer(ToyTokenizer):
 
 def test_a_tokenizer_that_fails_ends_only_whom_it_fails() -> None:
     target = ToyModel(VOCAB, seed=1, max_length=72, memory=100)
-    engine = Engine(target, BrokenTokenizer(), drafter=Scripted(target, "tree", 0, taps=False), size=4)  # type: ignore[arg-type]
+    engine = Engine(target, BrokenTokenizer(), drafter=Scripted(target, "tree", 0, reads=False), size=4)  # type: ignore[arg-type]
     allowed = engine.add([1, 2], SamplingParams(logit_bias={4: -np.inf}, max_tokens=9, ignore_eos=True))
     broken = engine.add([1, 2], SamplingParams(logit_bias={4: 50.0}, max_tokens=9, ignore_eos=True))
     results = finished(engine)
@@ -280,7 +280,7 @@ def interleaved(*streams: Iterator[Any]) -> list[list[int]]:
 
 def test_streams_of_one_engine_may_be_interleaved_with_each_other_and_with_generate() -> None:
     target = ToyModel(VOCAB, seed=1, max_length=72, memory=100)
-    engine = Engine(target, drafter=Scripted(target, "chain", 0, taps=False), size=4)
+    engine = Engine(target, drafter=Scripted(target, "chain", 0, reads=False), size=4)
     params = [SamplingParams(seed=i, temperature=1.0, max_tokens=12, ignore_eos=True) for i in range(4)]
     third = engine.add([3], params[2])
     first, second = engine.stream([1], params[0]), engine.stream([2], params[1])
@@ -307,7 +307,7 @@ def test_closing_gives_the_model_back_whatever_the_drafter_does() -> None:
     target = ToyModel(VOCAB)
     closed = []
     target.close = lambda: closed.append(True)  # type: ignore[method-assign]
-    drafter = Scripted(target, "chain", 0, taps=False)
+    drafter = Scripted(target, "chain", 0, reads=False)
 
     def fail() -> None:
         raise SomeError("close")

@@ -21,7 +21,7 @@ from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise, Stream
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.models.base import HostTaps
+from outpace.models.base import HostHiddenStates
 from outpace.params import SamplingParams
 from tests.exact.outcomes import EveryOutcome, every_outcome
 from tests.exact.test_reject import Language, output, same
@@ -64,8 +64,8 @@ def made(kind: str) -> Drafter:
 def drafted(drafter: Drafter, params: SamplingParams, size: int) -> Iterator[tuple[float, Draft]]:
     """Every draft for a row that has ``PROMPT``, with its probability."""
     positions = np.arange(len(PROMPT) - 1)
-    taps = np.stack([PROMPT[:-1], positions], -1).astype(np.float32)[:, None].repeat(2, 1)
-    drafter.observe([Event(0, 1, PROMPT[1:], taps=HostTaps(taps))])
+    hidden_states = np.stack([PROMPT[:-1], positions], -1).astype(np.float32)[:, None].repeat(2, 1)
+    drafter.observe([Event(0, 1, PROMPT[1:], hidden_states=HostHiddenStates(hidden_states))])
     rules = rules_for(params, VOCAB)
     start = Chooser.start(params, Noise(0), rules, PROMPT)
 

@@ -241,7 +241,7 @@ def eagles() -> dict[str, Files]:
     """EAGLE-3 drafters that run beside ``eagles_target``, without our checksum: damaged weights are built, too."""
     decoder = Decoder(16, 1, _HEADS, _KV_HEADS, _WIDTH, _INNER, 1e-5, 5000.0, 64)
     kinds = {
-        "tapped": EagleConfig(decoder, len(_WORDS), 7, (0, 1, 2), fc_norm=True, norm_output=True),
+        "three_layers": EagleConfig(decoder, len(_WORDS), 7, (0, 1, 2), fc_norm=True, norm_output=True),
         "plain": EagleConfig(decoder, len(_WORDS), len(_WORDS), (0, 1, 2), norm_before_residual=True),
     }
     made = {}

@@ -117,8 +117,8 @@ def native_drafter(folder: Path) -> None:
     head = NativeEagle(target, its, limit=1 << 22)
     try:
         n, vocab = min(5, head.max_length), target.info.vocab_size
-        taps = np.ones((n, len(its.config.taps), target.info.hidden_size), np.float32)
-        drafts = head.draft([Ask(0, np.arange(n, dtype=np.int32), taps, 6, 3, 2)])
+        hidden_states = np.ones((n, len(its.config.hidden_layers), target.info.hidden_size), np.float32)
+        drafts = head.draft([Ask(0, np.arange(n, dtype=np.int32), hidden_states, 6, 3, 2)])
         assert all(0 <= token < vocab for token in drafts.row(0).tokens)
         assert head.length(0) == n
         head.check([0])

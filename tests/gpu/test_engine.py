@@ -105,7 +105,7 @@ def test_what_bfloat16_does(device: str, record_property: Any) -> None:
         assert all(d.gap < 1.0 for d in parted)
 
 
-def test_a_drafter_that_reads_taps_on_the_card(demo: tuple[Model, Tokenizer]) -> None:
+def test_a_drafter_that_reads_hidden_states_on_the_card(demo: tuple[Model, Tokenizer]) -> None:
     """Of random weights: what it drafts means little, what is said is the target's."""
     model, tokenizer = demo
     params = SamplingParams(max_tokens=16)

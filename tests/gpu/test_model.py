@@ -1,4 +1,4 @@
-"""The seams of the Transformers backend where its tensors are on a card: cache, verify, taps, features, parts."""
+"""The seams of the Transformers backend with tensors on a card: cache, verify, hidden states, features, parts."""
 
 from __future__ import annotations
 
@@ -150,21 +150,21 @@ def test_a_batch_is_verified_in_one_copy(model: Model, monkeypatch: pytest.Monke
     assert verdicts.accepted[0] >= 2  # a near-tie may cost the last
 
 
-def test_taps_features_and_parts_stay_where_they_are(model: Any, device: str) -> None:
+def test_hidden_states_features_and_parts_stay_where_they_are(model: Any, device: str) -> None:
     t, last = text(12), model.info.layers - 1
     row = model.kv.alloc()
-    batch, output = run(model, {row: t}, taps=(3, last))
-    taps = output.taps(batch.wanted)
-    assert taps.native.device.type == device
-    assert taps.native.shape == (12, 2, model.info.hidden_size)
+    batch, output = run(model, {row: t}, hidden_layers=(3, last))
+    hidden_states = output.hidden_states(batch.wanted)
+    assert hidden_states.native.device.type == device
+    assert hidden_states.native.shape == (12, 2, model.info.hidden_size)
     parts = model.parts
-    ended = parts.logits(parts.norm(taps.native[:, 1]))
+    ended = parts.logits(parts.norm(hidden_states.native[:, 1]))
     assert float((ended.cpu() - torch.from_numpy(output.logits(batch.wanted))).abs().max()) < CLOSE
     plain = output.logits(batch.wanted)
     nothing = run(model, {model.kv.alloc(): t}, features=torch.zeros(12, model.info.hidden_size, device=device))
     np.testing.assert_array_equal(nothing[1].logits(batch.wanted), plain)
-    beside = run(model, {model.kv.alloc(): t}, features=taps.layers((0,)).native[:, 0])
-    hosted = run(model, {model.kv.alloc(): t}, features=taps.numpy()[:, 0])
+    beside = run(model, {model.kv.alloc(): t}, features=hidden_states.layers((0,)).native[:, 0])
+    hosted = run(model, {model.kv.alloc(): t}, features=hidden_states.numpy()[:, 0])
     np.testing.assert_allclose(beside[1].logits(batch.wanted), hosted[1].logits(batch.wanted), atol=CLOSE)
     assert float(np.abs(beside[1].logits(batch.wanted) - plain).max()) > 1
     assert parts.embed(t).device.type == device

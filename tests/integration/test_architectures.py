@@ -207,29 +207,31 @@ def test_forked_row_goes_its_own_way(pair: Pair) -> None:
     close(ours[copied], pair.own_logits(np.concatenate([prompt[:13], b]))[13:])
 
 
-def test_taps_are_the_layers_outputs(pair: Pair) -> None:
+def test_hidden_states_are_the_layers_outputs(pair: Pair) -> None:
     t = text(14, 13)
     row = pair.row()
     pair.run({row: t[:5]})
-    batch = Batch.pack([row], [t[5:]], [5], [False], taps=(2, 0))
-    taps = pair.model.forward(batch).taps(np.arange(9, dtype=np.int32))
+    batch = Batch.pack([row], [t[5:]], [5], [False], hidden_layers=(2, 0))
+    hidden_states = pair.model.forward(batch).hidden_states(np.arange(9, dtype=np.int32))
     pair.run({pair.row(): text(9, 31)})  # they stay what they were
     hidden = pair.own(t, output_hidden_states=True).hidden_states
     for i, layer in enumerate((2, 0)):
-        close(taps.numpy()[:, i], hidden[layer + 1][0, 5:].numpy())
-    some = taps.at(np.array([1, 4, 8], np.int32)).at(np.array([2, 0], np.int32))
+        close(hidden_states.numpy()[:, i], hidden[layer + 1][0, 5:].numpy())
+    some = hidden_states.at(np.array([1, 4, 8], np.int32)).at(np.array([2, 0], np.int32))
     assert len(some) == 2
-    np.testing.assert_array_equal(some.native.numpy(), taps.numpy()[[8, 1]])
-    np.testing.assert_array_equal(some.layers((1,)).numpy(), taps.numpy()[[8, 1], 1:])
+    np.testing.assert_array_equal(some.native.numpy(), hidden_states.numpy()[[8, 1]])
+    np.testing.assert_array_equal(some.layers((1,)).numpy(), hidden_states.numpy()[[8, 1], 1:])
 
 
-def test_taps_of_rows_that_draft_only(pair: Pair) -> None:
+def test_hidden_states_of_rows_that_draft_only(pair: Pair) -> None:
     rows = [pair.row(), pair.row()]
-    batch = Batch.pack(rows, [text(3, 1), text(4, 2)], [0, 0], [False] * 2, taps=(1,), tapped=np.array([False, True]))
+    batch = Batch.pack(
+        rows, [text(3, 1), text(4, 2)], [0, 0], [False] * 2, hidden_layers=(1,), hidden_rows=np.array([False, True])
+    )
     output = pair.model.forward(batch)
-    assert output.taps(np.array([3, 6], np.int32)).native.shape == (2, 1, 32)
-    with pytest.raises(ValueError, match=r"rows \[0\] of the batch are not tapped"):
-        output.taps(np.array([2, 3], np.int32))
+    assert output.hidden_states(np.array([3, 6], np.int32)).native.shape == (2, 1, 32)
+    with pytest.raises(ValueError, match=r"rows \[0\] of the batch keep no hidden states"):
+        output.hidden_states(np.array([2, 3], np.int32))
 
 
 def test_first_layers_alone(pair: Pair) -> None:
@@ -331,13 +333,13 @@ NO_EMBEDDING = ("gpt2", "opt")  # a position's own embedding is added
 def test_parts_end_where_the_model_ends(pair: Pair) -> None:
     """From the last layer's output to the logits, and from tokens to what the first layer sees."""
     t = text(10, 22)
-    batch = Batch.pack([pair.row()], [t], [0], [True], taps=(3,))
+    batch = Batch.pack([pair.row()], [t], [0], [True], hidden_layers=(3,))
     output = pair.model.forward(batch)
-    parts, taps = pair.model.parts, output.taps(batch.wanted)
-    logits = parts.logits(parts.norm(taps.native[:, 0]))
+    parts, hidden_states = pair.model.parts, output.hidden_states(batch.wanted)
+    logits = parts.logits(parts.norm(hidden_states.native[:, 0]))
     close(logits.numpy(), output.logits(batch.wanted))
     ids = np.array([5, 0, 96], np.int32)
-    some = parts.logits(parts.norm(taps.at(ids[:1]).native[:, 0]), ids)
+    some = parts.logits(parts.norm(hidden_states.at(ids[:1]).native[:, 0]), ids)
     close(some.numpy(), output.logits(batch.wanted)[5:6, ids])
     if pair.model.info.name in NO_EMBEDDING:
         with pytest.raises(ModelError, match="not a multiple of the token's embedding"):

@@ -35,7 +35,7 @@ from tests import eagles
 from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, propose, stay_in_step, view
 from tests.integration.conftest import VOCAB, Load
 
-TAPS = (0, 1, 2)
+LAYERS = (0, 1, 2)
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -53,13 +53,13 @@ def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> E
 
 def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **options: Any) -> EagleDrafter:
     head = head_of(model, checkpoint, limit)
-    return EagleDrafter(head, checkpoint.config.taps, "eagle", model.info.vocab_size, **options)
+    return EagleDrafter(head, checkpoint.config.hidden_layers, "eagle", model.info.vocab_size, **options)
 
 
 @pytest.mark.parametrize(("options", "temperature"), [*zip(VARIANTS, (0.0, 0.8, 0.0), strict=True)])
 def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str, Any], temperature: float) -> None:
-    target = Target(load(3), TAPS)
-    checkpoint = eagles.random(target.model, IDS, TAPS, **options)
+    target = Target(load(3), LAYERS)
+    checkpoint = eagles.random(target.model, IDS, LAYERS, **options)
     drafter, fresh = (eagle(target.model, checkpoint, branch=3) for _ in range(2))
     stay_in_step(target, drafter, fresh, (3, 30, 12), VOCAB, 7, temperature, bits=True)
 
@@ -67,15 +67,15 @@ def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str,
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
     """Every node's chance is that of its path, fed token by token; the nodes are the likeliest of those expanded."""
     model = load(3)
-    head = TorchEagle(model, eagles.random(model, IDS, TAPS, fc_norm=True))
+    head = TorchEagle(model, eagles.random(model, IDS, LAYERS, fc_norm=True))
     rng = np.random.default_rng(0)
     entries = rng.integers(0, VOCAB, 9).astype(np.int32)
-    taps = [rng.normal(0, 1, (9, 3, model.info.hidden_size)).astype(np.float32)]
+    hidden_states = [rng.normal(0, 1, (9, 3, model.info.hidden_size)).astype(np.float32)]
 
     def after(path: tuple[int, ...]) -> dict[int, float]:
         """The chances of what follows the path."""
         head.release(0)
-        logits = head.extend([0], [entries], taps)
+        logits = head.extend([0], [entries], hidden_states)
         for token in path:
             logits = head.extend([0], [np.array([token], np.int32)], [None])
         p = np.exp(logits[0].astype(np.float64) - logits.max())
@@ -84,7 +84,7 @@ def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
     def chance(path: tuple[int, ...]) -> float:
         return float(np.prod([after(path[:n])[token] for n, token in enumerate(path)]))
 
-    drafts = head.draft([Ask(0, entries, taps[0], 20, 4, len(IDS))])
+    drafts = head.draft([Ask(0, entries, hidden_states[0], 20, 4, len(IDS))])
     assert head.length(0) == 9
     draft = drafts.row(0)
     paths = [tuple(draft.tokens[draft.path(node)].tolist()) for node in range(len(draft))]
@@ -123,8 +123,8 @@ def test_ties_go_to_the_lower_token() -> None:
 
 def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None:
     """Also where states never came: those entries are left out, and the rest stays in step."""
-    target = Target(load(3), TAPS)
-    checkpoint = eagles.random(target.model, IDS, TAPS)
+    target = Target(load(3), LAYERS)
+    checkpoint = eagles.random(target.model, IDS, LAYERS)
     drafter, fresh, unseen = (eagle(target.model, checkpoint) for _ in range(3))
     tokens = np.random.default_rng(2).integers(0, VOCAB, 2 * CATCH_UP + 90).tolist()
     row = target.model.kv.alloc()
@@ -134,24 +134,24 @@ def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None
         drafter.observe([target.run(row, at, min(at + 100, len(tokens) - 1))])
         drafter.check([row])
     found = propose(drafter, target, [row], 5)
-    whole = target.taps(row)
-    assert whole.taps is not None
+    whole = target.hidden_states(row)
+    assert whole.hidden_states is not None
     late = np.arange(20, len(tokens) - 1, dtype=np.int32)
-    fresh.observe([Event(row, 21, whole.tokens[20:], None, whole.taps.at(late))])
+    fresh.observe([Event(row, 21, whole.tokens[20:], None, whole.hidden_states.at(late))])
     assert_same(found, 0, propose(fresh, target, [row], 5), 0)
     assert_same(found, 0, propose(drafter, target, [row], 5), 0)  # once more, though nothing is new
     assert propose(unseen, target, [row], 5).widths.tolist() == [0]
 
 
 def test_without_memory_the_last_row_gives_way(load: Load) -> None:
-    target = Target(load(3), TAPS)
-    checkpoint = eagles.random(target.model, IDS, TAPS)
+    target = Target(load(3), LAYERS)
+    checkpoint = eagles.random(target.model, IDS, LAYERS)
     roomy = eagle(target.model, checkpoint)
     one = roomy.growth(0, 1)
     tight = eagle(target.model, checkpoint, limit=2 * one)
     rows = [target.start([1, 2, 3, 4][: 2 + n], roomy) for n in range(3)]
     for row in rows:
-        tight.observe([target.taps(row)])
+        tight.observe([target.hidden_states(row)])
     expected, found = propose(roomy, target, rows, 4), propose(tight, target, rows, 4)
     assert found.widths.tolist() == [4, 4, 0]
     for i in range(2):
@@ -159,7 +159,7 @@ def test_without_memory_the_last_row_gives_way(load: Load) -> None:
     assert tight.bytes == 2 * one
     tight.check(rows[:2])
     tight.release(rows[0])
-    tight.observe([target.taps(rows[2])])
+    tight.observe([target.hidden_states(rows[2])])
     assert_same(propose(tight, target, [rows[2]], 4), 0, expected, 2)
 
 
@@ -209,8 +209,8 @@ def test_equal_to_plain_decoding(load: Load, kind: str, params: SamplingParams, 
 
 def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
     """What the chain was drawn from is the network's own distribution, nothing outside of the draft vocabulary."""
-    target = Target(load(3), TAPS)
-    checkpoint = eagles.random(target.model, IDS, TAPS)
+    target = Target(load(3), LAYERS)
+    checkpoint = eagles.random(target.model, IDS, LAYERS)
     drafter = eagle(target.model, checkpoint)
     row = target.start([1, 2, 3, 4, 5], drafter)
     its = view(row, target.tokens[row], SamplingParams(temperature=1.0))._replace(acceptance="rejection")
@@ -220,9 +220,9 @@ def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
     assert drafts.q.shape == (1, 4, VOCAB)
     np.testing.assert_allclose(drafts.q.sum(-1), 1, rtol=1e-12)
     assert (drafts.q[..., np.setdiff1d(np.arange(VOCAB), IDS)] == 0).all()
-    head, taps = TorchEagle(target.model, checkpoint), target.taps(row)
-    assert taps.taps is not None
-    logits = head.extend([0], [taps.tokens], [taps.taps.native])
+    head, hidden_states = TorchEagle(target.model, checkpoint), target.hidden_states(row)
+    assert hidden_states.hidden_states is not None
+    logits = head.extend([0], [hidden_states.tokens], [hidden_states.hidden_states.native])
     for n, token in enumerate(drafts.tokens[0]):
         p = np.exp(logits[0].astype(np.float64) - logits.max())
         np.testing.assert_allclose(drafts.q[0, n, IDS], p / p.sum(), rtol=1e-4)
@@ -233,7 +233,7 @@ SPECS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle:{},branch=0", {}, "branch=0 is out of range: give 1 to 16"),
     ("eagle:{},levels=99", {}, "levels=99 is out of range: give 1 to 63"),
     ("eagle:{},quantize=int3", {}, "quantize=int3 is not known"),
-    ("eagle:{}", {"taps": (0, 1, 3)}, "the outputs of layers"),
+    ("eagle:{}", {"hidden_layers": (0, 1, 3)}, "the outputs of layers"),
     ("eagle:{}", {"vocab": 13}, "vocabulary has 13 tokens"),
 ]
 
@@ -241,7 +241,7 @@ SPECS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("spec", "wrong", "says"), SPECS)
 def test_what_does_not_fit_is_refused(load: Load, tmp_path: Path, spec: str, wrong: dict[str, Any], says: str) -> None:
     model = load(3)
-    checkpoint = eagles.random(model, IDS, TAPS)
+    checkpoint = eagles.random(model, IDS, LAYERS)
     config = replace(checkpoint.config, **wrong)
     maps = eagles.maps(IDS, config.vocab)
     checkpoint = replace(checkpoint, config=config, tensors={**checkpoint.tensors, **maps})
@@ -252,9 +252,9 @@ def test_what_does_not_fit_is_refused(load: Load, tmp_path: Path, spec: str, wro
 
 def test_a_drafter_from_a_folder(load: Load, tmp_path: Path) -> None:
     model = load(3)
-    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS, fc_norm=True))
+    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, LAYERS, fc_norm=True))
     drafter = build(parse(f"eagle:{path},branch=2,levels=3"), DraftContext(model, None, LoadOptions(), 7))
-    assert (drafter.name, drafter.needs.taps) == (f"eagle:{path}", TAPS)
+    assert (drafter.name, drafter.needs.hidden_layers) == (f"eagle:{path}", LAYERS)
     assert drafter.cost == DraftCost(drafter.name, nodes=True)
     with Engine(model, drafter=drafter, size=7) as engine:
         found = engine.generate([1, 2, 3], SamplingParams(max_tokens=12))
@@ -276,7 +276,7 @@ def test_contexts_up_to_the_model_s_limit(load: Load, tmp_path: Path) -> None:
         model = load(3, context=length + 20)
         drafter = None
         if spec is not None:
-            path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS, fc_norm=True))
+            path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, LAYERS, fc_norm=True))
             drafter = build(parse(spec.format(path)), DraftContext(model, None, LoadOptions(), 7))
         with Engine(model, drafter=drafter, size=5) as engine:
             said.append(engine.generate(prompt, SamplingParams(max_tokens=20, ignore_eos=True)))
@@ -293,7 +293,7 @@ def test_results_tell_of_another_target_s_drafter(
 ) -> None:
     model = load(3)
     monkeypatch.setattr("outpace.drafters.learned.load.fingerprint_of", lambda name, options: "b" * 16)
-    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, TAPS), "a" * 16)
+    path = eagles.write(tmp_path / "drafter", eagles.random(model, IDS, LAYERS), "a" * 16)
     drafter = build(parse(spec.format(path)), DraftContext(model, None, LoadOptions(), 7))
     note = (
         f"eagle:{path}: the drafter was trained beside another ({'a' * 16}), and this is {model.info.name} "

@@ -40,14 +40,14 @@ from tests.by_hand import MASKED, Target, answers, assert_same, propose, stay_in
 from tests.driving import finished
 from tests.integration.conftest import VOCAB, Load
 
-TAPS, HIDDEN = (0, 1, 2), 64
+LAYERS, HIDDEN = (0, 1, 2), 64
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
 TREE = ((0,), (0, 0), (1,), (0, 1), (1, 0), (2,), (0, 0, 0), (2, 1))
 DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 2048, qk_norm=True)
 
 
 def block(**changes: Any) -> ParallelConfig:
-    given = ParallelConfig(DECODER, VOCAB, len(IDS), TAPS, 5, 2, 6, confidence=True)
+    given = ParallelConfig(DECODER, VOCAB, len(IDS), LAYERS, 5, 2, 6, confidence=True)
     return replace(given, **changes)
 
 
@@ -85,7 +85,7 @@ def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | Medusa
         tree = tree_of("medusa", config.tree, config.heads)
         return MedusaDrafter(medusa_for(checkpoint, model, tree), tree, model.info.layers - 1, "medusa")
     assert isinstance(config, ParallelConfig)
-    return ParallelDrafter(parallel_for(checkpoint, model), config.taps, "parallel", VOCAB)
+    return ParallelDrafter(parallel_for(checkpoint, model), config.hidden_layers, "parallel", VOCAB)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,7 +100,9 @@ def one_thread() -> Iterator[None]:
 def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
     model, checkpoint = load(3), checkpoint_of(kind)
     drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
-    stay_in_step(Target(model, drafter.needs.taps), drafter, fresh, (3, 70, 12), VOCAB, 4, temperature, bits=True)
+    stay_in_step(
+        Target(model, drafter.needs.hidden_layers), drafter, fresh, (3, 70, 12), VOCAB, 4, temperature, bits=True
+    )
 
 
 def tensor(values: Any) -> torch.Tensor:
@@ -112,12 +114,12 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
     model, checkpoint = load(3), checkpoint_of(kind)
     config, w, ids = checkpoint.config, checkpoint.tensors, np.array(IDS, np.int32)
     drafter, parts = drafter_of(model, checkpoint), model.parts
-    target = Target(model, drafter.needs.taps)
+    target = Target(model, drafter.needs.hidden_layers)
     text = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
     row = target.start(text, drafter)
     found = propose(drafter, target, [row], 8)
-    taps = target.taps(row).taps
-    assert taps is not None
+    hidden_states = target.hidden_states(row).hidden_states
+    assert hidden_states is not None
     assert found.confidence is not None
     head = tensor(eagles._rows(model, ids))
 
@@ -125,7 +127,7 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
         medusa = MedusaNetwork(config)
         medusa.load_state_dict({name: tensor(w[name]) for name in medusa.state_dict()})
         with torch.no_grad():
-            states = medusa(tensor(parts.norm(taps.native[-1:, 0])))[0]
+            states = medusa(tensor(parts.norm(hidden_states.native[-1:, 0])))[0]
         rows = [tensor(w[f"lm_heads.{k}.weight"]) if config.own_heads else head for k in range(config.heads)]
         logits = [(its @ x).numpy() for its, x in zip(rows, states, strict=True)]
         assert isinstance(drafter, MedusaDrafter)
@@ -146,7 +148,7 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
         return tensor(parts.embed(tokens.numpy().astype(np.int32)))
 
     with torch.no_grad():
-        context = network.context(tensor(taps.native), torch.arange(len(text) - 1))
+        context = network.context(tensor(hidden_states.native), torch.arange(len(text) - 1))
     said = network.draft(
         torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), [context], embed, lambda x: x @ own.T, torch.tensor(IDS)
     )
@@ -159,7 +161,7 @@ def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None
     model, params = load(3), SamplingParams(temperature=1.0)
     for kind in ("parallel", "medusa"):
         drafter = drafter_of(model, checkpoint_of(kind))
-        target = Target(model, drafter.needs.taps)
+        target = Target(model, drafter.needs.hidden_layers)
         rows = [target.start([1, 2, 3, 4, 5 + n], drafter) for n in range(2)]
         views = [
             view(rows[0], target.tokens[rows[0]], params)._replace(acceptance="rejection"),
@@ -265,9 +267,9 @@ def test_a_drafter_from_a_folder(load: Load, tmp_path: Path, method: str) -> Non
     context = DraftContext(model, None, LoadOptions(), 7)
     drafter = build(parse(f"{method}:{path}"), context)
     assert (drafter.name, drafter.cost.levels) == (f"{method}:{path}", None)
-    direct, target = drafter_of(model, checkpoint), Target(model, drafter.needs.taps)
+    direct, target = drafter_of(model, checkpoint), Target(model, drafter.needs.hidden_layers)
     row = target.start([5, 1, 4, 4, 2], drafter)
-    direct.observe([target.taps(row)])
+    direct.observe([target.hidden_states(row)])
     assert_same(propose(drafter, target, [row], 5), 0, propose(direct, target, [row], 5), 0)
     other = "medusa" if method == "parallel" else "eagle"
     with pytest.raises(DrafterError, match=f"name it {method}:"):

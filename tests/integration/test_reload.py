@@ -23,7 +23,7 @@ from tests import eagles
 from tests.by_hand import PROMPTS, Target, answers, assert_same, forked, view
 from tests.integration.conftest import VOCAB, Load
 
-TAPS = (0, 1, 2)
+LAYERS = (0, 1, 2)
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
 
 
@@ -39,7 +39,7 @@ def loaded(folder: Path, model: Any, **options: Any) -> EagleDrafter:
 def test_outputs_stay_plain_decoding_s(load: Load, tmp_path: Path, kind: str) -> None:
     model = load(4)
     for seed in (1, 2):
-        save(tmp_path / str(seed), eagles.random(model, IDS, TAPS, seed=seed))
+        save(tmp_path / str(seed), eagles.random(model, IDS, LAYERS, seed=seed))
     link = tmp_path / "drafter"
     link.symlink_to("1")
     drafter: Drafter = loaded(link, model)
@@ -68,9 +68,9 @@ def test_outputs_stay_plain_decoding_s(load: Load, tmp_path: Path, kind: str) ->
 
 def test_rows_keep_what_they_have_read(load: Load, tmp_path: Path) -> None:
     """There and back: drafts are those of a drafter that never changed. What rows share, they still share."""
-    target, rng = Target(load(3), TAPS), np.random.default_rng(3)
-    save(tmp_path / "a", eagles.random(target.model, IDS, TAPS, seed=1))
-    save(tmp_path / "b", eagles.random(target.model, IDS, TAPS, seed=2))
+    target, rng = Target(load(3), LAYERS), np.random.default_rng(3)
+    save(tmp_path / "a", eagles.random(target.model, IDS, LAYERS, seed=1))
+    save(tmp_path / "b", eagles.random(target.model, IDS, LAYERS, seed=2))
     link = tmp_path / "drafter"
     link.symlink_to("a")
     changing = loaded(link, target.model, branch=3)
@@ -104,15 +104,15 @@ def test_rows_keep_what_they_have_read(load: Load, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_changes_nothing(load: Load, tmp_path: Path) -> None:
     model, folder = load(3), tmp_path / "drafter"
-    save(folder, eagles.random(model, IDS, TAPS))
+    save(folder, eagles.random(model, IDS, LAYERS))
     drafter = loaded(folder, model)
-    save(folder, eagles.random(model, IDS[1:], TAPS))
+    save(folder, eagles.random(model, IDS[1:], LAYERS))
     for _ in range(2):
         with pytest.raises(DrafterError, match="has another shape or draft vocabulary now"):
             drafter.reload()
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config.json cannot be read"):
         drafter.reload()
-    save(folder, eagles.random(model, IDS, TAPS, seed=5))
+    save(folder, eagles.random(model, IDS, LAYERS, seed=5))
     assert drafter.reload()
     drafter.close()

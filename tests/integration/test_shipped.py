@@ -81,7 +81,7 @@ def test_its_names_lead_to_it(name: str, model: Model, place: Path) -> None:
     drafter = built(f"eagle:{name},branch=1", model)
     assert isinstance(drafter, EagleDrafter)
     assert drafter.name == f"eagle:{name}"  # not where it happens to lie
-    assert drafter.needs.taps == (0, 1, 2)
+    assert drafter.needs.hidden_layers == (0, 1, 2)
     drafter.close()
 
 

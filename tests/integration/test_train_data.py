@@ -22,9 +22,9 @@ from outpace.models.load import load
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from outpace.training import folder as folders
-from outpace.training import taps
+from outpace.training import hidden_states
 from outpace.training.data import Answer, Answers
-from outpace.training.states import TapSource
+from outpace.training.states import HiddenStateSource
 from outpace.training.writer import Writer
 from tests.integration.test_cli import outpace, spawn, wait_for
 
@@ -52,14 +52,14 @@ def folder(tmp_path: Path, model: NativeModel) -> Path:
 
 
 def states(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("taps-*"))}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("states-*"))}
 
 
 def test_kept_states_are_the_computed_ones(folder: Path, model: NativeModel) -> None:
     """Bit for bit, in any order, planned or not; and those of one forward a sequence, rounded by torch."""
     answers = Answers.open(folder)
     rest, held = answers.split(0.34)
-    with TapSource(rest, model=model, ahead=40) as source, TapSource(held, model=model) as other:
+    with HiddenStateSource(rest, model=model, ahead=40) as source, HiddenStateSource(held, model=model) as other:
         assert not source.cached
         order = [2, 0, 3, 1, 1]
         source.plan(order)
@@ -69,22 +69,26 @@ def test_kept_states_are_the_computed_ones(folder: Path, model: NativeModel) -> 
         assert torch.equal(source.states(3), computed[2]), "out of order, as soon as it is wanted"
         assert torch.equal(source.states(0), computed[1])
     assert model.kv.rows == []
-    cache = taps.Cache(folder)
+    cache = hidden_states.Cache(folder)
     assert cache.layers == LAYERS
     assert cache.bytes == cache.missing == sum(LENGTHS) * 4 * 576 * 2
     assert cache.fill(model) == sum(LENGTHS)
     assert cache.complete
     answers = Answers.open(folder)
     rest, held = answers.split(0.34)
-    with TapSource(rest) as source, TapSource(held) as other, TapSource(answers, [26, 1]) as fewer:
+    with (
+        HiddenStateSource(rest) as source,
+        HiddenStateSource(held) as other,
+        HiddenStateSource(answers, [26, 1]) as fewer,
+    ):
         assert source.cached
         assert fewer.cached
         assert all(torch.equal(source.states(i), found) for i, found in zip(order, computed, strict=True))
         assert all(torch.equal(other.states(1 - i), found) for i, found in enumerate(unplanned))
         whole = fewer.states(4)
     row = model.kv.alloc()
-    batch = Batch.pack([row], [answers[4].tokens], [0], [False], taps=(26, 1, 29))
-    one = model.forward(batch).taps(np.arange(300, dtype=np.int32)).numpy()
+    batch = Batch.pack([row], [answers[4].tokens], [0], [False], hidden_layers=(26, 1, 29))
+    one = model.forward(batch).hidden_states(np.arange(300, dtype=np.int32)).numpy()
     model.kv.free(row)
     assert whole.shape == (300, 3, 576)
     assert torch.equal(whole, torch.from_numpy(one).to(torch.bfloat16))
@@ -98,39 +102,39 @@ def test_states_that_were_cut_short_go_on_to_the_same_bytes(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(DataError, match="No space left"):
-        taps.Cache(folder).fill(model, full)
-    assert taps.Cache(folder).missing == sum(LENGTHS[3:]) * 4608
-    taps.Cache(folder).fill(model)
+        hidden_states.Cache(folder).fill(model, full)
+    assert hidden_states.Cache(folder).missing == sum(LENGTHS[3:]) * 4608
+    hidden_states.Cache(folder).fill(model)
     right = states(folder)
     assert [len(its) for its in right.values()] == [sum(LENGTHS[:4]) * 4608, sum(LENGTHS[4:]) * 4608]
-    first, second = folder / "taps-00000.bin", folder / "taps-00001.bin"
+    first, second = folder / "states-00000.bin", folder / "states-00001.bin"
     for cut in (0, 1, 36 * 4608 - 1, 36 * 4608, 40 * 4608 + 7):  # by a kill
         os.truncate(first.rename(first.with_suffix(".part")), cut)
-        taps.Cache(folder).fill(model)
+        hidden_states.Cache(folder).fill(model)
         assert states(folder) == right
     os.truncate(second, 300 * 4608)  # as if its shard had grown by an answer since
     answers = Answers.open(folder)
-    with TapSource(answers, model=model) as source:
+    with HiddenStateSource(answers, model=model) as source:
         assert not source.cached
-    taps.Cache(folder).fill(model)
+    hidden_states.Cache(folder).fill(model)
     assert states(folder) == right
-    with pytest.raises(DataError, match=r"keeps the taps \[1, 14, 26\], not \[3\]"):
-        taps.Cache(folder, [3])
+    with pytest.raises(DataError, match=r"keeps the outputs of layers \[1, 14, 26\], not \[3\]"):
+        hidden_states.Cache(folder, [3])
     with second.open("ab") as file:
         file.write(b"more")
     with pytest.raises(DataError, match="larger than its answers' states"):
-        TapSource(answers)
+        HiddenStateSource(answers)
     second.unlink()
     usage = namedtuple("usage", "free")(200 * 4608)
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DataError, match=r"would take 1.4 MiB, and 900.0 KiB are free .*: 526.5 KiB are missing"):
-        taps.Cache(folder).fill(model)
+        hidden_states.Cache(folder).fill(model)
     assert not second.with_suffix(".part").exists()
 
 
 def test_states_come_from_the_answers_own_target(folder: Path, model: NativeModel) -> None:
     answers = Answers.open(folder)
-    with TapSource(answers) as source, TapSource(answers, model=model) as given:
+    with HiddenStateSource(answers) as source, HiddenStateSource(answers, model=model) as given:
         assert torch.equal(source.states(1), given.states(1))
     with pytest.raises(ValueError, match="is closed"):
         source.states(0)
@@ -138,9 +142,9 @@ def test_states_come_from_the_answers_own_target(folder: Path, model: NativeMode
         folder, {**answers.meta, "load": {"backend": "native", "kv_dtype": "int8"}}, answers.columns, answers.index
     )
     with pytest.raises(DataError, match="kv dtype is auto, that of demo is int8"):
-        TapSource(other)
+        HiddenStateSource(other)
     with pytest.raises(ParameterError, match="it has 0 to 29"):
-        TapSource(answers, [30], model=model)
+        HiddenStateSource(answers, [30], model=model)
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +188,7 @@ def test_a_disk_that_cannot_hold_the_states_is_refused_before_the_run(
     assert not list((tmp_path / "a").glob("answers*"))
     code, out, err = outpace(capsys, *common, "--out", tmp_path / "a")
     assert code == 0, err
-    assert json.loads(out)["taps_bytes"] == (tmp_path / "a" / "taps-00000.bin").stat().st_size
+    assert json.loads(out)["states_bytes"] == (tmp_path / "a" / "states-00000.bin").stat().st_size
     assert "the states of at most" in err
     code, out, _ = outpace(capsys, "train", "cache", tmp_path / "a", "--json")
     assert code == 0

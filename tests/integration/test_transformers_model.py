@@ -138,9 +138,9 @@ def test_nan_is_reported_not_chosen() -> None:
         output([[0.0, float("nan"), 1.0]], [0]).choose(np.array([0], np.int32), [chooser()])
 
 
-def test_taps_must_be_asked_for() -> None:
+def test_hidden_states_must_be_asked_for() -> None:
     with pytest.raises(ValueError, match="no hidden states were asked for"):
-        output([[0.0]], [0]).taps(np.array([0], np.int32))
+        output([[0.0]], [0]).hidden_states(np.array([0], np.int32))
 
 
 @st.composite

@@ -17,7 +17,7 @@ def random_checkpoint(
 ) -> Checkpoint:
     """``sharp``: what the layer's and the head's outputs are multiplied by, so that drafts are not all alike."""
     d = config.decoder
-    taps = len(config.taps)
+    layers = len(config.hidden_layers)
 
     def matrix(rows: int, cols: int) -> Any:
         return rng.normal(0, sharp / np.sqrt(cols), (rows, cols)).astype(np.float32)
@@ -27,7 +27,7 @@ def random_checkpoint(
 
     ids = np.sort(rng.choice(config.vocab, config.draft_vocab, replace=False))
     t: dict[str, Any] = {"d2t": ids - np.arange(config.draft_vocab), "t2d": np.isin(np.arange(config.vocab), ids)}
-    t |= {"fc.weight": matrix(d.hidden, taps * d.hidden), "norm.weight": norm()}
+    t |= {"fc.weight": matrix(d.hidden, layers * d.hidden), "norm.weight": norm()}
     for i in range(d.layers):
         at, enters = f"layers.{i}.", d.hidden * (2 if i == 0 else 1)
         t |= {at + "input_layernorm.weight": norm(), at + "post_attention_layernorm.weight": norm()}
@@ -41,9 +41,9 @@ def random_checkpoint(
         if d.qk_norm:
             t |= {f"{at}self_attn.{name}_norm.weight": norm(d.head_dim) for name in "qk"}
     if config.fc_norm:
-        t |= {f"fc_norm.{i}.weight": norm() for i in range(taps)}
+        t |= {f"fc_norm.{i}.weight": norm() for i in range(layers)}
     if config.norm_before_fc:
-        t["input_norm.weight"] = norm(taps * d.hidden)
+        t["input_norm.weight"] = norm(layers * d.hidden)
     if head:
         t["lm_head.weight"] = matrix(config.draft_vocab, d.hidden)
     if embedding:
@@ -64,11 +64,13 @@ class Reference:
         w = self.t[name]
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.c.decoder.eps) * w
 
-    def fused(self, taps: Any) -> Any:
+    def fused(self, hidden_states: Any) -> Any:
         """[n, T, H] -> g [n, H]."""
         if self.c.fc_norm:
-            taps = np.stack([self.norm(taps[:, i], f"fc_norm.{i}.weight") for i in range(taps.shape[1])], 1)
-        flat = taps.reshape(len(taps), -1)
+            hidden_states = np.stack(
+                [self.norm(hidden_states[:, i], f"fc_norm.{i}.weight") for i in range(hidden_states.shape[1])], 1
+            )
+        flat = hidden_states.reshape(len(hidden_states), -1)
         if self.c.norm_before_fc:
             flat = self.norm(flat, "input_norm.weight")
         return flat @ self.t["fc.weight"].T
@@ -109,9 +111,9 @@ class Reference:
         a, b = np.split(its, 2, -1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def logits(self, tokens: Any, taps: Any, path: list[int]) -> Any:
-        """[D] after real entries tokens [n] with taps [n, T, H] and predicted ones for the tokens of ``path``."""
-        tokens, g = list(tokens), self.fused(taps)
+    def logits(self, tokens: Any, hidden_states: Any, path: list[int]) -> Any:
+        """[D] after real entries tokens [n] with states [n, T, H] and predicted ones for the tokens of ``path``."""
+        tokens, g = list(tokens), self.fused(hidden_states)
         outputs = self.outputs(tokens, g)
         for token in path:
             fed = self.norm(outputs[-1:], "norm.weight") if self.c.norm_output else outputs[-1:]

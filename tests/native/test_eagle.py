@@ -24,7 +24,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.native.model import NativeModel
 from outpace.params import SamplingParams
 
-VOCAB, DRAFT, TAPS, HIDDEN = 1000, 600, 3, 64
+VOCAB, DRAFT, LAYERS, HIDDEN = 1000, 600, 3, 64
 SIZES = {"vocab": VOCAB}
 
 
@@ -34,12 +34,12 @@ def config(**options: Any) -> EagleConfig:
         "rope_theta": 10000.0, "max_length": 512,
     }  # fmt: skip
     return EagleConfig(
-        Decoder(**{**shape, **options.pop("decoder", {})}), VOCAB, DRAFT, **{"taps": (0, 1, 2), **options}
+        Decoder(**{**shape, **options.pop("decoder", {})}), VOCAB, DRAFT, **{"hidden_layers": (0, 1, 2), **options}
     )
 
 
 def entries(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
-    return rng.integers(0, VOCAB, n).astype(np.int32), rng.normal(0, 1, (n, TAPS, HIDDEN)).astype(np.float32)
+    return rng.integers(0, VOCAB, n).astype(np.int32), rng.normal(0, 1, (n, LAYERS, HIDDEN)).astype(np.float32)
 
 
 def chooser(temperature: float, seed: int = 7, index: int = 5) -> Chooser:
@@ -103,16 +103,16 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
     head = NativeEagle(model, checkpoint, dtype="float32", kv_dtype="float32")
     embedding = model.native.embedding.unpack()
     reference = Reference(checkpoint, embedding, embedding[head.ids])
-    tokens, taps = entries(rng, 20)
-    head.feed([4], [tokens[:16]], [taps[:16]])
-    real = tokens[16:], taps[16:]
-    expected = reference.logits(tokens, taps, [])
+    tokens, hidden_states = entries(rng, 20)
+    head.feed([4], [tokens[:16]], [hidden_states[:16]])
+    real = tokens[16:], hidden_states[16:]
+    expected = reference.logits(tokens, hidden_states, [])
     got = head.extend([4], [real[0]], [real[1]])[0]
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
     path: list[int] = []
     for _ in range(3):
         path.append(int(head.ids[np.argmax(got)]))
-        expected = reference.logits(tokens, taps, path)
+        expected = reference.logits(tokens, hidden_states, path)
         got = head.extend([4], [np.array(path[-1:], np.int32)], [None])[0]
         np.testing.assert_allclose(got, expected, atol=5e-4 * np.abs(expected).max())
     head.truncate(4, 16)
@@ -120,7 +120,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
 
     def logits_after(path: tuple[int, ...]) -> Any:
         if path not in known:
-            known[path] = reference.logits(tokens, taps, list(path))
+            known[path] = reference.logits(tokens, hidden_states, list(path))
         return known[path]
 
     for choice in (None, chooser(0.8)):
@@ -144,8 +144,8 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
 def test_trees_are_the_union_of_their_chains(target: NativeModel, rng: np.random.Generator) -> None:
     """Every node has the probability, to the bit of float32, that it has where its path is extended entry by entry."""
     head = NativeEagle(target, random_checkpoint(rng, config(fc_norm=True, norm_output=True), sharp=2.0))
-    tokens, taps = entries(rng, 63)
-    head.feed([0], [tokens], [taps])
+    tokens, hidden_states = entries(rng, 63)
+    head.feed([0], [tokens], [hidden_states])
     last = entries(rng, 1)
     drafts = head.draft([Ask(0, *last, 24, 5, 4)])
     paths = paths_of(drafts, 0)
@@ -177,18 +177,18 @@ def test_no_bit_depends_on_company(
         model.runtime.claims = threads == 3
         head = NativeEagle(model, checkpoint, quantize)
         alone = [
-            head.draft([Ask(i, tokens, taps, *plan, chooser(temperature, i))])
-            for i, (tokens, taps, plan) in enumerate(rows)
+            head.draft([Ask(i, tokens, hidden_states, *plan, chooser(temperature, i))])
+            for i, (tokens, hidden_states, plan) in enumerate(rows)
         ]
-        for i, (tokens, taps, _) in enumerate(rows):  # in pieces
+        for i, (tokens, hidden_states, _) in enumerate(rows):  # in pieces
             head.truncate(i, 0)
             for start in range(0, len(tokens) - 1, 3 + 17 * i):
                 end = min(start + 3 + 17 * i, len(tokens) - 1)
-                head.feed([i], [tokens[start:end]], [taps[start:end]])
+                head.feed([i], [tokens[start:end]], [hidden_states[start:end]])
         together = head.draft(
             [
-                Ask(i, tokens[-1:], taps[-1:], *plan, chooser(temperature, i))
-                for i, (tokens, taps, plan) in enumerate(rows)
+                Ask(i, tokens[-1:], hidden_states[-1:], *plan, chooser(temperature, i))
+                for i, (tokens, hidden_states, plan) in enumerate(rows)
             ]
         )
         for i, its in enumerate(alone):
@@ -214,15 +214,15 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             rows = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
             asks = []
             for row in rows:
-                tokens, taps = entries(rng, data.draw(st.integers(1, 70)))
-                kept.setdefault(row, []).extend(zip(tokens, taps, strict=True))
+                tokens, hidden_states = entries(rng, data.draw(st.integers(1, 70)))
+                kept.setdefault(row, []).extend(zip(tokens, hidden_states, strict=True))
                 plan = data.draw(st.sampled_from([(0, 1, 1), (3, 3, 1), (6, 3, 2), (1, 1, 4)]))
-                asks.append(Ask(row, tokens, taps, *plan))
+                asks.append(Ask(row, tokens, hidden_states, *plan))
             drafts = head.draft(asks)
             for i, ask in enumerate(asks):
                 assert head.length(ask.row) == len(kept[ask.row])
-                tokens_, taps_ = (np.array(column) for column in zip(*kept[ask.row], strict=True))
-                expected = alone.draft([ask._replace(row=0, tokens=tokens_, hidden_states=taps_)])
+                tokens_, states_ = (np.array(column) for column in zip(*kept[ask.row], strict=True))
+                expected = alone.draft([ask._replace(row=0, tokens=tokens_, hidden_states=states_)])
                 assert paths_of(drafts, i) == paths_of(expected, 0)
                 alone.release(0)
         elif what == "fork" and kept:

@@ -325,7 +325,7 @@ def test_a_full_length_row(tiny: Tiny) -> None:
     "change",
     [
         {"token": [100]}, {"token": [-1]}, {"row": [3]}, {"position": [1]}, {"parent": [0]}, {"parent": [-2]},
-        {"starts": [0, 2]}, {"starts": [0]}, {"wanted": [1]}, {"wanted": [-1]}, {"layers": 3}, {"taps": (2,)},
+        {"starts": [0, 2]}, {"starts": [0]}, {"wanted": [1]}, {"wanted": [-1]}, {"layers": 3}, {"hidden_layers": (2,)},
         {"row": [0, 0]},
     ],
 )  # fmt: skip
@@ -340,28 +340,28 @@ def test_malformed_batches_change_nothing(change: dict[str, Any], tiny: Tiny) ->
         "starts": [0, 1],
         "wanted": [0],
     }
-    arrays = {k: v if k in ("taps", "layers") else np.array(v, np.int32) for k, v in (good | change).items()}
+    arrays = {k: v if k in ("hidden_layers", "layers") else np.array(v, np.int32) for k, v in (good | change).items()}
     with pytest.raises((ValueError, IndexError)):
         model.forward(Batch(**arrays))
     assert model.kv.length(row) == 0
     model.forward(Batch(**{k: np.array(v, np.int32) for k, v in good.items()}))
 
 
-def test_taps_and_short_forwards(tiny: Tiny, rng: np.random.Generator) -> None:
+def test_hidden_states_and_short_forwards(tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("F32", threads=2, sizes={"layers": 4})
     tokens = rng.integers(0, 100, 140).astype(np.int32)
     row, other = model.kv.alloc(), model.kv.alloc()
     at = np.arange(140, dtype=np.int32)
-    full = model.forward(Batch.pack([row], [tokens], [0], [True], taps=(0, 3, 1)))
-    short = model.forward(Batch.pack([other], [tokens], [0], [True], taps=(1,), layers=2))
-    assert full.taps(at).numpy().shape == (140, 3, 64)
-    assert np.array_equal(full.taps(at).numpy()[:, 2], short.taps(at).numpy()[:, 0])
+    full = model.forward(Batch.pack([row], [tokens], [0], [True], hidden_layers=(0, 3, 1)))
+    short = model.forward(Batch.pack([other], [tokens], [0], [True], hidden_layers=(1,), layers=2))
+    assert full.hidden_states(at).numpy().shape == (140, 3, 64)
+    assert np.array_equal(full.hidden_states(at).numpy()[:, 2], short.hidden_states(at).numpy()[:, 0])
     assert not np.array_equal(full.logits(at), short.logits(at))
     with pytest.raises(IndexError):
-        full.taps(np.array([140], np.int32))
-    model.kv.truncate(row, 139)  # a narrow forward takes another way to its taps
-    again = model.forward(Batch.pack([row], [tokens[139:]], [139], [True], taps=(0, 3, 1)))
-    assert np.array_equal(again.taps(np.array([0], np.int32)).numpy(), full.taps(at[139:]).numpy())
+        full.hidden_states(np.array([140], np.int32))
+    model.kv.truncate(row, 139)  # a narrow forward takes another way to its hidden states
+    again = model.forward(Batch.pack([row], [tokens[139:]], [139], [True], hidden_layers=(0, 3, 1)))
+    assert np.array_equal(again.hidden_states(np.array([0], np.int32)).numpy(), full.hidden_states(at[139:]).numpy())
 
 
 def test_only_wanted_positions_have_logits(tiny: Tiny) -> None:

@@ -23,7 +23,7 @@ from outpace.models.native.model import NativeModel
 from outpace.params import SamplingParams
 from tests import learned
 
-VOCAB, DRAFT, TAPS, HIDDEN, BLOCK = 1000, 600, 3, 64, 7
+VOCAB, DRAFT, LAYERS, HIDDEN, BLOCK = 1000, 600, 3, 64, 7
 SIZES = {"vocab": VOCAB}
 DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 512, qk_norm=True)
 
@@ -53,7 +53,7 @@ class Picks:
 
 
 class Row(NamedTuple):
-    taps: Any  # [n, T, H]
+    hidden_states: Any  # [n, T, H]
     positions: Any  # [n]
     anchor: int
     slots: int
@@ -62,8 +62,8 @@ class Row(NamedTuple):
 
 def some(rng: np.random.Generator, n: int, slots: int = BLOCK, temperature: float = 0.0, gaps: bool = False) -> Row:
     positions = np.sort(rng.choice(2 * n, n, replace=False)) if gaps else np.arange(n)
-    taps = rng.normal(0, 1, (n, TAPS, HIDDEN)).astype(np.float32)
-    return Row(taps, positions.astype(np.int32), int(rng.integers(0, VOCAB)), slots, temperature)
+    hidden_states = rng.normal(0, 1, (n, LAYERS, HIDDEN)).astype(np.float32)
+    return Row(hidden_states, positions.astype(np.int32), int(rng.integers(0, VOCAB)), slots, temperature)
 
 
 def said(blocks: NativeParallel, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
@@ -100,10 +100,10 @@ def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.rand
         model.runtime.claims = threads == 3
         blocks, again = NativeParallel(model, its), NativeParallel(model, its)
         for i, row in rows.items():
-            blocks.read([i], [row.taps], [row.positions])
+            blocks.read([i], [row.hidden_states], [row.positions])
             for at in range(0, len(row.positions), 3 + 17 * i):
                 end = at + 3 + 17 * i
-                again.read([i], [row.taps[at:end]], [row.positions[at:end]])
+                again.read([i], [row.hidden_states[at:end]], [row.positions[at:end]])
         alone = {i: said(blocks, {i: row})[i] for i, row in rows.items()}
         assert said(again, rows) == alone == said(blocks, dict(reversed(rows.items())))
         assert before is None or before == alone
@@ -128,16 +128,17 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             if (old := kept.get(row)) is not None:
                 at = old.positions[-1] + 1 + data.draw(st.integers(0, 2)) + new.positions
                 new = new._replace(
-                    taps=np.concatenate([old.taps, new.taps]), positions=np.concatenate([old.positions, at])
+                    hidden_states=np.concatenate([old.hidden_states, new.hidden_states]),
+                    positions=np.concatenate([old.positions, at]),
                 )
             if new.positions[-1] + BLOCK >= 512:
                 continue
             n = 0 if old is None else len(old.positions)
-            blocks.read([row], [new.taps[n:]], [new.positions[n:].astype(np.int32)])
+            blocks.read([row], [new.hidden_states[n:]], [new.positions[n:].astype(np.int32)])
             kept[row] = new
         elif what == "draft" and kept:
             for row, its in said(blocks, kept).items():
-                fresh.read([0], [kept[row].taps], [kept[row].positions])
+                fresh.read([0], [kept[row].hidden_states], [kept[row].positions])
                 assert said(fresh, {0: kept[row]})[0] == its
                 fresh.release(0)
         elif what == "fork" and kept:
@@ -146,7 +147,9 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             n = int(np.searchsorted(kept[src].positions, end))
             blocks.fork(src, dst, end)
             if n:
-                kept[dst] = kept[src]._replace(taps=kept[src].taps[:n], positions=kept[src].positions[:n])
+                kept[dst] = kept[src]._replace(
+                    hidden_states=kept[src].hidden_states[:n], positions=kept[src].positions[:n]
+                )
         elif what == "release" and kept:
             row = data.draw(st.sampled_from(sorted(kept)))
             del kept[row]
@@ -166,7 +169,7 @@ def test_tokens_are_those_of_the_largest_scores(
     blocks = NativeParallel(target, its)
     for seed in range(4):
         row = some(rng, 20, temperature=temperature)
-        blocks.read([seed], [row.taps], [row.positions])
+        blocks.read([seed], [row.hidden_states], [row.positions])
         places, chances = said(blocks, {seed: row})[seed]
         ask = seed, row.anchor, 20, BLOCK, None
         normed, logits = blocks._network.states([ask])
@@ -195,10 +198,10 @@ def test_tokens_are_those_of_the_largest_scores(
 
 def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
     blocks, row = NativeParallel(target, checkpoint()), some(rng, 60)
-    blocks.read([1], [row.taps], [row.positions])
+    blocks.read([1], [row.hidden_states], [row.positions])
     expected, size = said(blocks, {1: row}), blocks.bytes
     native, its = blocks._network, 1
-    broken = row.taps.copy()
+    broken = row.hidden_states.copy()
     broken[3, 1, 3] = np.nan
     blocks.read([2], [broken], [row.positions])
     with pytest.raises(NotFiniteError, match="check its weights"):
@@ -215,12 +218,12 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
         with pytest.raises(ValueError, match=wrong):
             native.draft(asks)
     with pytest.raises(ValueError, match="differ in length"):
-        blocks.rows.read([(its, row.taps, row.positions[:5])])
+        blocks.rows.read([(its, row.hidden_states, row.positions[:5])])
     with pytest.raises(ValueError, match="must be"):
-        blocks.rows.read([(its, row.taps[:, :2].copy(), row.positions)])
+        blocks.rows.read([(its, row.hidden_states[:, :2].copy(), row.positions)])
     with pytest.raises(ValueError, match="more than 512"):
         blocks.rows.read(
-            [(its, rng.normal(size=(453, TAPS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))]
+            [(its, rng.normal(size=(453, LAYERS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))]
         )
     assert said(blocks, {1: row}) == expected
     assert blocks.bytes == size

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from eagle_reference import random_checkpoint
 from native_helpers import BLOCKS, Tiny, feed, packed, random_bytes
-from test_eagle import TAPS, VOCAB, chooser, config
+from test_eagle import LAYERS, VOCAB, chooser, config
 from test_parallel_network import checkpoint, said, some
 
 from outpace import Engine, SamplingParams, _native
@@ -152,7 +152,7 @@ def test_an_eagle(kv_dtype: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Drafts and their chances, greedy and sampled."""
     eagle = random_checkpoint(rng, config(norm_output=True, fc_norm=True), sharp=2.0)
     tokens = rng.integers(0, VOCAB, 70).astype(np.int32)
-    states = rng.normal(0, 1, (70, TAPS, 64)).astype(np.float32)
+    states = rng.normal(0, 1, (70, LAYERS, 64)).astype(np.float32)
 
     def drafts(path: str) -> Any:
         model = tiny.load("Q4_1", "llama", {"vocab": VOCAB}, isa=path, threads=2)
@@ -178,7 +178,7 @@ def test_a_block_drafter(tiny: Tiny, rng: np.random.Generator) -> None:
         model = tiny.load("Q8_0", "llama", {"vocab": VOCAB}, isa=path, threads=2)
         blocks = NativeParallel(model, checkpoint())
         for i, row in rows.items():
-            blocks.read([i], [row.taps], [row.positions])
+            blocks.read([i], [row.hidden_states], [row.positions])
         found = said(blocks, rows)
         blocks.close()
         model.close()

@@ -248,8 +248,8 @@ def test_a_batch_that_changes_during_a_forward(tiny: Tiny) -> None:
     tree[n - 3 :] = n - 5  # no chain, so that paths are made from parents
     its = Batch.pack([row], [np.arange(n, dtype=np.int32) % 100], [0], [True], [tree])
     arrays = [each.copy() for each in (its.token, its.row, its.position, its.parent, its.starts, its.wanted)]
-    tapped = np.ones(1, np.uint8)
-    own = Batch(*arrays, taps=(0,), tapped=tapped.view(np.bool_))
+    hidden_rows = np.ones(1, np.uint8)
+    own = Batch(*arrays, hidden_layers=(0,), hidden_rows=hidden_rows.view(np.bool_))
     last = its.wanted[-1:]
     expected = model.forward(its).logits(last)
     model.kv.truncate(row, 0)
@@ -266,7 +266,7 @@ def test_a_batch_that_changes_during_a_forward(tiny: Tiny) -> None:
         finally:
             model.kv.truncate(row, 0)
 
-    Meddler(*arrays, tapped).calls(call)
+    Meddler(*arrays, hidden_rows).calls(call)
     model.kv.check()
     model.close()
 
@@ -313,9 +313,10 @@ def test_what_outlives_its_model_works_or_says_so(tiny: Tiny) -> None:
     model = tiny.load("Q4_1", threads=2)
     row = model.kv.alloc()
     tokens = np.arange(5, dtype=np.int32)
-    batch = Batch.pack([row], [tokens], [0], [True], taps=(0,))
+    batch = Batch.pack([row], [tokens], [0], [True], hidden_layers=(0,))
     output = model.forward(batch)
-    taps, logits, parts, runtime, kv = output.taps(tokens), output.logits(tokens), model.parts, model.runtime, model.kv
+    hidden_states, logits = output.hidden_states(tokens), output.logits(tokens)
+    parts, runtime, kv = model.parts, model.runtime, model.kv
     kv.free(row)
     for call in (lambda: kv.length(row), lambda: kv.free(row), lambda: kv.truncate(row, 0)):
         with pytest.raises(IndexError, match="KV row 0 is not in use"):
@@ -336,7 +337,7 @@ def test_what_outlives_its_model_works_or_says_so(tiny: Tiny) -> None:
     drafts = Drafts(np.zeros((2, 1), np.int32), np.ones(2, np.int32))
     found = output.verify(drafts, np.array([0, 2], np.int32), [Chooser(params, Noise(1), 0)] * 2)
     assert isinstance(found, Verdicts)
-    assert taps.numpy().shape == (5, 1, 64)
+    assert hidden_states.numpy().shape == (5, 1, 64)
     again = tiny.load("Q4_1", runtime=runtime)
     assert np.array_equal(feed(again, again.kv.alloc(), tokens), logits)
     again.close()

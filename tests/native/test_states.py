@@ -1,4 +1,4 @@
-"""Hidden states in and out: taps as handles, features beside tokens, and the parts that a learned drafter shares."""
+"""Hidden states in and out: handles of them, features beside tokens, and the parts that a learned drafter shares."""
 
 from __future__ import annotations
 
@@ -33,38 +33,40 @@ def every(n: int) -> I32:
     return np.arange(n, dtype=np.int32)
 
 
-def test_taps_cover_tapped_rows_only_and_copy_when_asked(tiny: Tiny, rng: np.random.Generator) -> None:
+def test_hidden_states_cover_named_rows_only_and_copy_when_asked(tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", threads=2)
     rows = [new_row(model) for _ in range(3)]
     tokens = [rng.integers(0, 100, n).astype(np.int32) for n in (5, 140, 3)]
-    pack = {"taps": (1, 0), "tapped": np.array([True, False, True])}
+    pack = {"hidden_layers": (1, 0), "hidden_rows": np.array([True, False, True])}
     output = model.forward(Batch.pack(rows, tokens, [0] * 3, [False] * 3, **pack))
-    taps = output.taps(np.array([146, 0, 4, 145], np.int32))
-    assert len(taps) == 4
-    expected = [run(model, t, taps=(1, 0)).taps(every(len(t))).numpy() for t in tokens]  # also a later forward
-    found = taps.numpy()
+    hidden_states = output.hidden_states(np.array([146, 0, 4, 145], np.int32))
+    assert len(hidden_states) == 4
+    expected = [
+        run(model, t, hidden_layers=(1, 0)).hidden_states(every(len(t))).numpy() for t in tokens
+    ]  # also a later forward
+    found = hidden_states.numpy()
     assert found.shape == (4, 2, 64)
     assert found.dtype == np.float32
     want = np.stack([expected[2][1], expected[0][0], expected[0][4], expected[2][0]])
     assert found.tobytes() == want.tobytes()
-    assert taps.at(np.array([3, 1], np.int32)).native.tobytes() == want[[3, 1]].tobytes()
+    assert hidden_states.at(np.array([3, 1], np.int32)).native.tobytes() == want[[3, 1]].tobytes()
     found += 1  # a copy of its own
-    assert taps.numpy().tobytes() == want.tobytes()
-    with pytest.raises(IndexError, match="packed index 5 is of a row that was not tapped"):
-        output.taps(np.array([0, 5], np.int32))
+    assert hidden_states.numpy().tobytes() == want.tobytes()
+    with pytest.raises(IndexError, match="packed index 5 is of a row whose hidden states were not kept"):
+        output.hidden_states(np.array([0, 5], np.int32))
     with pytest.raises(IndexError, match="packed index 148 is not in the batch"):
-        output.taps(np.array([148], np.int32))
+        output.hidden_states(np.array([148], np.int32))
     with pytest.raises(ValueError, match="kept no hidden states"):
-        run(model, tokens[0]).taps(every(1))
+        run(model, tokens[0]).hidden_states(every(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_the_forwards_own_steps(kind: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load(kind, threads=2, isa=isa, sizes={"hidden": 256, "head_dim": 64, "inner": 256, "vocab": 203})
     tokens = rng.integers(0, 203, 150).astype(np.int32)  # more than one chunk
-    output = run(model, tokens, taps=(1,))
+    output = run(model, tokens, hidden_layers=(1,))
     parts = model.parts
-    normed = parts.norm(output.taps(every(150)).numpy()[:, 0])
+    normed = parts.norm(output.hidden_states(every(150)).numpy()[:, 0])
     logits = output.logits(every(150))
     assert parts.logits(normed).tobytes() == logits.tobytes()
     assert parts.logits(normed[7:8]).tobytes() == logits[7:8].tobytes()
@@ -111,8 +113,10 @@ def test_states_of_another_shape_are_refused(tiny: Tiny) -> None:
     model = tiny.load("Q4_1", threads=1)
     row, tokens = new_row(model), np.array([1, 2], np.int32)
 
-    def forward(features: Any = None, tapped: Any = None) -> None:
-        model.forward(Batch.pack([row], [tokens], [0], [True], taps=(0,), features=features, tapped=tapped))
+    def forward(features: Any = None, hidden_rows: Any = None) -> None:
+        model.forward(
+            Batch.pack([row], [tokens], [0], [True], hidden_layers=(0,), features=features, hidden_rows=hidden_rows)
+        )
 
     with pytest.raises(ValueError, match=r"features are \[3, 64\], but must be \[2, 64\]"):
         forward(np.zeros((3, 64), np.float32))
@@ -120,8 +124,8 @@ def test_states_of_another_shape_are_refused(tiny: Tiny) -> None:
         forward(np.zeros((2, 63), np.float32))
     with pytest.raises(ValueError, match=r"float64 \[2, 64\], but must be a numpy array, float32"):
         forward(np.zeros((2, 64)))
-    with pytest.raises(ValueError, match="tapped has 2 rows, the batch 1"):
-        forward(tapped=np.ones(2, bool))
+    with pytest.raises(ValueError, match="hidden_rows has 2 rows, the batch 1"):
+        forward(hidden_rows=np.ones(2, bool))
     with pytest.raises(ValueError, match=r"\[n, 60\], but must be \[n, 64\]"):
         model.parts.norm(np.zeros((2, 60), np.float32))
     with pytest.raises(ValueError, match="token 100 is not in the vocabulary of 100"):

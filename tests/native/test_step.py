@@ -149,7 +149,7 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
     head = NativeEagle(model, its, dtype="float32", limit=limit)
     if not native:
         head.native_rows = lambda *_: None  # type: ignore[method-assign]
-    return EagleDrafter(head, its.config.taps, "eagle", VOCAB, branch=branch)
+    return EagleDrafter(head, its.config.hidden_layers, "eagle", VOCAB, branch=branch)
 
 
 def run(

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 HERE = Path(__file__).parent
-TOKENS, VOCAB, DRAFT, HIDDEN, TAPS = 9, 32, 12, 8, 3
+TOKENS, VOCAB, DRAFT, HIDDEN, LAYERS = 9, 32, 12, 8, 3
 LAYER = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 16, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -58,22 +58,24 @@ def fill(model: Any) -> None:
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps [1, n, 3 h] and tokens [1, n]."""
-    return torch.randn(1, TOKENS, TAPS * HIDDEN), torch.randint(VOCAB, (1, TOKENS))
+    """Hidden states [1, n, 3 h] and tokens [1, n]."""
+    return torch.randn(1, TOKENS, LAYERS * HIDDEN), torch.randint(VOCAB, (1, TOKENS))
 
 
-def of_eagle(model: Eagle3DraftModel, taps: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
+def of_eagle(model: Eagle3DraftModel, hidden_states: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
     """``logits`` [n][D] of real entries, ``predicted`` [n - 1][D] of a predicted one after each but the last."""
     logits: list[Any] = []
     hook = model.lm_head.register_forward_hook(lambda _m, _i, out: logits.append(out[0].tolist()))
     with torch.no_grad():
-        model(taps, tokens, torch.zeros_like(tokens), ttt_steps=2)
+        model(hidden_states, tokens, torch.zeros_like(tokens), ttt_steps=2)
     hook.remove()
-    given = {"taps": taps[0].view(TOKENS, TAPS, HIDDEN).tolist(), "tokens": tokens[0].tolist()}
+    given = {"hidden_states": hidden_states[0].view(TOKENS, LAYERS, HIDDEN).tolist(), "tokens": tokens[0].tolist()}
     return {**given, "logits": logits[0], "predicted": logits[1][:-1]}
 
 
-def of_dspark(model: DSparkDraftModel, taps: torch.Tensor, tokens: torch.Tensor, anchors: int = 3) -> dict[str, Any]:
+def of_dspark(
+    model: DSparkDraftModel, hidden_states: torch.Tensor, tokens: torch.Tensor, anchors: int = 3
+) -> dict[str, Any]:
     """Of each anchor, its block's normed ``hidden``, ``logits`` and ``bias`` [block][D], ``sure`` [block].
 
     ``before``: the token before each place, of which the bias and ``sure`` know.
@@ -81,7 +83,7 @@ def of_dspark(model: DSparkDraftModel, taps: torch.Tensor, tokens: torch.Tensor,
     ones = torch.ones_like(tokens)
     with torch.no_grad():
         hidden, logits, _, _, indices = model._backbone_forward(
-            taps, tokens, ones, torch.zeros(1, TOKENS, HIDDEN), torch.zeros_like(tokens), max_anchors=anchors
+            hidden_states, tokens, ones, torch.zeros(1, TOKENS, HIDDEN), torch.zeros_like(tokens), max_anchors=anchors
         )
         block = model.block_size
         before = tokens[0, indices].view(anchors, block)
@@ -90,7 +92,7 @@ def of_dspark(model: DSparkDraftModel, taps: torch.Tensor, tokens: torch.Tensor,
         read = torch.cat([hidden, model.markov_head.prev_embeddings(before)], -1)
         sure = model.confidence_head(read)
     return {
-        "taps": taps[0].view(TOKENS, TAPS, HIDDEN).tolist(), "tokens": tokens[0].tolist(),
+        "hidden_states": hidden_states[0].view(TOKENS, LAYERS, HIDDEN).tolist(), "tokens": tokens[0].tolist(),
         "anchors": indices.view(anchors, block)[:, 0].tolist(), "before": before.tolist(), "hidden": hidden.tolist(),
         "logits": logits.view(anchors, block, -1).tolist(), "bias": bias.tolist(), "sure": sure.tolist(),
     }  # fmt: skip

@@ -18,7 +18,7 @@ def config(**changes):
         hidden=HIDDEN, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=24, eps=1e-5, rope_theta=1e4, max_length=64
     )
     flags = {"norm_before_residual": False, "fc_norm": True, "norm_output": True, "norm_before_fc": False}
-    return EagleConfig(decoder=decoder, vocab=VOCAB, draft_vocab=24, taps=(0, 1, 2), **{**flags, **changes})
+    return EagleConfig(decoder=decoder, vocab=VOCAB, draft_vocab=24, hidden_layers=(0, 1, 2), **{**flags, **changes})
 
 
 def network(seed=0, **changes):

@@ -14,7 +14,7 @@ from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.target import TargetParts
 from outpace.training.vocabulary import DraftVocabulary
 
-HIDDEN, VOCAB, TAPS = 16, 40, (0, 1, 2)
+HIDDEN, VOCAB, LAYERS = 16, 40, (0, 1, 2)
 WORDS = DraftVocabulary.of(np.arange(1, 31), VOCAB)  # token 0 and the last nine are not in it
 IDS = torch.from_numpy(WORDS.ids)
 
@@ -25,7 +25,7 @@ def decoder(layers: int = 2, qk_norm: bool = False) -> Decoder:
 
 def parallel_config(**changed: Any) -> ParallelConfig:
     made = ParallelConfig(
-        decoder(qk_norm=True), VOCAB, len(WORDS), TAPS, 4, mask_token=0, markov_rank=3, confidence=True
+        decoder(qk_norm=True), VOCAB, len(WORDS), LAYERS, 4, mask_token=0, markov_rank=3, confidence=True
     )
     return replace(made, **changed)
 
@@ -51,14 +51,14 @@ def heard(tokens: Tensor, parts: TargetParts) -> Tensor:
 
 
 def batch(lengths: list[int], parts: TargetParts, seed: int = 0, prompt: int = 3) -> TrainBatch:
-    """Sequences that count up from starts of their own, with ``prompt`` tokens that were given; taps tell the token."""
+    """Sequences that count up from starts of their own, with ``prompt`` tokens given; hidden states tell the token."""
     draw = torch.Generator().manual_seed(seed)
     firsts = torch.randint(1, 30, (len(lengths),), generator=draw).tolist()
     tokens = [(first - 1 + torch.arange(n)) % 30 + 1 for first, n in zip(firsts, lengths, strict=True)]
     states = []
     for its in tokens:
-        taps = torch.randn(len(its), len(TAPS), HIDDEN, generator=draw) * 0.1 + parts.embedding[its][:, None]
-        states.append(torch.cat((taps, heard(its, parts)[:, None]), 1))
+        hidden_states = torch.randn(len(its), len(LAYERS), HIDDEN, generator=draw) * 0.1 + parts.embedding[its][:, None]
+        states.append(torch.cat((hidden_states, heard(its, parts)[:, None]), 1))
     return TrainBatch.pack([t.numpy() for t in tokens], states, [prompt - 1] * len(lengths), seed)
 
 

@@ -201,13 +201,15 @@ def test_what_fc_is_fitted_to_survives_a_norm_that_undoes_outliers():
     final_norm = torch.logspace(-2, 2, tiny.HIDDEN)
     target = TargetParts(torch.randn(tiny.VOCAB, tiny.HIDDEN, generator=draw), 1.0, head, final_norm, 1e-5)
     tokens = torch.arange(96) % 12  # fewer than a state has numbers, so that a linear map can tell them apart
-    taps = torch.randn(3, 12, tiny.HIDDEN, generator=draw)[:, tokens].transpose(0, 1)
+    hidden_states = torch.randn(3, 12, tiny.HIDDEN, generator=draw)[:, tokens].transpose(0, 1)
     last = head[(tokens + 1) % 12] / final_norm
-    states = torch.cat([taps, last[:, None]], 1)
+    states = torch.cat([hidden_states, last[:, None]], 1)
     net = EagleNetwork(tiny.config())
     initialise(net, "next", None, target, [states], seed=0)
     entries = torch.arange(len(tokens) - 1)
     with torch.no_grad():
-        (said,) = unroll(net, taps, target.embed(tokens), torch.arange(len(tokens)), (0, len(tokens)), [entries])
+        (said,) = unroll(
+            net, hidden_states, target.embed(tokens), torch.arange(len(tokens)), (0, len(tokens)), [entries]
+        )
     agree = ((said @ head.T).argmax(-1) == (tokens[entries] + 2) % 12).float().mean()
     assert agree > 0.5  # 0.08 where the noise is as large in all numbers before the norm

@@ -41,10 +41,10 @@ def test_eagle() -> None:
     assert isinstance(its.config, EagleConfig)
     network = filled(EagleNetwork(its.config), its)
     embedding, head = tensor(its.tensors["embed_tokens.weight"]), tensor(its.tensors["lm_head.weight"])
-    taps, tokens = tensor(seen["taps"]), torch.tensor(seen["tokens"])
+    hidden_states, tokens = tensor(seen["hidden_states"]), torch.tensor(seen["tokens"])
     n = len(tokens)
     # The record's entry i reads its token i; an entry of ours reads the token after its own.
-    embedded, padded = torch.cat([embedding[:1], embedding[tokens]]), torch.cat([taps, taps[:1]])
+    embedded, padded = torch.cat([embedding[:1], embedding[tokens]]), torch.cat([hidden_states, hidden_states[:1]])
     with torch.no_grad():
         real, predicted = unroll(
             network, padded, embedded, torch.arange(n + 1), [0, n + 1], [torch.arange(n), torch.arange(n - 1)]
@@ -58,9 +58,10 @@ def test_parallel() -> None:
     assert isinstance(its.config, ParallelConfig)
     network = filled(ParallelNetwork(its.config), its)
     embedding = tensor(seen["embed_tokens.weight"])
-    head, taps, tokens = tensor(its.tensors["lm_head.weight"]), tensor(seen["taps"]), torch.tensor(seen["tokens"])
+    head, hidden_states = tensor(its.tensors["lm_head.weight"]), tensor(seen["hidden_states"])
+    tokens = torch.tensor(seen["tokens"])
     with torch.no_grad():
-        context = network.context(taps, torch.arange(len(tokens)))
+        context = network.context(hidden_states, torch.arange(len(tokens)))
         for i, anchor in enumerate(seen["anchors"]):
             embedded = embedding[network.inputs(tokens[anchor : anchor + 1])]
             hidden = network.blocks(embedded, torch.tensor([anchor]), [context], [torch.tensor([anchor])])[0]

@@ -33,7 +33,7 @@ def test_trains_and_goes_on(answers, trained):
     assert [row["step"] for row in rows] == [3, 6]
     made = checkpoint.read(out)
     assert made.method == "eagle"
-    assert made.config.taps == (1, 3, 4)
+    assert made.config.hidden_layers == (1, 3, 4)
     assert made.target["fingerprint"] == made.recipe["target"]
     assert made.tensors["layers.0.self_attn.q_proj.weight"].shape == (64, 128)
     assert int(made.tensors["t2d"].sum()) == len(made.tensors["d2t"]) == 48
@@ -85,9 +85,9 @@ def test_parts_are_the_native_model_s():
         tokens = np.arange(50, 62, dtype=np.int32)
         row = model.kv.alloc()
         last = model.info.layers - 1
-        output = model.forward(Batch.pack([row], [tokens], [0], [True], taps=(last,)))
+        output = model.forward(Batch.pack([row], [tokens], [0], [True], hidden_layers=(last,)))
         every = np.arange(len(tokens), dtype=np.int32)
-        state = torch.from_numpy(output.taps(every).numpy()[:, 0])
+        state = torch.from_numpy(output.hidden_states(every).numpy()[:, 0])
         ids = torch.arange(0, parts.vocab, 7)
         wanted = torch.from_numpy(output.logits(every))
         # The native head rounds activations to 8 bits; the plain head's choice is nearly always the same.

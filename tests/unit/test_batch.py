@@ -47,7 +47,7 @@ def test_a_batch_by_hand() -> None:
         [11, 0, 3],
         [True, False, True],
         [tree, None, None],
-        taps=(2,),
+        hidden_layers=(2,),
     )
     found = [getattr(batch, name).tolist() for name in NAMES]
     assert found == [
@@ -58,7 +58,7 @@ def test_a_batch_by_hand() -> None:
         [0, 3, 5, 7],
         [0, 1, 2, 5, 6],
     ]
-    assert batch.taps == (2,)
+    assert batch.hidden_layers == (2,)
     assert [batch.is_chain(b) for b in range(3)] == [False, True, True]
 
 

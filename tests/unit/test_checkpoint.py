@@ -55,11 +55,11 @@ def seen_of(name: str) -> tuple[Checkpoint, dict[str, Any]]:
 def test_eagle_as_speculators_wrote_it_computes_what_it_computed(name: str) -> None:
     its, seen = seen_of(name)
     assert isinstance(its.config, EagleConfig)
-    assert its.config.taps == (1, 3, 4)  # speculators: inputs of layers 2, 4, 5
+    assert its.config.hidden_layers == (1, 3, 4)  # speculators: inputs of layers 2, 4, 5
     assert (its.config.fc_norm, its.config.norm_before_residual) == (
         (True, False) if name == "eagle-3.1" else (False, True)
     )
-    first, second = learned.eagle_steps(its.config, its.tensors, seen["taps"], seen["tokens"])
+    first, second = learned.eagle_steps(its.config, its.tensors, seen["hidden_states"], seen["tokens"])
     np.testing.assert_allclose(first, seen["logits"], atol=2e-5)
     np.testing.assert_allclose(second, seen["predicted"], atol=2e-5)
 
@@ -70,7 +70,7 @@ def test_a_flag_that_is_misread_shows() -> None:
     assert isinstance(its.config, EagleConfig)
     for flag in ("norm_before_residual", "norm_output", "fc_norm"):
         config = replace(its.config, **{flag: not getattr(its.config, flag)})
-        found = learned.eagle_steps(config, its.tensors, seen["taps"], seen["tokens"])
+        found = learned.eagle_steps(config, its.tensors, seen["hidden_states"], seen["tokens"])
         assert max(abs(found[0] - seen["logits"]).max(), abs(found[1] - seen["predicted"]).max()) > 1e-2, flag
 
 
@@ -78,10 +78,12 @@ def test_dspark_as_speculators_wrote_it_computes_what_it_computed() -> None:
     its, seen = seen_of("dspark")
     config = its.config
     assert isinstance(config, ParallelConfig)
-    assert (config.taps, config.block, config.mask_token, config.sample_from_anchor) == ((0, 2, 4), 4, 3, True)
+    assert (config.hidden_layers, config.block, config.mask_token, config.sample_from_anchor) == ((0, 2, 4), 4, 3, True)
     tensors = {**its.tensors, "embed_tokens.weight": seen["embed_tokens.weight"]}
     for i, anchor in enumerate(seen["anchors"]):
-        hidden, logits = learned.parallel_block(config, tensors, seen["taps"][:anchor], int(seen["tokens"][anchor]))
+        hidden, logits = learned.parallel_block(
+            config, tensors, seen["hidden_states"][:anchor], int(seen["tokens"][anchor])
+        )
         bias, sure = learned.parallel_heads(config, tensors, hidden, seen["before"][i])
         for found, key in ((hidden, "hidden"), (logits, "logits"), (bias, "bias"), (sure, "sure")):
             np.testing.assert_allclose(found, seen[key][i], atol=2e-5, err_msg=key)
@@ -105,17 +107,18 @@ def _eagle_layouts() -> list[Any]:
     return [
         ("speculators", SPECULATORS, own, config),
         ("and the embedding left out", SPECULATORS, learned.random_tensors(config, head=True), config),
-        ("and taps left out", {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": None}, own, replace(config, taps=())),
+        ("and layers left out", {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": None}, own,
+         replace(config, hidden_layers=())),
         ("Qwen3's layer", {**SPECULATORS, "transformer_layer_config": {**layer, "model_type": "qwen3"}}, with_qk,
          replace(config, decoder=qwen)),
         ("norm_before_fc", {**SPECULATORS, "fc_norm": False, "norm_before_fc": True}, gate, over_all),
         ("the whole vocabulary", {**SPECULATORS, "draft_vocab_size": 32}, without_map, learned.eagle(draft_vocab=32)),
         ("what training leaves behind", SPECULATORS, {**own, **extra}, config),
-        ("EAGLE-3, flat", FLAT, flat(old), replace(plain, taps=())),
-        ("its authors'", {**FLAT, **OLD, "num_hidden_layers": 40}, flat(old), replace(plain, taps=())),
+        ("EAGLE-3, flat", FLAT, flat(old), replace(plain, hidden_layers=())),
+        ("its authors'", {**FLAT, **OLD, "num_hidden_layers": 40}, flat(old), replace(plain, hidden_layers=())),
         ("layers.0", {**FLAT, "eagle_aux_hidden_state_layer_ids": ids}, old, plain),
         ("flat with 3.1's norms", {**FLAT, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
-         flat(own), learned.eagle(taps=(), norm_before_residual=True)),
+         flat(own), learned.eagle(hidden_layers=(), norm_before_residual=True)),
         ("with an eagle_config",
          {**FLAT, "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": ids}}, flat(gate),
          learned.eagle(fc_norm=False, norm_output=False, norm_before_fc=True)),
@@ -210,9 +213,9 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("wrong shape", {}, {"fc.weight": np.zeros((8, 16))}, r"fc.weight is \[8, 16\], but must be \[8, 24\]"),
     ("unknown tensor", {}, {"mask_hidden": np.zeros((1, 24))}, "has the tensor 'mask_hidden'"),
     ("unknown method", {"speculators_model_type": "mtp"}, {}, "speculators_model_type is 'mtp': eagle3, dspark"),
-    ("two taps", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "reads 2 taps, and EAGLE-3 reads 3"),
+    ("two layers", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "reads 2 hidden layers, and EAGLE-3 reads 3"),
     ("unsorted", {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]}, {}, "ascending, since vLLM sorts them"),
-    ("embeddings tapped", {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, {}, "whole numbers from 1"),
+    ("embeddings read", {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, {}, "whole numbers from 1"),
     ("residual unsaid", {"norm_before_residual": None}, {}, "does not say norm_before_residual, and readers differ"),
     ("both norms", {"norm_before_fc": True}, {}, "fc_norm and norm_before_fc exclude each other"),
     ("another hidden size", {"target_hidden_size": 16}, {}, "target_hidden_size is not its own hidden_size, 8"),
@@ -253,11 +256,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_fit() -> None:
-    its = Checkpoint("eagle", learned.eagle(taps=()), {}, {"fingerprint": "aa", "name": "demo"})
+    its = Checkpoint("eagle", learned.eagle(hidden_layers=()), {}, {"fingerprint": "aa", "name": "demo"})
     big = replace(INFO, layers=30)
-    assert fit(its, big, "aa").config == learned.eagle(taps=(1, 14, 26))  # inputs of layers 2, 15, 27
-    assert fit(its, big, "aa", training=True).config == learned.eagle(taps=(1, 14, 26))
-    assert fit(its, big, "bb").config == learned.eagle(taps=(1, 14, 26))  # runs, with a word
+    assert fit(its, big, "aa").config == learned.eagle(hidden_layers=(1, 14, 26))  # inputs of layers 2, 15, 27
+    assert fit(its, big, "aa", training=True).config == learned.eagle(hidden_layers=(1, 14, 26))
+    assert fit(its, big, "bb").config == learned.eagle(hidden_layers=(1, 14, 26))  # runs, with a word
     assert stranger(its, big, "bb") == "the drafter was trained beside demo (aa), and this is target (bb)"
     assert stranger(its, big, None) is None
     assert stranger(Checkpoint("eagle", its.config, {}), big, "bb") is None
@@ -280,4 +283,4 @@ def test_a_decoder_is_what_it_says(tmp_path: Path) -> None:
     its = read(put(tmp_path / "it", SPECULATORS, tensors)).config
     assert isinstance(its, EagleConfig)
     assert its.decoder == Decoder(8, 1, 2, 1, 4, 16, 1e-5, 5000.0, 64)
-    assert checkpoints.eagle_taps(30) == (1, 14, 26)
+    assert checkpoints.eagle_layers(30) == (1, 14, 26)

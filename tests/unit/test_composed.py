@@ -17,7 +17,7 @@ from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.exact.tree import Tree, pack
-from outpace.models.base import HostTaps
+from outpace.models.base import HostHiddenStates
 from outpace.params import Acceptance, SamplingParams
 from tests.exact.test_reject import Language, output, same, sampled_trees
 from tests.unit.test_registry import context
@@ -111,16 +111,16 @@ def test_agreeing_chains_stay_a_chain() -> None:
 
 
 def test_a_part_sees_its_own_layers_and_its_own_path() -> None:
-    a = Fixed("a", A, DrafterNeeds(taps=(4, 7)))
-    b = Fixed("b", B, DrafterNeeds(taps=(2,)))
+    a = Fixed("a", A, DrafterNeeds(hidden_layers=(4, 7)))
+    b = Fixed("b", B, DrafterNeeds(hidden_layers=(2,)))
     drafter = ComposedDrafter([a, b])
-    assert drafter.needs.taps == (2, 4, 7)
+    assert drafter.needs.hidden_layers == (2, 4, 7)
     drafter.propose([view()], sizes(4))
-    taps = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
+    states = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
     verdict = Verdict(np.array([1, 4, 9], np.int32), np.array([0, 1], np.int32))
-    drafter.observe([Event(0, 3, verdict.tokens, verdict, HostTaps(taps))])
-    assert a.seen[0].taps.numpy()[:, :, 0].tolist() == [[1, 2], [4, 5]]  # type: ignore[union-attr]
-    assert b.seen[0].taps.numpy()[:, :, 0].tolist() == [[0], [3]]  # type: ignore[union-attr]
+    drafter.observe([Event(0, 3, verdict.tokens, verdict, HostHiddenStates(states))])
+    assert a.seen[0].hidden_states.numpy()[:, :, 0].tolist() == [[1, 2], [4, 5]]  # type: ignore[union-attr]
+    assert b.seen[0].hidden_states.numpy()[:, :, 0].tolist() == [[0], [3]]  # type: ignore[union-attr]
     assert a.seen[0].verdict.path.tolist() == [0]  # type: ignore[union-attr]
     assert a.seen[0].verdict.tokens.tolist() == [1, 4]  # type: ignore[union-attr]
     assert b.seen[0].verdict.path.tolist() == [0, 1]  # type: ignore[union-attr]

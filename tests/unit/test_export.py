@@ -88,7 +88,7 @@ def test_what_is_written_for_others_has_everything(tmp_path: Path, method: str, 
 
 def test_layers_are_counted_as_others_count_them(tmp_path: Path) -> None:
     """Ours: outputs, from 0. Theirs: inputs, so that EAGLE's layers 2, N // 2 and N - 3 stand as they are."""
-    config = learned.eagle(taps=())
+    config = learned.eagle(hidden_layers=())
     its = Checkpoint("eagle", config, learned.random_tensors(config))
     export.to_speculators(tmp_path / "it", its, rows(30))
     described = json.loads((tmp_path / "it" / "config.json").read_text())
@@ -98,7 +98,7 @@ def test_layers_are_counted_as_others_count_them(tmp_path: Path) -> None:
     }  # fmt: skip
     found = read(tmp_path / "it").config
     assert isinstance(found, EagleConfig)
-    assert found.taps == (1, 14, 26)
+    assert found.hidden_layers == (1, 14, 26)
 
 
 def test_flat_eagle(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_refused(tmp_path: Path) -> None:
         ({"tensors": {**tensors, "fc.weight": np.zeros((8, 8), np.float32)}}, ModelError, r"fc.weight is \[8, 8\]"),
         ({"tensors": {k: v for k, v in tensors.items() if k != "norm.weight"}}, ModelError, "no tensor 'norm.weight'"),
         ({"tensors": {**tensors, "norm.weight": np.full(8, np.nan)}}, ModelError, "numbers that BF16 cannot hold"),
-        ({"config": learned.eagle(taps=(3, 1, 4))}, ModelError, "are not ascending"),
+        ({"config": learned.eagle(hidden_layers=(3, 1, 4))}, ModelError, "are not ascending"),
     ]
     for change, kind, message in wrong:
         given = {**one, **change}
@@ -186,7 +186,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = TargetRows.of(source)
     vocab, hidden = target.head.shape
     decoder = learned.Decoder(hidden, 1, 2, 1, 4, 16, 1e-5, 1e4, 64)
-    config = learned.eagle(decoder=decoder, vocab=vocab, draft_vocab=100, taps=(1, 14, 26))
+    config = learned.eagle(decoder=decoder, vocab=vocab, draft_vocab=100, hidden_layers=(1, 14, 26))
     write_checkpoint(tmp_path / "ours", "eagle", config, learned.random_tensors(config), {}, {})
     arguments = [
         "export",
@@ -222,7 +222,7 @@ def _verifier(folder: Path) -> Verifier:
     return verifier_of(resolve(str(folder)), None)
 
 
-def _speculators_logits(folder: Path, taps: Any, tokens: Any) -> dict[str, Any]:
+def _speculators_logits(folder: Path, states: Any, tokens: Any) -> dict[str, Any]:
     import torch
     from speculators import SpeculatorModel
     from speculators.models.attention import create_float_mask
@@ -234,7 +234,7 @@ def _speculators_logits(folder: Path, taps: Any, tokens: Any) -> dict[str, Any]:
     model.config.transformer_layer_config._attn_implementation = model._attn_impl = "eager"
     model._create_mask_fn = create_float_mask
     SpeculatorModel.verify_training_compatible(model)
-    given = torch.tensor(taps, dtype=torch.float32).flatten(1)[None], torch.tensor(tokens)[None]
+    given = torch.tensor(states, dtype=torch.float32).flatten(1)[None], torch.tensor(tokens)[None]
     return of_eagle(model, *given) if "Eagle" in type(model).__name__ else of_dspark(model, *given)
 
 
@@ -245,9 +245,9 @@ def test_speculators_computes_what_we_do_eagle(tmp_path: Path, flags: dict[str, 
     ours = Checkpoint("eagle", config, learned.random_tensors(config, 3), TARGET, RECIPE)
     export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"), tokens=5)
     rng = np.random.default_rng(4)
-    taps, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
-    seen = _speculators_logits(tmp_path / "it", taps, tokens)
-    first, second = learned.eagle_steps(config, read(tmp_path / "it").tensors, taps, tokens)
+    states, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
+    seen = _speculators_logits(tmp_path / "it", states, tokens)
+    first, second = learned.eagle_steps(config, read(tmp_path / "it").tensors, states, tokens)
     np.testing.assert_allclose(first, seen["logits"], atol=1e-4)
     np.testing.assert_allclose(second, seen["predicted"], atol=1e-4)
 
@@ -258,11 +258,11 @@ def test_speculators_computes_what_we_do_dspark(tmp_path: Path) -> None:
     ours = Checkpoint("parallel", config, learned.random_tensors(config, 3), TARGET, RECIPE)
     export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"))
     rng = np.random.default_rng(4)
-    taps, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
-    seen = _speculators_logits(tmp_path / "it", taps, tokens)
+    states, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
+    seen = _speculators_logits(tmp_path / "it", states, tokens)
     tensors = read(tmp_path / "it").tensors
     for i, anchor in enumerate(seen["anchors"]):
-        hidden, logits = learned.parallel_block(config, tensors, taps[:anchor], int(tokens[anchor]))
+        hidden, logits = learned.parallel_block(config, tensors, states[:anchor], int(tokens[anchor]))
         np.testing.assert_allclose(logits, seen["logits"][i], atol=1e-4)
         bias, sure = learned.parallel_heads(config, tensors, hidden, seen["before"][i])
         np.testing.assert_allclose(bias, seen["bias"][i], atol=1e-4)

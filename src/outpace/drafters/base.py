@@ -15,7 +15,7 @@ from outpace.exact.tree import Tree, pack
 from outpace.params import Acceptance
 
 if TYPE_CHECKING:
-    from outpace.models.base import Model, Taps
+    from outpace.models.base import HiddenStates, Model
     from outpace.models.options import LoadOptions
     from outpace.models.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class DrafterNeeds:
     """What the engine has to hand to a drafter."""
 
-    taps: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
+    hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
     choices: bool = False  # the target's choice after every node, not only after visited ones
     draws: bool = False  # under ``rejection``, proposals are sampled (from ``Stream.DRAFT``) and carry q
     ranks: int = 0  # how many of the target's likeliest tokens after each verified token ``rank`` gets
@@ -74,7 +74,7 @@ class Event(NamedTuple):
     start: int  # index of ``tokens[0]`` in the sequence
     tokens: I32  # [n] committed since the last event
     verdict: Verdict | None = None  # None: a prefill chunk
-    taps: Taps | None = None  # [m, T, H] of the positions whose KV became final: start - 1 .. start + m - 2
+    hidden_states: HiddenStates | None = None  # [m, T, H] of positions start - 1 .. start + m - 2: their KV is final
     choices: I32 | None = None  # the target's choice after each node, the pending token's first
 
 

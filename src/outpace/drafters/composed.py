@@ -52,11 +52,13 @@ class ComposedDrafter(Drafter):
         self.name = "+".join(part.name for part in parts)
         self._names = tuple(part.name for part in parts)
         self.needs = DrafterNeeds(
-            taps=tuple(sorted({layer for part in parts for layer in part.needs.taps})),
+            hidden_layers=tuple(sorted({layer for part in parts for layer in part.needs.hidden_layers})),
             draws=any(part.needs.draws for part in parts),
             ranks=max(part.needs.ranks for part in parts),
         )
-        self._columns = [[self.needs.taps.index(layer) for layer in part.needs.taps] for part in parts]
+        self._columns = [
+            [self.needs.hidden_layers.index(layer) for layer in part.needs.hidden_layers] for part in parts
+        ]
         self.retires = any(part.retires for part in parts)
         self.notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
         levels = [part.cost.levels for part in parts if part.cost.levels is not None]
@@ -67,7 +69,7 @@ class ComposedDrafter(Drafter):
         if (
             type(self) is ComposedDrafter
             and sum(part.needs.draws for part in parts) < 2
-            and all(part.lookup is not None and (part.lookup.taps or not part.listens) for part in parts)
+            and all(part.lookup is not None and (part.lookup.hidden_layers or not part.listens) for part in parts)
         ):
             lookups = [part.lookup for part in parts]
             self.lookup = _fast.native.ComposedLookup(lookups, list(self._fallback), SURE, DEEP)
@@ -162,13 +164,13 @@ class ComposedDrafter(Drafter):
         ``verdict`` is what the step would have been with this part's proposal only, so it may be shorter than
         ``tokens``.
         """
-        taps = None if event.taps is None or not columns else event.taps.layers(columns)
+        states = None if event.hidden_states is None or not columns else event.hidden_states.layers(columns)
         verdict = event.verdict
         if verdict is not None:
             drafts = self._last.get(event.row)
             path = follow(drafts[j], verdict.tokens[:-1]) if drafts else np.zeros(0, np.int32)
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
-        return event._replace(taps=taps, verdict=verdict)
+        return event._replace(hidden_states=states, verdict=verdict)
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         for part in self.parts:

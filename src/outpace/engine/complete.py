@@ -27,7 +27,7 @@ from outpace.errors import MemoryLimitError, RuleError
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
-from outpace.models.base import Batch, Model, Output, Taps
+from outpace.models.base import Batch, HiddenStates, Model, Output
 from outpace.models.native.output import NativeOutput, describe, known_edits
 
 GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
@@ -65,7 +65,7 @@ class Step:
         """Whether the row's drafter hears in C++ what becomes final."""
         drafter = self.drafting.drafter_of(sequence)
         lookup = None if drafter is None else drafter.lookup
-        return lookup is not None and bool(lookup.taps) and self.stages is not None
+        return lookup is not None and bool(lookup.hidden_layers) and self.stages is not None
 
     def ranks(self, sequence: Sequence) -> int:
         """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
@@ -82,7 +82,7 @@ def admit(step: Step, sequence: Sequence) -> Any:
         row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
         drafter=view.drafter, lookup=lookup, names=() if drafter is None else drafter.names,
         natively=lookup is not None and not (needs.draws and level_by_level(view)),
-        drafts=drafter is not None, reads=bool(needs.taps),
+        drafts=drafter is not None, reads=bool(needs.hidden_layers),
         ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
         acceptance=request.acceptance,
         watched=request.params.wants_logprobs or needs.choices or step.ranks(sequence) > 0,
@@ -200,10 +200,10 @@ def drafts(step: Step, *, kept: bool) -> Drafts:
 
 def forward(step: Step) -> None:
     """A model in Python computes."""
-    tapped = np.array(step.native.tapped, np.bool_)
-    needed = step.drafting.needs.taps if tapped.any() else ()
+    hidden_rows = np.array(step.native.hidden_rows, np.bool_)
+    needed = step.drafting.needs.hidden_layers if hidden_rows.any() else ()
     token, row, position, parent, starts, wanted = step.native.batch
-    batch = Batch(token, row, position, parent, starts, wanted, needed, tapped if needed else None)
+    batch = Batch(token, row, position, parent, starts, wanted, needed, hidden_rows if needed else None)
     step.output = step.model.forward(batch)
 
 
@@ -285,13 +285,13 @@ DONE = len(STAGES)
 # -- what became final -----------------------------------------------------------------------------------------------
 
 
-def taps(step: Step, ends: SequenceOf[Extension]) -> dict[int, Taps]:
+def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenStates]:
     """By row of the batch: hidden states of the positions whose KV becomes final, for drafters in Python."""
-    found: dict[int, Taps] = {}
+    found: dict[int, HiddenStates] = {}
     rows = [*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]
     starts = step.native.starts
     for b, sequence in enumerate(rows):
-        if not step.drafting.needs_of(sequence).taps or step.hears_natively(sequence):
+        if not step.drafting.needs_of(sequence).hidden_layers or step.hears_natively(sequence):
             continue
         if step.output is None:
             step.output = NativeOutput(step.native.result)
@@ -299,7 +299,7 @@ def taps(step: Step, ends: SequenceOf[Extension]) -> dict[int, Taps]:
         if b < len(ends):
             kept = max(len(ends[b].tokens), 1)
             at = starts[b] + np.array([0, *(n + 1 for n in step.native.verdict(b)[1])], np.int32)[:kept]
-        found[b] = step.output.taps(at)
+        found[b] = step.output.hidden_states(at)
     return found
 
 
@@ -315,16 +315,16 @@ def numbered(own: Draft, kept: Draft, choices: I32) -> I32:
     return np.array(after, np.int32)
 
 
-def event(step: Step, i: int, gained: int, sequence: Sequence, taps: Taps | None) -> Event:
+def event(step: Step, i: int, gained: int, sequence: Sequence, hidden_states: HiddenStates | None) -> Event:
     """What became final in a row of the batch that goes on."""
     if i < len(step.plan.decoding):
         tokens, path = step.native.verdict(i)
         verdict = Verdict(np.array(tokens, np.int32), np.array(path, np.int32))
         start = sequence.length - gained
-        return Event(sequence.row, start, sequence.tokens[start:], verdict, taps, step.choices.get(i))
+        return Event(sequence.row, start, sequence.tokens[start:], verdict, hidden_states, step.choices.get(i))
     chunk = step.plan.chunks[i - len(step.plan.decoding)]
     start = chunk.start + 1
-    return Event(sequence.row, start, sequence.tokens[start : start + chunk.count], None, taps)
+    return Event(sequence.row, start, sequence.tokens[start : start + chunk.count], None, hidden_states)
 
 
 def teach(step: Step, policy: Policy, seconds: Mapping[str, float]) -> None:

@@ -30,7 +30,7 @@ class Core:
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
         self.steps = itertools.count()
         info = model.info
-        self.native = _fast.native.Step(info.vocab_size, info.layers, list(drafting.needs.taps), TARGET)
+        self.native = _fast.native.Step(info.vocab_size, info.layers, list(drafting.needs.hidden_layers), TARGET)
         self.starved = 0  # forwards in a row that found no memory
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:

@@ -39,7 +39,7 @@ class Drafting:
         self._unreleased: dict[tuple[str, int], I32 | None] = {}  # rows whose release failed: tried again
         self.faults: list[str] = []  # of this step
         self.needs = DrafterNeeds(
-            taps=tuple(sorted({layer for d in drafters.values() for layer in d.needs.taps})),
+            hidden_layers=tuple(sorted({layer for d in drafters.values() for layer in d.needs.hidden_layers})),
             choices=any(d.needs.choices for d in drafters.values()),
             draws=any(d.needs.draws for d in drafters.values()),
         )
@@ -133,10 +133,13 @@ class Drafting:
     def observe(self, name: str, rows: SequenceOf[Sequence], events: SequenceOf[Event]) -> None:
         """What became final in rows that go on."""
         needs = self.drafters[name].needs
-        if needs.taps != self.needs.taps:
-            columns = [self.needs.taps.index(layer) for layer in needs.taps]
+        if needs.hidden_layers != self.needs.hidden_layers:
+            columns = [self.needs.hidden_layers.index(layer) for layer in needs.hidden_layers]
             events = [
-                e._replace(taps=e.taps.layers(columns) if e.taps is not None and columns else None) for e in events
+                e._replace(
+                    hidden_states=e.hidden_states.layers(columns) if e.hidden_states is not None and columns else None
+                )
+                for e in events
             ]
         self.attempt(name, rows, self.drafters[name].observe, events)
 
@@ -165,9 +168,9 @@ class Drafting:
         return self.drafts_for(sequence) and sequence.drafter == name
 
     def reads_from(self, src: int, source: Sequence | None, sequence: Sequence) -> bool:
-        """Whether the drafter of ``sequence`` reads taps, each with the token after it, and has those of the row
-        ``src``."""
-        return bool(self.needs_of(sequence).taps) and self.knows(src, source, sequence)
+        """Whether the drafter of ``sequence`` reads hidden layers, each with the token after it, and has those of
+        the row ``src``."""
+        return bool(self.needs_of(sequence).hidden_layers) and self.knows(src, source, sequence)
 
     def release(self, sequence: Sequence, *, kept: bool = False) -> None:
         """The sequence's row is gone (call this while it still has its number), or its KV alone is ``kept``."""

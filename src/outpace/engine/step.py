@@ -24,7 +24,7 @@ from outpace.engine.statistics import Counted
 from outpace.engine.text import TextError
 from outpace.errors import MemoryLimitError, RuleError
 from outpace.exact.drafts import Verdicts
-from outpace.models.base import Taps
+from outpace.models.base import HiddenStates
 
 
 class Row(NamedTuple):
@@ -56,7 +56,7 @@ def advance(core: Core) -> None:
         rows, threads, *seconds = step.native.outcome()
         clock.spent(*seconds)
         ends = [ending(step, i, s, rows[i][0]) for i, s in enumerate(plan.decoding)]
-        taps = complete.taps(step, ends) if core.drafting.needs.taps else {}
+        hidden_states = complete.hidden_states(step, ends) if core.drafting.needs.hidden_layers else {}
         apply(core, step, [Row(*row) for row in rows], ends, threads)
     except (MemoryLimitError, MemoryError, _fast.native.MemoryLimit) as error:
         core.scheduler.roll_back()
@@ -68,7 +68,7 @@ def advance(core: Core) -> None:
     else:
         core.starved = 0
         try:
-            tell(core, step, ends, taps, clock)
+            tell(core, step, ends, hidden_states, clock)
         except BaseException:
             core.sweep()
             raise
@@ -141,7 +141,7 @@ def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], thread
             known.extend(found if known else [None, *found])  # the first token follows nothing
 
 
-def tell(core: Core, step: Step, ends: list[Extension], taps: dict[int, Taps], clock: Clock) -> None:
+def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int, HiddenStates], clock: Clock) -> None:
     """Who has ended leaves; then drafters, the policy and the callers hear of the step."""
     plan, drafting = step.plan, core.drafting
     rows = () if core.on_step is None else tuple(s.row for s in plan.decoding)
@@ -156,7 +156,7 @@ def tell(core: Core, step: Step, ends: list[Extension], taps: dict[int, Taps], c
         if step.hears_natively(sequences[0]):
             drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in its])
         else:
-            drafting.observe(name, sequences, [complete.event(step, i, n, s, taps.get(i)) for i, n, s in its])
+            drafting.observe(name, sequences, [complete.event(step, i, n, s, hidden_states.get(i)) for i, n, s in its])
     if step.learns and step.native.planned:
         seconds = clock.so_far()
         drafting.learn(plan.decoding, lambda policy: complete.teach(step, policy, seconds))

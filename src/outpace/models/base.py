@@ -42,9 +42,9 @@ class Batch:
     index, within the row's own new tokens, of the token that this one follows; -1 follows everything the row has
     cached. A chain is -1, 0, 1, ...; in a tree, siblings share a parent and a position. A token attends to the row's
     cached positions, its ancestors and itself. ``wanted`` int32 [M]: packed indices whose logits are needed, ascending.
-    ``taps``: layers whose outputs are needed, of the rows in ``tapped`` bool [B] (None: of all). ``features``: hidden
-    states [N, H] that enter beside the tokens, added to their embeddings: float32 on the host, or a backend's own array
-    (``Taps.native``). ``layers``: run only the first so many (None: all).
+    ``hidden_layers``: layers whose outputs are needed, of the rows in ``hidden_rows`` bool [B] (None: of all).
+    ``features``: hidden states [N, H] that enter beside the tokens, added to their embeddings: float32 on the
+    host, or a backend's own array (``HiddenStates.native``). ``layers``: run only the first so many (None: all).
     """
 
     token: I32
@@ -53,8 +53,8 @@ class Batch:
     parent: I32
     starts: I32
     wanted: I32
-    taps: tuple[int, ...] = ()
-    tapped: npt.NDArray[np.bool_] | None = None
+    hidden_layers: tuple[int, ...] = ()
+    hidden_rows: npt.NDArray[np.bool_] | None = None
     features: Any = None
     layers: int | None = None
 
@@ -67,8 +67,8 @@ class Batch:
         parents: Sequence[I32 | None] | None = None,
         *,
         last_only: bool = False,
-        taps: tuple[int, ...] = (),
-        tapped: npt.NDArray[np.bool_] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        hidden_rows: npt.NDArray[np.bool_] | None = None,
         features: Any = None,
         layers: int | None = None,
     ) -> Batch:
@@ -81,7 +81,7 @@ class Batch:
         arrays: _Packed = _fast.native.pack_batch(
             list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only
         )
-        return Batch(*arrays, taps=taps, tapped=tapped, features=features, layers=layers)
+        return Batch(*arrays, hidden_layers=hidden_layers, hidden_rows=hidden_rows, features=features, layers=layers)
 
     def __len__(self) -> int:
         return len(self.token)
@@ -92,17 +92,17 @@ class Batch:
         return bool((parent == np.arange(-1, len(parent) - 1)).all())
 
 
-class Taps(Protocol):
+class HiddenStates(Protocol):
     """Hidden states of n packed tokens, where they were computed: nothing is copied until it is asked for."""
 
     def __len__(self) -> int:
         """n."""
 
-    def at(self, indices: I32) -> Taps:
+    def at(self, indices: I32) -> HiddenStates:
         """Those of some of these tokens, by their index among them."""
 
-    def layers(self, columns: Sequence[int]) -> Taps:
-        """Those of some of the tapped layers, by their index among them."""
+    def layers(self, columns: Sequence[int]) -> HiddenStates:
+        """Those of some of the layers, by their index in ``Batch.hidden_layers``."""
 
     @property
     def native(self) -> Any:
@@ -112,8 +112,8 @@ class Taps(Protocol):
         """float32 [n, T, H] on the host."""
 
 
-class HostTaps:
-    """Taps that are on the host already: float32 [n, T, H]."""
+class HostHiddenStates:
+    """HiddenStates that are on the host already: float32 [n, T, H]."""
 
     def __init__(self, values: F32) -> None:
         self._values = values
@@ -121,11 +121,11 @@ class HostTaps:
     def __len__(self) -> int:
         return len(self._values)
 
-    def at(self, indices: I32) -> HostTaps:
-        return HostTaps(self._values[indices])
+    def at(self, indices: I32) -> HostHiddenStates:
+        return HostHiddenStates(self._values[indices])
 
-    def layers(self, columns: Sequence[int]) -> HostTaps:
-        return HostTaps(self._values[:, list(columns)])
+    def layers(self, columns: Sequence[int]) -> HostHiddenStates:
+        return HostHiddenStates(self._values[:, list(columns)])
 
     @property
     def native(self) -> F32:
@@ -168,8 +168,8 @@ class Output(Protocol):
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         """Raw log-softmax at ``tokens[i]`` after ``at[i]``, with ``top[i]`` alternatives."""
 
-    def taps(self, at: I32) -> Taps:
-        """Hidden states of the layers the batch asked for, at packed indices of tapped rows. A handle: no copy."""
+    def hidden_states(self, at: I32) -> HiddenStates:
+        """Of the batch's hidden layers, at packed indices of the rows that keep them. A handle: no copy."""
 
 
 class KVCache(Protocol):
@@ -272,8 +272,8 @@ class HostOutput:
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         return logprobs_on_host(self.logits(at), tokens, top)
 
-    def taps(self, at: I32) -> Taps:
-        raise ValueError("this model keeps no hidden states, so it cannot serve a drafter that reads taps")
+    def hidden_states(self, at: I32) -> HiddenStates:
+        raise ValueError("this model keeps no hidden states, so it cannot serve a drafter that reads them")
 
 
 def choose_on_host(logits: F32, choosers: Sequence[Chooser]) -> I32:

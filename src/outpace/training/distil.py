@@ -20,11 +20,11 @@ from outpace.models.base import Model
 from outpace.models.load import Source
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
+from outpace.training.hidden_states import forward_states, open_target
 from outpace.training.loop import Loop
 from outpace.training.networks.student import CHOICES, Student, chosen_layers
 from outpace.training.objectives.distil import DistilObjective, DistilOptions
 from outpace.training.setup import Bench, Job, prepared, shaped_as
-from outpace.training.taps import forward_states, open_target
 
 INITS = ("scratch", *CHOICES)
 RECIPE = "training.json"
@@ -63,7 +63,7 @@ class NativeTeacher:
 
 @contextmanager
 def open_run(job: Job, shape: StudentShape, options: DistilOptions) -> Iterator[Loop]:
-    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no taps."""
+    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no hidden states."""
     options.check()
     shape.check()
     with ExitStack() as stack:

@@ -16,11 +16,11 @@ from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import Argument, ParameterError
+from outpace.training.hidden_states import default_layers
 from outpace.training.initial import initialise
 from outpace.training.loop import Loop
 from outpace.training.objectives.eagle import EagleObjective, EagleOptions
 from outpace.training.setup import Bench, Job, prepared, shaped_as
-from outpace.training.taps import default_layers
 from outpace.training.vocabulary import DraftVocabulary
 
 _SAMPLE = 20_000  # tokens whose states the initialisation sees
@@ -28,11 +28,11 @@ _SAMPLE = 20_000  # tokens whose states the initialisation sees
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
-    """``taps``: outputs of layers, from 0 (none: the usual ones); the norms as in ``EagleConfig``. ``init``: see
+    """``hidden_layers``: outputs of layers, from 0 (none: the usual); the norms as in ``EagleConfig``. ``init``: see
     ``initial.initialise``; ``start``: a drafter whose weights and vocabulary it begins with instead."""
 
     init: str = "next"
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
@@ -44,14 +44,16 @@ def open_run(job: Job, shape: EagleShape, options: EagleOptions) -> Iterator[Loo
     """A training that is ready to run; raises as ``setup.prepared`` does, and ModelError for a drafter to begin with
     that cannot be read."""
     options.check()
-    if list(shape.taps) != sorted(set(shape.taps)):
-        raise ParameterError(Argument("tap", list(shape.taps)), ": name layers in ascending order, each once")
+    if list(shape.hidden_layers) != sorted(set(shape.hidden_layers)):
+        raise ParameterError(
+            Argument("hidden_layers", list(shape.hidden_layers)), ": name layers in ascending order, each once"
+        )
     start = None if shape.start is None else _start(Path(shape.start))
     words = None if start is None else _words_of(start)
-    with prepared(job, lambda layers: shape.taps or default_layers(layers), words) as bench:
+    with prepared(job, lambda layers: shape.hidden_layers or default_layers(layers), words) as bench:
         config = EagleConfig(
             decoder=shaped_as(bench.weights, 1), vocab=bench.parts.vocab, draft_vocab=job.basics.draft_vocab,
-            taps=bench.taps, norm_before_residual=shape.norm_before_residual, fc_norm=shape.fc_norm,
+            hidden_layers=bench.hidden_layers, norm_before_residual=shape.norm_before_residual, fc_norm=shape.fc_norm,
             norm_output=shape.norm_output, norm_before_fc=False,
         )  # fmt: skip
         network = EagleNetwork(config)

@@ -44,8 +44,8 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"answers-{number:05d}.parquet"
 
 
-def taps_path(folder: Path, number: int) -> Path:
-    return folder / f"taps-{number:05d}.bin"
+def states_path(folder: Path, number: int) -> Path:
+    return folder / f"states-{number:05d}.bin"
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -18,10 +18,10 @@ _RIDGE = 1e-3  # of the mean square of the inputs
 def initialise(
     network: EagleNetwork, init: str, weights: TargetWeights, parts: TargetParts, states: Iterable[Tensor], seed: int
 ) -> None:
-    """``layer``: the last layer's matrices read the features, and ``fc`` passes the top tap through. ``now``: ``fc`` is
-    the linear map from taps to what the target's head reads at that position, ``next``: at the one after, which is what
-    the entry has to say; the network's norm scales it evenly then. ``states`` [L, T + 1, h]: a sample. Raises
-    ParameterError.
+    """``layer``: the last layer's matrices read the features, and ``fc`` passes the top layer through. ``now``: ``fc``
+    is the linear map from hidden states to what the target's head reads at that position, ``next``: at the one after,
+    which is what the entry has to say; the network's norm scales it evenly then. ``states`` [L, T + 1, h]: a sample.
+    Raises ParameterError.
     """
     if init not in INITS:
         raise ParameterError(f"the initialisation {init!r} is not known: use one of {', '.join(INITS)}")
@@ -67,13 +67,13 @@ def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -
     network.fc.weight[:, -its.hidden :] += torch.eye(its.hidden) * size
 
 
-def _fit(network: EagleNetwork, taps: Tensor, wanted: Tensor) -> None:
-    """Ridge regression of ``wanted`` [n, h], each at unit size, on ``taps`` [n, T, h] as ``fc`` reads them.
+def _fit(network: EagleNetwork, hidden_states: Tensor, wanted: Tensor) -> None:
+    """Ridge regression of ``wanted`` [n, h], each at unit size, on ``hidden_states`` [n, T, h] as ``fc`` reads them.
 
     ``wanted`` is behind the target's final norm, whose weights undo what differs between numbers: before it, a few are
     a hundred times the others in some targets, and what the layer adds at random would drown these.
     """
-    x = network.fused_input(taps)
+    x = network.fused_input(hidden_states)
     sizes = wanted.square().mean(-1, keepdim=True).sqrt()
     x, y = x.double(), (wanted / sizes).double()
     squares = x.T @ x

@@ -37,7 +37,7 @@ class MedusaShape:
 
 @contextmanager
 def open_run(job: Job, shape: MedusaShape, options: MedusaOptions) -> Iterator[Loop]:
-    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no taps."""
+    """A training that is ready to run; raises as ``setup.prepared`` does. It reads no hidden states."""
     options.check()
     shape.check()
     with prepared(job, lambda layers: ()) as bench:

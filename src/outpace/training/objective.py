@@ -18,8 +18,8 @@ class TrainBatch:
 
     ``tokens`` int64 [N]; ``starts`` bounds the sequences (B + 1 numbers); ``position`` int64 [N] within the sequence.
     ``loss_mask`` bool [N]: whether what the target says *after* this position counts, so an answer's are the prompt's
-    last position to its own last but one. ``states`` float32 or bfloat16 [N, T + 1, h]: the taps, then the state before
-    the final norm. ``seed``: of whatever is drawn for this batch, so that nothing depends on which process has it.
+    last position to its own last but one. ``states`` float32 or bfloat16 [N, T + 1, h]: hidden states, then the state
+    before the final norm. ``seed``: of what is drawn for this batch, so that nothing depends on which process has it.
     """
 
     tokens: Tensor

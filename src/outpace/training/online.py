@@ -225,7 +225,7 @@ def _merged(data: Path, replay: Path | None, out: Path, options: OnlineOptions) 
                 older.append(replace(answer, source=_REPLAYED))
     out.mkdir(parents=True, mode=0o700)
     write_answers(folders.shard_path(out, 0), [*its, *older], recorded.target["fingerprint"])
-    meta = {name: value for name, value in recorded.meta.items() if name != "taps"}
+    meta = {name: value for name, value in recorded.meta.items() if name != "hidden_states"}
     folders.write_meta(out, {**meta, "counts": {**meta["counts"], "answers": len(its) + len(older)}})
     return len(its), len(older)
 

@@ -11,11 +11,11 @@ import numpy as np
 from outpace.drafters.learned.configs import ParallelConfig
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import Argument, ParameterError
+from outpace.training.hidden_states import default_layers
 from outpace.training.loop import Loop
 from outpace.training.objective import Simulated
 from outpace.training.objectives.parallel import ParallelObjective, ParallelOptions
 from outpace.training.setup import Job, prepared, shaped_as
-from outpace.training.taps import default_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ def open_run(job: Job, shape: ParallelShape, options: ParallelOptions) -> Iterat
         if not 0 <= mask < bench.parts.vocab:
             raise ParameterError(Argument("mask_token", mask), f" is out of range: give 0 to {bench.parts.vocab - 1}")
         config = ParallelConfig(
-            shaped_as(bench.weights, shape.layers, qk_norm=True), bench.parts.vocab, job.basics.draft_vocab, bench.taps,
-            shape.block, mask, shape.rank, confidence=True,
+            shaped_as(bench.weights, shape.layers, qk_norm=True), bench.parts.vocab, job.basics.draft_vocab,
+            bench.hidden_layers, shape.block, mask, shape.rank, confidence=True,
         )  # fmt: skip
         network = ParallelNetwork(config, job.basics.seed).to(bench.device)
         objective = ParallelObjective(network, bench.parts.to(bench.device), bench.vocabulary, options, bench.counts)

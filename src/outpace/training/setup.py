@@ -25,7 +25,7 @@ from outpace.training.loop import Loop, LoopOptions, Write
 from outpace.training.objective import Objective
 from outpace.training.packing import Packing
 from outpace.training.processes import Team
-from outpace.training.states import TapSource
+from outpace.training.states import HiddenStateSource
 from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
 
@@ -76,8 +76,8 @@ class Bench:
     source: Source
     weights: TargetWeights
     parts: TargetParts
-    taps: tuple[int, ...]
-    states: TapSource
+    hidden_layers: tuple[int, ...]
+    states: HiddenStateSource
     train: Packing
     held_out: Packing
     counts: I64
@@ -97,10 +97,11 @@ class Bench:
         free = ("snapshot", "report", "patience")
         shared = {
             "method": method, "data": self.answers.hash, "target": self.answers.target["fingerprint"],
-            **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free}, "taps": self.taps,
+            **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free},
+            "hidden_layers": self.hidden_layers,
         }  # fmt: skip
-        # A name that is the method's and the loop's would hide one of them; "taps" are what they were resolved to.
-        assert not (hidden := {*recipe} & {*shared} - {"taps"}), f"{hidden} means two things in a recipe"
+        # A name that is the method's and the loop's would hide one of them; "hidden_layers" are the resolved ones.
+        assert not (hidden := {*recipe} & {*shared} - {"hidden_layers"}), f"{hidden} means two things in a recipe"
         identity = {**recipe, **shared}
         return Loop(
             objective, self.train, self.held_out, job.out, options, identity, self.answers.target, self.team, job.say,
@@ -110,9 +111,9 @@ class Bench:
 
 @contextmanager
 def prepared(
-    job: Job, taps: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
+    job: Job, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
 ) -> Iterator[Bench]:
-    """Open the answers and the target that gave them. ``taps``: which layers' outputs are read, of how many there are;
+    """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many;
     ``vocabulary``: what can be drafted (None: the most frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
@@ -135,9 +136,9 @@ def prepared(
         team = Team(device)
         stack.callback(team.close)
         weights = TargetWeights(source)
-        layers = taps(weights.decoder.layers)
+        layers = hidden_layers(weights.decoder.layers)
         train, held_out = job.split(answers, basics)
-        states = [stack.enter_context(TapSource(its, layers, threads=threads)) for its in (train, held_out)]
+        states = [stack.enter_context(HiddenStateSource(its, layers, threads=threads)) for its in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None:
             vocabulary = DraftVocabulary.by_frequency(counts, basics.draft_vocab)

@@ -1,4 +1,4 @@
-"""``TapSource``: the target's hidden states for a trainer, from where they are kept or from the target itself."""
+"""``HiddenStateSource``: the target's hidden states for a trainer, from a folder or from the target itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outpace.models.base import Model
 from outpace.training import folder as folders
 from outpace.training import missing
 from outpace.training.data import Answers
-from outpace.training.taps import BF16, default_layers, forward_states, open_target, with_last
+from outpace.training.hidden_states import BF16, default_layers, forward_states, open_target, with_last
 
 try:
     import torch
@@ -26,8 +26,8 @@ AHEAD = 16_384  # tokens whose states wait to be read
 TOGETHER = 1_024  # tokens computed between two looks at what is wanted next
 
 
-class TapSource:
-    """States of ``answers``: ``layers``' outputs (None: EAGLE-3's taps), then the state before the final norm.
+class HiddenStateSource:
+    """States of ``answers``: ``layers``' outputs (None: EAGLE-3's), then the state before the final norm.
 
     Read from the folder where it keeps them, else computed by ``model`` (None: the answers' own target, which is loaded
     as it was when it gave them) in a thread of their own, ahead of who reads. ``threads``: of a target that is loaded.
@@ -74,7 +74,7 @@ class TapSource:
         if self._computed is not None:
             self._computed.close()
 
-    def __enter__(self) -> TapSource:
+    def __enter__(self) -> HiddenStateSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -91,10 +91,10 @@ class _Kept:
     def open(cls, answers: Answers, layers: tuple[int, ...]) -> _Kept | None:
         """None where not all of ``answers`` are kept, or not these layers."""
         count, hidden = int(answers.target["layers"]), int(answers.target["hidden_size"])
-        taps = answers.meta.get("taps")
-        if taps is None:
+        kept = answers.meta.get("hidden_states")
+        if kept is None:
             return None
-        has = with_last(taps["layers"], count)
+        has = with_last(kept["layers"], count)
         if not set(layers) <= set(has):
             return None
         starts, bounds = answers.columns.starts, answers.columns.shards
@@ -102,7 +102,7 @@ class _Kept:
         needed = set((np.searchsorted(bounds, answers.index, side="right") - 1).tolist())
         maps: list[Any] = []
         for number, length in enumerate(lengths):
-            path = folders.taps_path(answers.path, number)
+            path = folders.states_path(answers.path, number)
             if number not in needed:
                 maps.append(None)
                 continue
@@ -135,7 +135,7 @@ class _Computed:
         self._wanted: int | None = None  # what the reader waits for
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="taps", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hidden-states", daemon=True)
         self._thread.start()
 
     def plan(self, order: Iterable[int]) -> None:

@@ -24,14 +24,14 @@ def run(
 ) -> int:
     """Compute the hidden states that a drafter reads, once for all training. Run it again to go on after any end."""
     from outpace.common.units import format_bytes
-    from outpace.training import taps
+    from outpace.training import hidden_states
 
-    cache = taps.Cache(folder, layer)
+    cache = hidden_states.Cache(folder, layer)
     missing = cache.missing
     say(f"{folder}: states take {format_bytes(cache.bytes)}, of which {format_bytes(missing)} are to be written")
     cache.check_room()
     begun = time.perf_counter()
-    model = taps.open_target(cache.answers.meta, threads) if not cache.complete else None
+    model = hidden_states.open_target(cache.answers.meta, threads) if not cache.complete else None
     try:
         with progress("answers", len(cache.answers), speed=True) as advance:
             tokens = 0 if model is None else cache.fill(model, advance)

@@ -37,7 +37,7 @@ def run(
     from outpace.common.units import format_bytes
     from outpace.measure.prompts import read_prompts
     from outpace.training import generate as answers
-    from outpace.training import taps
+    from outpace.training import hidden_states
     from outpace.training.data import Answers
 
     if rows < 1:
@@ -52,11 +52,11 @@ def run(
         todo = answers.jobs(asked, plan, writer)
         info = engine.model.info
         if cache:
-            layers = len(taps.with_last(taps.default_layers(info.layers), info.layers))
+            layers = len(hidden_states.with_last(hidden_states.default_layers(info.layers), info.layers))
             most = before["tokens"] + answers.most_tokens(engine, todo, max_tokens)
-            size = most * taps.state_bytes(layers, info.hidden_size)
+            size = most * hidden_states.state_bytes(layers, info.hidden_size)
             say(f"the states of at most {most:,} tokens take {format_bytes(size)}")
-            taps.check_room(out, size, "the states")
+            hidden_states.check_room(out, size, "the states")
         with kept(writer), progress("answers", len(todo), speed=True) as advance:
             left_out = answers.generate(engine, todo, writer, max_tokens, done=advance, say=say)
         seconds = time.perf_counter() - begun
@@ -64,10 +64,10 @@ def run(
         said = writer.counts["answer_tokens"] - before["answer_tokens"]
         found |= {"seconds": round(seconds, 1), "tokens_per_second": round(said / seconds, 1)}
         if cache:
-            kept_states = taps.Cache(out)
+            kept_states = hidden_states.Cache(out)
             with progress("states", len(writer), speed=True) as advance:
                 kept_states.fill(engine.model, advance)
-            found["taps_bytes"] = kept_states.bytes
+            found["states_bytes"] = kept_states.bytes
     if len(writer):
         found["hash"] = Answers.open(out).hash
     if common.json:

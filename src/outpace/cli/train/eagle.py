@@ -19,16 +19,16 @@ def run(
     candidates: Annotated[
         int, option("--candidates", help="Rows of the head a batch is trained against. 0: all.")
     ] = 2048,
-    taps: Annotated[
+    hidden_layers: Annotated[
         list[int] | None,
-        option("--tap", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
+        option("--hidden-layer", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
     ] = None,
     init: Annotated[str, option("--init", help="fresh, layer, now, next, layer+now or layer+next.")] = "next",
     start: Annotated[
         str | None, option("--start", help="A drafter to begin with, such as one trained on fewer answers.")
     ] = None,
-    noise: Annotated[float, option("--noise", help="In the taps, as a share of their size.")] = 0.0,
-    dropout: Annotated[float, option("--dropout", help="Share of taps left out.")] = 0.0,
+    noise: Annotated[float, option("--noise", help="In the hidden states, as a share of their size.")] = 0.0,
+    dropout: Annotated[float, option("--dropout", help="Share of hidden states left out.")] = 0.0,
     depth: Annotated[int, option("--depth", help="Tokens of a simulated chain.")] = 4,
 ) -> int:
     """Train one decoder layer that drafts from the target's hidden states (EAGLE-3.1). Several processes:
@@ -41,7 +41,8 @@ def run(
         steps_ttt=steps_ttt, share=share, decay=decay, loss=loss, candidates=candidates, noise=noise, dropout=dropout,
         depth=depth,
     )  # fmt: skip
-    return train(common, its, open_run(its.job(), EagleShape(init=init, taps=tuple(taps or ()), start=start), options))
+    shape = EagleShape(init=init, hidden_layers=tuple(hidden_layers or ()), start=start)
+    return train(common, its, open_run(its.job(), shape, options))
 
 
 COMMAND = Command("eagle", run, "outpace train eagle --data answers --out drafter --epochs 4")

@@ -26,7 +26,7 @@ from outpace.drafters.learned.configs import (
     EagleConfig,
     MedusaConfig,
     ParallelConfig,
-    eagle_taps,
+    eagle_layers,
     embedding_shape,
     head_shapes,
     hidden_of,
@@ -47,7 +47,7 @@ __all__ = [
     "MedusaConfig",
     "ParallelConfig",
     "checksum",
-    "eagle_taps",
+    "eagle_layers",
     "fit",
     "fit_shape",
     "read",
@@ -100,10 +100,10 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def fit(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None, *, training: bool = False) -> Checkpoint:
-    """The checkpoint as it is used beside a target: default taps become the target's layers.
+    """The checkpoint as it is used beside a target: default hidden layers become the target's layers.
 
-    Raises DrafterError where hidden size, vocabulary or taps do not fit, and, for ``training``, beside another target
-    than the one it was trained for. To run it there costs acceptance only: see ``stranger``.
+    Raises DrafterError where hidden size, vocabulary or hidden layers do not fit, and, for ``training``, beside another
+    target than the one it was trained for. To run it there costs acceptance only: see ``stranger``.
     """
     fitted = fit_shape(checkpoint, info.name, (info.vocab_size, info.hidden_size), info.layers)
     if training and (problem := stranger(checkpoint, info, fingerprint)):
@@ -122,13 +122,13 @@ def fit_shape(checkpoint: Checkpoint, name: str, rows: tuple[int, ...], layers: 
         raise DrafterError(f"the drafter's vocabulary has {config.vocab} tokens, and {name}'s {vocab}: {remedy}")
     if isinstance(config, MedusaConfig):
         return checkpoint
-    if isinstance(config, EagleConfig) and not config.taps:
-        config = replace(config, taps=eagle_taps(layers))
-    low, high = min(config.taps), max(config.taps)
-    if low < 0 or high >= layers or list(config.taps) != sorted(set(config.taps)):
+    if isinstance(config, EagleConfig) and not config.hidden_layers:
+        config = replace(config, hidden_layers=eagle_layers(layers))
+    low, high = min(config.hidden_layers), max(config.hidden_layers)
+    if low < 0 or high >= layers or list(config.hidden_layers) != sorted(set(config.hidden_layers)):
         raise DrafterError(
-            f"the drafter reads the outputs of layers {list(config.taps)}, and {name} has layers 0 to {layers - 1}: "
-            f"{remedy}"
+            f"the drafter reads the outputs of layers {list(config.hidden_layers)}, and {name} has layers "
+            f"0 to {layers - 1}: {remedy}"
         )
     return replace(checkpoint, config=config)
 
@@ -187,9 +187,9 @@ def put(
 def arrays_of(folder: Path, checkpoint: Checkpoint, head: bool) -> dict[str, Any]:
     """The tensors to write, as numpy arrays; without a vocabulary map where the draft's is the target's."""
     config, tensors = checkpoint.config, checkpoint.tensors
-    if not isinstance(config, MedusaConfig) and list(config.taps) != sorted(set(config.taps)):
+    if not isinstance(config, MedusaConfig) and list(config.hidden_layers) != sorted(set(config.hidden_layers)):
         raise ModelError(
-            f"{folder} cannot be written: the taps {list(config.taps)} are not ascending, as vLLM has them"
+            f"{folder} cannot be written: the layers {list(config.hidden_layers)} are not ascending, as vLLM has them"
         )
     wanted = {**tensor_shapes(config), **(head_shapes(config) if head else {})}
     if head:

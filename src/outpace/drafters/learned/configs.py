@@ -1,6 +1,6 @@
 """Learned drafters as data: their shapes, and the tensors that each has, by the names of the speculators library (0.9).
 
-Layers are counted as in ``Batch.taps``: ``taps`` are outputs of layers, from 0.
+Layers are counted as in ``Batch.hidden_layers``: ``hidden_layers`` are outputs of layers, from 0.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Decoder:
 class EagleConfig:
     """EAGLE-3 (arXiv 2503.01840) with the norms of 3.1 (arXiv 2605.09992).
 
-    ``fc_norm``: a norm for each tap before ``fc``; ``norm_before_fc``: one norm over all taps together; at most one of
+    ``fc_norm``: a norm for each layer before ``fc``; ``norm_before_fc``: one norm over all of them; at most one of
     the two. ``norm_before_residual``: the layer's residual is the normed g. ``norm_output``: what is fed back is the
-    output after ``norm`` (otherwise before it). ``taps``: ascending; empty: EAGLE's own three, see ``eagle_taps``.
+    output after ``norm`` (otherwise before it). ``hidden_layers``: ascending; empty: see ``eagle_layers``.
     """
 
     decoder: Decoder
     vocab: int
     draft_vocab: int
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_output: bool = False
@@ -64,7 +64,7 @@ class ParallelConfig:
     decoder: Decoder
     vocab: int
     draft_vocab: int
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
     block: int
     mask_token: int
     markov_rank: int
@@ -95,8 +95,8 @@ class MedusaConfig:
 Config = EagleConfig | ParallelConfig | MedusaConfig
 
 
-def eagle_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's taps of a target with so many layers: the inputs of layers 2, N // 2 and N - 3, as outputs from 0."""
+def eagle_layers(layers: int) -> tuple[int, ...]:
+    """EAGLE-3's hidden layers of a target of N layers: the inputs of layers 2, N // 2 and N - 3, as outputs from 0."""
     return 1, layers // 2 - 1, layers - 4
 
 
@@ -138,9 +138,9 @@ def _medusa(config: MedusaConfig) -> Iterator[tuple[str, Shape]]:
 
 def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, Shape]]:
     d, eagle = config.decoder, isinstance(config, EagleConfig)
-    taps = len(config.taps) or 3
+    hidden_layers = len(config.hidden_layers) or 3
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
-    yield "fc.weight", (d.hidden, taps * d.hidden)
+    yield "fc.weight", (d.hidden, hidden_layers * d.hidden)
     yield "norm.weight", (d.hidden,)
     for i in range(d.layers):
         at = f"layers.{i}."
@@ -161,9 +161,9 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
         yield at + "mlp.down_proj.weight", (d.hidden, d.ffn)
     if isinstance(config, EagleConfig):
         if config.fc_norm:
-            yield from ((f"fc_norm.{i}.weight", (d.hidden,)) for i in range(taps))
+            yield from ((f"fc_norm.{i}.weight", (d.hidden,)) for i in range(hidden_layers))
         if config.norm_before_fc:
-            yield "input_norm.weight", (taps * d.hidden,)
+            yield "input_norm.weight", (hidden_layers * d.hidden,)
         return
     yield "hidden_norm.weight", (d.hidden,)
     if config.markov_rank:

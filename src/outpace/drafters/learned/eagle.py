@@ -132,7 +132,7 @@ class EagleDrafter(ChainDrafter):
     ) -> None:
         super().__init__(name, vocab, vocab)
         needed = tuple(sorted(set(layers)))
-        self.needs = DrafterNeeds(taps=needed, draws=True)
+        self.needs = DrafterNeeds(hidden_layers=needed, draws=True)
         self.cost = DraftCost(levels=name, nodes=branch > 1)
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch, self._most = network, branch, most_levels
@@ -144,12 +144,12 @@ class EagleDrafter(ChainDrafter):
     def observe(self, events: Sequence[Event]) -> None:
         """Take in real entries; only where many wait, some are fed."""
         for event in events:
-            if event.taps is None:
+            if event.hidden_states is None:
                 continue
             known = self._entries.end(event.row) if event.row in self._entries else 0
-            begin, end = max(known - event.start + 1, 0), min(len(event.taps), len(event.tokens))
+            begin, end = max(known - event.start + 1, 0), min(len(event.hidden_states), len(event.tokens))
             if begin < end:  # copies: a view would keep a whole forward's states
-                states = event.taps.at(np.arange(begin, end, dtype=np.int32)).layers(self._columns).native
+                states = event.hidden_states.at(np.arange(begin, end, dtype=np.int32)).layers(self._columns).native
                 self._entries.append(event.row, event.start - 1 + begin, event.tokens[begin:end], states)
         self._read_ahead([event.row for event in events if event.row in self._entries])
 

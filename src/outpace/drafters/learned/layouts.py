@@ -81,11 +81,11 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     if METHODS[kind] == "eagle":
         decoder = _decoder(its, model == "qwen3", 1)
         flags = {name: facts.flag(name, False) for name in _FLAGS}
-        return "eagle", _eagle(facts, decoder, vocab, draft, _taps(facts, _EAGLE_LAYERS), flags)
+        return "eagle", _eagle(facts, decoder, vocab, draft, _hidden_layers(facts, _EAGLE_LAYERS), flags)
     if facts.get("markov_head_type", "vanilla") != "vanilla":
         raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
-    taps = _taps(facts, _PARALLEL_LAYERS)
-    if not taps:
+    hidden_layers = _hidden_layers(facts, _PARALLEL_LAYERS)
+    if not hidden_layers:
         raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
     rank, head = facts.whole("markov_rank", 256, least=0), facts.flag("enable_confidence_head", True)
     decoder = _decoder(its, True, None)  # its layers are Qwen3's, whatever the model_type
@@ -94,15 +94,15 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     reads = facts.flag("confidence_head_with_markov", True)
     if head and reads and not rank:
         raise facts.fail("confidence_head_with_markov needs a markov_rank above 0")
-    return "parallel", ParallelConfig(decoder, vocab, draft, taps, block, mask, rank, head, reads, anchor)
+    return "parallel", ParallelConfig(decoder, vocab, draft, hidden_layers, block, mask, rank, head, reads, anchor)
 
 
 def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     """An EAGLE-3 drafter whose config.json is a Llama model's with ``draft_vocab_size``."""
     nested = facts.part("eagle_config")
     if nested.get("use_aux_hidden_state", True) is not True:
-        raise facts.fail("it reads no taps (use_aux_hidden_state), as EAGLE-1 and 2 do: only EAGLE-3 is read")
-    taps = _taps(nested if nested.get(_EAGLE_LAYERS) else facts, _EAGLE_LAYERS)
+        raise facts.fail("it reads no hidden states (use_aux_hidden_state), as EAGLE-1 and 2 do: only EAGLE-3 is read")
+    hidden_layers = _hidden_layers(nested if nested.get(_EAGLE_LAYERS) else facts, _EAGLE_LAYERS)
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output")}
@@ -112,7 +112,7 @@ def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     _same_hidden(facts, facts)
     if "layers.1.self_attn.q_proj.weight" in shapes:
         raise facts.fail(f"it has more than one layer: {_REMEDY}")
-    return "eagle", _eagle(facts, _decoder(facts, False, 1, counted=False), vocab, draft, taps, flags, False)
+    return "eagle", _eagle(facts, _decoder(facts, False, 1, counted=False), vocab, draft, hidden_layers, flags, False)
 
 
 def medusa(facts: Facts, own: Facts, shapes: Shapes) -> tuple[str, Config]:
@@ -147,7 +147,7 @@ def _tree(facts: Facts, heads: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _eagle(
-    facts: Facts, decoder: Decoder, vocab: int, draft: int, taps: tuple[int, ...], flags: dict[str, bool],
+    facts: Facts, decoder: Decoder, vocab: int, draft: int, hidden_layers: tuple[int, ...], flags: dict[str, bool],
     absent: bool | None = None,
 ) -> EagleConfig:  # fmt: skip
     # speculators takes a missing norm_before_residual for false, vLLM for true: so it has to be there. In the flat
@@ -158,12 +158,12 @@ def _eagle(
         )
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise facts.fail("fc_norm and norm_before_fc exclude each other: keep the one that it was trained with")
-    if taps and len(taps) != 3:
-        raise facts.fail(f"it reads {len(taps)} taps, and EAGLE-3 reads 3: name three layers")
-    return EagleConfig(decoder, vocab, draft, taps, facts.flag("norm_before_residual", absent), **flags)
+    if hidden_layers and len(hidden_layers) != 3:
+        raise facts.fail(f"it reads {len(hidden_layers)} hidden layers, and EAGLE-3 reads 3: name three layers")
+    return EagleConfig(decoder, vocab, draft, hidden_layers, facts.flag("norm_before_residual", absent), **flags)
 
 
-def _taps(facts: Facts, key: str) -> tuple[int, ...]:
+def _hidden_layers(facts: Facts, key: str) -> tuple[int, ...]:
     """Outputs of layers, from 0. speculators and vLLM count a layer's input: their k is the output of layer k - 1."""
     ids = facts.get(key)
     if ids is None:
@@ -251,11 +251,11 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
         },
     }
     if isinstance(config, EagleConfig):
-        ids = _layer_ids(_EAGLE_LAYERS, config.taps)
+        ids = _layer_ids(_EAGLE_LAYERS, config.hidden_layers)
         return {**common, **_flags(config), **ids, "embed_requires_grad": False}
     return {
         **common,
-        **_layer_ids(_PARALLEL_LAYERS, config.taps),
+        **_layer_ids(_PARALLEL_LAYERS, config.hidden_layers),
         "block_size": config.block,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.sample_from_anchor,  # absent, speculators takes it for true, vLLM for false
@@ -275,7 +275,7 @@ def to_flat_eagle(config: EagleConfig, dtype: str) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab,
         "target_hidden_size": config.decoder.hidden,
         **_flags(config),
-        **_layer_ids(_EAGLE_LAYERS, config.taps),
+        **_layer_ids(_EAGLE_LAYERS, config.hidden_layers),
     }
 
 
@@ -304,9 +304,9 @@ def _flags(config: EagleConfig) -> dict[str, bool]:
     return {name: getattr(config, name) for name in ("norm_before_residual", *_FLAGS)}
 
 
-def _layer_ids(key: str, taps: tuple[int, ...]) -> dict[str, list[int] | None]:
+def _layer_ids(key: str, hidden_layers: tuple[int, ...]) -> dict[str, list[int] | None]:
     """speculators and vLLM count a layer's input, from 0: the output of layer k - 1 is their k."""
-    return {key: [tap + 1 for tap in taps] or None}
+    return {key: [layer + 1 for layer in hidden_layers] or None}
 
 
 def _layer(decoder: Decoder, vocab: int, dtype: str) -> dict[str, Any]:

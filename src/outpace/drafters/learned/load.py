@@ -62,7 +62,7 @@ def load_eagle(
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
     network = eagle_for(checkpoint, context, quantize, name)
     vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
-    made = EagleDrafter(network, config.taps, name, vocab, branch=wide, most_levels=levels)
+    made = EagleDrafter(network, config.hidden_layers, name, vocab, branch=wide, most_levels=levels)
     made.notes = notes
     made.renew = _Renewal(path, context, quantize, name, checkpoint)
     return made
@@ -111,7 +111,7 @@ def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
     checkpoint, notes = _fitting("parallel", path, context)
     assert isinstance(checkpoint.config, ParallelConfig)
     network = parallel_for(checkpoint, context.target)
-    made = ParallelDrafter(network, checkpoint.config.taps, f"parallel:{path}", context.target.info.vocab_size)
+    made = ParallelDrafter(network, checkpoint.config.hidden_layers, f"parallel:{path}", context.target.info.vocab_size)
     made.notes = notes
     return made
 

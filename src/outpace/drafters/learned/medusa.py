@@ -71,15 +71,16 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, network: MedusaRuntime, tree: Sequence[Path], layer: int, name: str) -> None:
         self.name, self._network, self._tree = name, network, tuple(tree)
-        self.needs = DrafterNeeds(taps=(layer,))
+        self.needs = DrafterNeeds(hidden_layers=(layer,))
         self._ranks = max(max(path) for path in self._tree) + 1
         self.lookup, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event.taps is not None and len(event.taps):  # a copy: a view would keep a whole forward's states
-                last = event.taps.at(np.array([len(event.taps) - 1], np.int32)).native[0, 0]
-                self._network.keep(event.row, event.start - 1 + len(event.taps), last)
+            states = event.hidden_states
+            if states is not None and len(states):  # a copy: a view would keep a whole forward's states
+                last = states.at(np.array([len(states) - 1], np.int32)).native[0, 0]
+                self._network.keep(event.row, event.start - 1 + len(states), last)
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         ready = [i for i, view in enumerate(rows) if self._network.position(view.row) == len(view.tokens) - 1]

@@ -109,7 +109,7 @@ class NativeEagle:
             for row in fresh:
                 eagle.drop(row)
             raise
-        outputs = np.ascontiguousarray(result.tapped()[result.tap_places(last), 0])
+        outputs = np.ascontiguousarray(result.hidden_states()[result.hidden_places(last), 0])
         if self._norm_output:
             outputs = _native.final_norm(self._model, outputs)
         self._predicted |= {row: outputs[i : i + 1] for i, row in enumerate(rows)}
@@ -232,7 +232,7 @@ def _build(
         "norm_first": config.norm_before_residual,
     }
     model = packing.model(config.decoder, layers, kv_dtype, limit)
-    norms = [packing.vector(f"fc_norm.{t}.weight") for t in range(len(config.taps))] if config.fc_norm else []
+    norms = [packing.vector(f"fc_norm.{t}.weight") for t in range(len(config.hidden_layers))] if config.fc_norm else []
     if config.norm_before_fc:
         norms = [packing.vector("input_norm.weight")]
     fuse = packing.matrix(packing.tensors["fc.weight"])

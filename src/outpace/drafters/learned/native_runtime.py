@@ -157,7 +157,7 @@ class NativeParallel:
                 self._model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
                 packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, confidence,
             )  # fmt: skip
-            self.rows: Any = _native.ParallelRows(self._network, list(config.taps), shape.max_length)
+            self.rows: Any = _native.ParallelRows(self._network, list(config.hidden_layers), shape.max_length)
         self.ids, self.max_length = packing.ids, shape.max_length
         self.slots = config.block - (not config.sample_from_anchor)
         self._markov = markov is not None

@@ -101,20 +101,20 @@ class ParallelDrafter(Drafter):
     def __init__(self, network: ParallelRuntime, layers: Sequence[int], name: str, vocab: int) -> None:
         needed = tuple(sorted(set(layers)))
         self.name, self._network, self._vocab = name, network, vocab
-        self.needs = DrafterNeeds(taps=needed, draws=True)
+        self.needs = DrafterNeeds(hidden_layers=needed, draws=True)
         self._columns = [needed.index(layer) for layer in layers]
         self.lookup, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
         rows, states, positions = list[int](), list[Any](), list[I32]()
         for event in events:
-            if event.taps is None:
+            if event.hidden_states is None:
                 continue
-            at = np.arange(event.start - 1, event.start - 1 + len(event.taps), dtype=np.int32)
+            at = np.arange(event.start - 1, event.start - 1 + len(event.hidden_states), dtype=np.int32)
             new = np.flatnonzero((at >= self._network.end(event.row)) & (at < self._network.max_length))
             if len(new):
                 rows.append(event.row)
-                states.append(event.taps.at(new.astype(np.int32)).layers(self._columns).native)
+                states.append(event.hidden_states.at(new.astype(np.int32)).layers(self._columns).native)
                 positions.append(at[new])
         if rows:
             self._network.read(rows, states, positions)

@@ -179,8 +179,8 @@ class NativeModel:
         features = None if batch.features is None else features_of(batch.features)
         try:
             result = self._live().forward(
-                batch.token, batch.row, batch.position, batch.parent, batch.starts, batch.wanted, batch.taps, layers,
-                batch.tapped, features,
+                batch.token, batch.row, batch.position, batch.parent, batch.starts, batch.wanted,
+                batch.hidden_layers, layers, batch.hidden_rows, features,
             )  # fmt: skip
         except _native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error

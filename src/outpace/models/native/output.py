@@ -69,28 +69,30 @@ class NativeOutput:
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         return logprobs_on_host(self.logits(at), tokens, top)
 
-    def taps(self, at: I32) -> NativeTaps:
-        """See ``Output.taps``. Raises IndexError for tokens of rows that were not tapped, ValueError without taps."""
-        return NativeTaps(self._result.tapped(), self._result.tap_places(at))
+    def hidden_states(self, at: I32) -> NativeHiddenStates:
+        """See ``Output.hidden_states``. Raises IndexError for tokens of other rows, ValueError without states."""
+        return NativeHiddenStates(self._result.hidden_states(), self._result.hidden_places(at))
 
 
-class NativeTaps:
-    """See ``Taps``. It shares the hidden states with their forward's result and stays valid whatever is run later."""
+class NativeHiddenStates:
+    """See ``HiddenStates``. It shares memory with the forward's result and stays valid whatever is run later."""
 
     def __init__(self, states: F32, places: I32, columns: tuple[int, ...] | None = None) -> None:
-        self._states = states  # [m, T, H] of all tapped tokens
+        self._states = states  # [m, T, H] of all tokens whose rows keep them
         self._places = places  # [n] among them
-        self._columns = columns  # of the tapped layers; None: all, as they are
+        self._columns = columns  # of T; None: all, as they are
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def at(self, indices: I32) -> NativeTaps:
-        return NativeTaps(self._states, self._places[indices], self._columns)
+    def at(self, indices: I32) -> NativeHiddenStates:
+        return NativeHiddenStates(self._states, self._places[indices], self._columns)
 
-    def layers(self, columns: Sequence[int]) -> NativeTaps:
+    def layers(self, columns: Sequence[int]) -> NativeHiddenStates:
         its = tuple(columns) if self._columns is None else tuple(self._columns[column] for column in columns)
-        return NativeTaps(self._states, self._places, None if its == tuple(range(self._states.shape[1])) else its)
+        return NativeHiddenStates(
+            self._states, self._places, None if its == tuple(range(self._states.shape[1])) else its
+        )
 
     @property
     def native(self) -> F32:

@@ -122,9 +122,11 @@ class TransformersModel:
     def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
         module = self._live()
         layers = self.info.layers if batch.layers is None else batch.layers
-        if not 1 <= layers <= self.info.layers or any(not 0 <= tap < layers for tap in batch.taps):
-            raise ValueError(f"layers={batch.layers}, taps={batch.taps}: the model has {self.info.layers} layers")
-        taps: dict[int, torch.Tensor] = {}
+        if not 1 <= layers <= self.info.layers or any(not 0 <= layer < layers for layer in batch.hidden_layers):
+            raise ValueError(
+                f"layers={batch.layers}, hidden_layers={batch.hidden_layers}: the model has {self.info.layers} layers"
+            )
+        hidden_states: dict[int, torch.Tensor] = {}
         wanted = None if len(batch.wanted) == len(batch) else self._indices(batch.wanted)
         with ExitStack() as undo:
             self._forward.rows = layout(batch, kv, undo.enter_context(kv.writing(counts(batch))))
@@ -134,8 +136,10 @@ class TransformersModel:
             if batch.features is not None:
                 entry = _add_features(self._features(batch))
                 undo.callback(self._anatomy.layers[0].register_forward_pre_hook(entry, with_kwargs=True).remove)
-            for tap in set(batch.taps):
-                undo.callback(self._anatomy.layers[tap].register_forward_hook(_keep_output(taps, tap)).remove)
+            for layer in set(batch.hidden_layers):
+                undo.callback(
+                    self._anatomy.layers[layer].register_forward_hook(_keep_output(hidden_states, layer)).remove
+                )
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
             tokens, positions = self._indices(np.stack([batch.token, batch.position]))
             result = module(
@@ -146,7 +150,7 @@ class TransformersModel:
                 logits = logits[wanted]
             if self._device.type == "cuda":  # what follows waits for it anyway; a failure shows before anything is kept
                 torch.cuda.current_stream(self._device).synchronize()
-        return TorchOutput(batch, logits, [taps[tap] for tap in batch.taps])
+        return TorchOutput(batch, logits, [hidden_states[layer] for layer in batch.hidden_layers])
 
     def _indices(self, values: I32) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -182,9 +186,9 @@ class TransformersModel:
         self._module = None
 
 
-def _keep_output(into: dict[int, torch.Tensor], tap: int) -> Callable[..., None]:
+def _keep_output(into: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
     def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        into[tap] = output[0] if isinstance(output, tuple) else output
+        into[layer] = output[0] if isinstance(output, tuple) else output
 
     return hook
 

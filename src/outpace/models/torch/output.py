@@ -1,4 +1,4 @@
-"""What a forward of the Transformers backend hands out: logits and taps, where they were computed until asked for."""
+"""What a forward of the Transformers backend hands out: logits and hidden states, on the device until asked for."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outpace.models.base import Batch, choose_on_host, logprobs_on_host
 
 
 @dataclass(frozen=True, slots=True)
-class TorchTaps:
-    """See ``Taps``: tokens ``index`` int32 [n] of T layers' outputs, each [1, N, H] on the model's device."""
+class TorchHiddenStates:
+    """See ``HiddenStates``: tokens ``index`` int32 [n] of T layers' outputs, each [1, N, H] on the model's device."""
 
     tensors: tuple[torch.Tensor, ...]
     index: I32
@@ -27,11 +27,11 @@ class TorchTaps:
     def __len__(self) -> int:
         return len(self.index)
 
-    def at(self, indices: I32) -> TorchTaps:
-        return TorchTaps(self.tensors, self.index[indices])
+    def at(self, indices: I32) -> TorchHiddenStates:
+        return TorchHiddenStates(self.tensors, self.index[indices])
 
-    def layers(self, columns: Sequence[int]) -> TorchTaps:
-        return TorchTaps(tuple(self.tensors[column] for column in columns), self.index)
+    def layers(self, columns: Sequence[int]) -> TorchHiddenStates:
+        return TorchHiddenStates(tuple(self.tensors[column] for column in columns), self.index)
 
     @property
     def native(self) -> torch.Tensor:
@@ -46,10 +46,10 @@ class TorchTaps:
 class TorchOutput:
     """A forward's result where it was computed; what is asked for comes to the host in one copy."""
 
-    def __init__(self, batch: Batch, logits: torch.Tensor, taps: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, batch: Batch, logits: torch.Tensor, hidden_states: Sequence[torch.Tensor] = ()) -> None:
         self._batch = batch
         self._logits = logits  # [M, V]
-        self._taps = tuple(taps)  # each [1, N, H]
+        self._hidden_states = tuple(hidden_states)  # each [1, N, H]
         self._host: F32 | None = None
         self._on_device = logits.device.type != "cpu"  # so that every look at it is a copy
 
@@ -144,16 +144,16 @@ class TorchOutput:
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         return logprobs_on_host(self.logits(at), tokens, top)
 
-    def taps(self, at: I32) -> TorchTaps:
-        if not self._taps:
-            raise ValueError("no hidden states were asked for: name the layers in Batch.taps")
-        tapped = self._batch.tapped
-        if tapped is not None:
+    def hidden_states(self, at: I32) -> TorchHiddenStates:
+        if not self._hidden_states:
+            raise ValueError("no hidden states were asked for: name the layers in Batch.hidden_layers")
+        hidden_rows = self._batch.hidden_rows
+        if hidden_rows is not None:
             rows = np.searchsorted(self._batch.starts, at, side="right") - 1
-            if not tapped[rows].all():
-                untapped = sorted(set(rows[~tapped[rows]].tolist()))
-                raise ValueError(f"rows {untapped} of the batch are not tapped: name them in Batch.tapped")
-        return TorchTaps(self._taps, np.asarray(at, np.int32))
+            if not hidden_rows[rows].all():
+                unread = sorted(set(rows[~hidden_rows[rows]].tolist()))
+                raise ValueError(f"rows {unread} of the batch keep no hidden states: name them in Batch.hidden_rows")
+        return TorchHiddenStates(self._hidden_states, np.asarray(at, np.int32))
 
     def _everything(self) -> F32:
         if self._host is None:

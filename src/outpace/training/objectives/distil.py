@@ -145,7 +145,7 @@ class DistilObjective:
         return "distil", student.shape, tensors
 
     def mixed(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with a share of its sequences in the student's words, of which these alone count. No taps."""
+        """The batch with a share of its sequences in the student's words, of which these alone count. No states."""
         assert self.teacher is not None
         draw = torch.Generator().manual_seed(batch.seed)
         sequences, cuts = [], dict[int, int]()

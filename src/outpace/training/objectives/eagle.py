@@ -37,8 +37,8 @@ class EagleOptions:
 
     ``steps_ttt``: unrolled, the first included (training-time test); ``share`` of the anchors go on after the first.
     ``decay``: step i counts decay^i. ``candidates``: rows of the head a batch is trained against (0: the whole draft
-    vocabulary). ``noise``: of the taps, as a share of their root mean square; ``dropout``: of whole taps. ``depth``:
-    tokens of a simulated chain.
+    vocabulary). ``noise``: of hidden states, as a share of their root mean square; ``dropout``: of whole layers.
+    ``depth``: tokens of a simulated chain.
     """
 
     steps_ttt: int = 3
@@ -205,12 +205,14 @@ class EagleObjective:
             later.append(reach[(useful & kept)[reach]])
         return anchors + later[::-1]
 
-    def _disturbed(self, taps: Tensor, draw: torch.Generator) -> Tensor:
-        """Taps [N, T, h] with noise, some of them left out and the others of that position scaled up."""
+    def _disturbed(self, hidden_states: Tensor, draw: torch.Generator) -> Tensor:
+        """Hidden states [N, T, h] with noise, some of them left out and the others of that position scaled up."""
         if self.options.noise:
-            size = taps.square().mean(-1, keepdim=True).sqrt_() * self.options.noise
-            taps = taps + size * torch.randn(taps.shape, generator=draw).to(taps.device)
+            size = hidden_states.square().mean(-1, keepdim=True).sqrt_() * self.options.noise
+            hidden_states = hidden_states + size * torch.randn(hidden_states.shape, generator=draw).to(
+                hidden_states.device
+            )
         if self.options.dropout:
-            kept = torch.rand(taps.shape[:2], generator=draw).to(taps.device) >= self.options.dropout
-            taps = taps * (kept / (1 - self.options.dropout))[..., None]
-        return taps
+            kept = torch.rand(hidden_states.shape[:2], generator=draw).to(hidden_states.device) >= self.options.dropout
+            hidden_states = hidden_states * (kept / (1 - self.options.dropout))[..., None]
+        return hidden_states

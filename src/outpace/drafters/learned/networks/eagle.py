@@ -41,9 +41,10 @@ class EagleNetwork(nn.Module):
         if config.norm_before_fc and config.fc_norm:
             raise ParameterError("norm_before_fc and fc_norm exclude one another: give one of them")
         self.config = config
-        width = len(config.taps) * shape.hidden
+        width = len(config.hidden_layers) * shape.hidden
         self.fc = nn.Linear(width, shape.hidden, bias=False)
-        self.fc_norm = nn.ModuleList(Norm(shape.hidden, shape.eps) for _ in config.taps) if config.fc_norm else None
+        norms = (Norm(shape.hidden, shape.eps) for _ in config.hidden_layers)
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.input_norm = Norm(width, shape.eps) if config.norm_before_fc else None
         self.layers = nn.ModuleList([EagleLayer(shape)])
         self.norm = Norm(shape.hidden, shape.eps)

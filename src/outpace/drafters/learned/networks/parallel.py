@@ -1,8 +1,8 @@
 """A block of tokens from one small forward: DSpark (arXiv 2607.05147) on DFlash's decoder (arXiv 2602.06036).
 
 The block's first slot is the anchor, the last token that is known, the others are mask tokens; slot k says what follows
-the anchor by k + 1. Slots see each other both ways, and the target's taps of positions before the anchor, which every
-layer reads as keys and values of its own. A low-rank Markov head adds what the token before makes likely, a confidence
+the anchor by k + 1. Slots see each other both ways, and the target's hidden states before the anchor, which every layer
+reads as keys and values of its own. A low-rank Markov head adds what the token before makes likely, a confidence
 head says how likely a slot is to be accepted. Names and arithmetic are those of speculators 0.9's ``dspark``.
 """
 
@@ -74,7 +74,7 @@ class ParallelNetwork(nn.Module):
         super().__init__()
         its = config.decoder
         self.config = config
-        self.fc = nn.Linear(len(config.taps) * its.hidden, its.hidden, bias=False)
+        self.fc = nn.Linear(len(config.hidden_layers) * its.hidden, its.hidden, bias=False)
         self.hidden_norm = Norm(its.hidden, its.eps)
         self.layers = nn.ModuleList(Layer(its) for _ in range(its.layers))
         self.norm = Norm(its.hidden, its.eps)
@@ -84,7 +84,7 @@ class ParallelNetwork(nn.Module):
         draw = torch.Generator().manual_seed(seed)
         initialise(self, draw)
         with torch.no_grad():
-            self.fc.weight[:, -its.hidden :] += torch.eye(its.hidden)  # the highest tap passes through
+            self.fc.weight[:, -its.hidden :] += torch.eye(its.hidden)  # the highest layer passes through
             if self.markov_head is not None:
                 nn.init.normal_(self.markov_head.markov_w1.weight, std=0.01, generator=draw)
 
@@ -93,9 +93,9 @@ class ParallelNetwork(nn.Module):
         """Tokens that a block gives: K."""
         return self.config.block - (not self.config.sample_from_anchor)
 
-    def context(self, taps: Tensor, position: Tensor) -> Context:
-        """Every layer's keys and values of the target's taps [n, T, h] at positions int64 [n]."""
-        fused = self.hidden_norm(self.fc(taps.flatten(1)))
+    def context(self, hidden_states: Tensor, position: Tensor) -> Context:
+        """Every layer's keys and values of the target's hidden states [n, T, h] at positions int64 [n]."""
+        fused = self.hidden_norm(self.fc(hidden_states.flatten(1)))
         cos, sin = self.rope(position)
         return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]
 

@@ -1,7 +1,7 @@
 """Hidden states of the target along whole answers: what a learned drafter reads. Computed, or kept beside the answers.
 
-Kept ones are bfloat16 [sum of L][T + 1][h] in ``taps-00000.bin``, beside the shard of answers of that number: the taps,
-then the state before the final norm. Computed ones are rounded alike, so that it cannot show which were read.
+Kept ones are bfloat16 [sum of L][T + 1][h] in ``states-00000.bin``, beside that shard of answers: of T layers, then the
+state before the final norm. Computed ones are rounded alike, so that it cannot show which were read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ CHUNK = 256  # tokens a forward
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's taps, as outputs of layers counted from 0: of 1, N // 2 - 1 and N - 4. Raises ParameterError."""
+    """EAGLE-3's layers, as outputs of layers counted from 0: of 1, N // 2 - 1 and N - 4. Raises ParameterError."""
     if layers < 8:
         raise ParameterError(
-            f"a target of {layers} layers is too small for the usual taps: give ", Argument("layers"), " yourself"
+            f"a target of {layers} layers is too small for the usual layers: give ", Argument("layers"), " yourself"
         )
     return 1, layers // 2 - 1, layers - 4
 
 
 def with_last(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """The layers to tap: ``layers``, then the last of ``count``, whose output the final norm reads."""
+    """The layers to read: ``layers``, then the last of ``count``, whose output the final norm reads."""
     if not all(0 <= layer < count for layer in layers):
         raise ParameterError(Argument("layers", list(layers)), f" are not all in the target: it has 0 to {count - 1}")
     return (*layers, count - 1)
@@ -79,9 +79,9 @@ def forward_states(model: Model, sequences: Sequence[I32], layers: tuple[int, ..
                     rows[i], parts[i] = model.kv.alloc(), []
             tokens = [sequences[i][at[i] : at[i] + count] for i, count in here]
             batch = Batch.pack(
-                [rows[i] for i, _ in here], tokens, [at[i] for i, _ in here], [False] * len(here), taps=layers
+                [rows[i] for i, _ in here], tokens, [at[i] for i, _ in here], [False] * len(here), hidden_layers=layers
             )
-            states = bfloat16(model.forward(batch).taps(np.arange(len(batch), dtype=np.int32)).numpy())
+            states = bfloat16(model.forward(batch).hidden_states(np.arange(len(batch), dtype=np.int32)).numpy())
             for (i, count), start in zip(here, batch.starts.tolist(), strict=False):
                 parts[i].append(states[start : start + count])
                 at[i] += count
@@ -116,7 +116,7 @@ def state_bytes(layers: int, hidden: int) -> int:
 class Cache:
     """The kept states of a folder: what there is, what is missing, and making the rest.
 
-    ``layers``: the taps, without the last layer (None: those that the folder has, else EAGLE-3's). Raises DataError for
+    ``layers``: those read, without the last (None: those that the folder has, else EAGLE-3's). Raises DataError for
     a folder that keeps others.
     """
 
@@ -125,13 +125,13 @@ class Cache:
         self.answers = Answers.open(path)
         meta = self.answers.meta
         count = int(meta["target"]["layers"])
-        has = tuple(meta["taps"]["layers"]) if "taps" in meta else None
-        kept = sorted(path.glob("taps-*"))
+        has = tuple(meta["hidden_states"]["layers"]) if "hidden_states" in meta else None
+        kept = sorted(path.glob("states-*"))
         wanted = has or default_layers(count) if layers is None else tuple(layers)
         if kept and wanted != has:
             raise DataError(
-                f"{path} keeps the taps {list(has or ())}, not {list(wanted)}: ask for those, or remove {kept[0].name} "
-                "and the like"
+                f"{path} keeps the outputs of layers {list(has or ())}, not {list(wanted)}: ask for those, "
+                f"or remove {kept[0].name} and the like"
             )
         self.layers = with_last(wanted, count)
         hidden = int(meta["target"]["hidden_size"])
@@ -153,12 +153,12 @@ class Cache:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to do."""
-        paths = (folders.taps_path(self.path, number) for number in range(len(self.sizes)))
+        paths = (folders.states_path(self.path, number) for number in range(len(self.sizes)))
         return all(p.exists() and p.stat().st_size == size for p, size in zip(paths, self.sizes, strict=True))
 
     def check_room(self) -> None:
         """Raises DataError when the disk cannot hold what is missing."""
-        check_room(self.path, self.missing, "the taps")
+        check_room(self.path, self.missing, "the hidden states")
 
     def fill(self, model: Model, done: Callable[[int, int], None] = lambda answers, tokens: None) -> int:
         """Compute what is missing; tokens computed. ``done(answers, tokens)`` hears of every answer.
@@ -166,7 +166,10 @@ class Cache:
         What is written stays, whatever ends it: the next ``fill`` goes on behind it. Raises DataError for a full disk.
         """
         self.check_room()
-        meta = {**folders.read_meta(self.path), "taps": {"layers": list(self.layers[:-1]), "dtype": "bfloat16"}}
+        meta = {
+            **folders.read_meta(self.path),
+            "hidden_states": {"layers": list(self.layers[:-1]), "dtype": "bfloat16"},
+        }
         with folders.writing(self.path, "nothing was begun"):
             folders.write_meta(self.path, meta)
         total = 0
@@ -176,11 +179,11 @@ class Cache:
 
     def _there(self, number: int) -> Path | None:
         """The file with a shard's states, as far as there are some."""
-        whole = folders.taps_path(self.path, number)
+        whole = folders.states_path(self.path, number)
         return next((path for path in (whole, whole.with_suffix(".part")) if path.exists()), None)
 
     def _fill(self, number: int, model: Model, done: Callable[[int, int], None]) -> int:
-        whole = folders.taps_path(self.path, number)
+        whole = folders.states_path(self.path, number)
         part = whole.with_suffix(".part")
         starts, bounds = self.answers.columns.starts, self.answers.columns.shards
         its = starts[bounds[number] : bounds[number + 1] + 1] - starts[bounds[number]]
