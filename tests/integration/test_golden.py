@@ -43,13 +43,11 @@ def paths() -> tuple[str, str]:
     return usable[0], next((name for name in usable[1:] if name == "avx2"), usable[-1])
 
 
-def answers(engine: Engine, drafter: bool) -> list[list[int]]:
-    """Of every prompt with every sampling, all at once."""
+def answers(engine: Engine, **drafting: Any) -> list[list[int]]:
+    """Of every prompt with every sampling, all at once; ``drafting``: as ``generate_many`` takes it."""
     asked = [(prompt, given) for prompt in PROMPTS for given in SAMPLING]
     params = [SamplingParams(max_tokens=40, ignore_eos=True, **given) for _, given in asked]
-    results = engine.generate_many(
-        [prompt for prompt, _ in asked], params, raw=True, **({} if drafter else {"drafter": False})
-    )
+    results = engine.generate_many([prompt for prompt, _ in asked], params, raw=True, **drafting)
     return [list(result.token_ids) for result in results]
 
 
@@ -88,17 +86,18 @@ def test_logits(kv_dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_answers(drafter: str) -> None:
-    """Plain answers, and drafted ones in any size."""
+    """Plain answers, and drafted ones of any size."""
     with loaded(drafter) as engine:
         assert answers(engine, drafter=False) == golden()["answers"]
-        assert answers(engine, drafter=True) == golden()["answers"]
+        assert answers(engine, size=4) == golden()["answers"]
         assert engine.stats.accepted > 0
+        assert answers(engine) == golden()["answers"]
 
 
 def test_answers_on_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_ISA", paths()[1])
     with loaded(DRAFTERS[-1]) as engine:
-        assert answers(engine, drafter=True) == golden()["answers"]
+        assert answers(engine, size=4) == golden()["answers"]
 
 
 def main() -> None:
