@@ -117,7 +117,8 @@ struct Array {
     T* data;
 
     Array(PyObject* type, std::initializer_list<Py_ssize_t> shape) {
-        nb::object sizes = nb::steal(shape.size() == 1 ? PyLong_FromSsize_t(*shape.begin()) : PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+        nb::object sizes = nb::steal(
+            shape.size() == 1 ? PyLong_FromSsize_t(*shape.begin()) : PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
         Py_ssize_t at = 0;
         if (shape.size() > 1)
             for (const Py_ssize_t n : shape) PyTuple_SetItem(sizes.ptr(), at++, PyLong_FromSsize_t(n));

@@ -37,8 +37,8 @@ struct HeldDatastore {
         std::vector<Datastore::Segment> found;
         for (const auto& [tokens, order, keys] : arrays) {
             if (order.shape(0) != keys.shape(0)) throw std::invalid_argument("order and keys differ in length");
-            found.push_back({tokens.data(), static_cast<int64_t>(tokens.shape(0)), order.data(), keys.data(),
-                             static_cast<int64_t>(order.shape(0))});
+            found.push_back(
+                {tokens.data(), static_cast<int64_t>(tokens.shape(0)), order.data(), keys.data(), static_cast<int64_t>(order.shape(0))});
         }
         return found;
     }
@@ -56,7 +56,7 @@ nb::list trees_of(Lookup& lookup, const nb::list& rows) {
         if (its.size() != 5) throw std::invalid_argument("a row is (row, request, prompt, tokens, size)");
         const IntView& view = tokens.emplace_back(nb::handle(its[3]).ptr());
         asked.push_back({nb::cast<int64_t>(its[0]), nb::cast<int64_t>(its[1]), nb::cast<int64_t>(its[2]), view.data(),
-                         static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
+            static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
     }
     std::vector<SourcedTree> trees;
     lookup.propose(asked, trees);
@@ -75,29 +75,34 @@ void bind_draft_model(nb::module_& m) {
     nb::class_<DraftRows>(m, "DraftRows")
         .def(nb::init<>())
         .def("add", [](DraftRows& x, int64_t row, int cached) { x.rows[row] = {cached, {}}; }, "row"_a, "cached"_a)
-        .def("cached", [](const DraftRows& x) {
-            std::map<int64_t, int> found;
-            for (const auto& [row, its] : x.rows) found[row] = its.cached;
-            return found;
-        })
+        .def("cached",
+            [](const DraftRows& x) {
+        std::map<int64_t, int> found;
+        for (const auto& [row, its] : x.rows) found[row] = its.cached;
+        return found;
+    })
         .def("fed", [](DraftRows& x, int64_t row) { return row_of(x, row).fed.size(); }, "row"_a)
-        .def("tokens", [](DraftRows& x, int64_t row, int n) {
-            const std::vector<int32_t>& fed = row_of(x, row).fed;
-            const size_t count = std::min(fed.size(), static_cast<size_t>(std::max(n, 0)));
-            return numpy(std::vector<int32_t>(fed.begin(), fed.begin() + static_cast<std::ptrdiff_t>(count)), {count});
-        }, "row"_a, "n"_a)
-        .def("truncate", [](DraftRows& x, int64_t row, size_t n) {
-            std::vector<int32_t>& fed = row_of(x, row).fed;
-            fed.resize(std::min(fed.size(), n));
-        }, "row"_a, "n"_a)
-        .def("append", [](DraftRows& x, int64_t row, const nb::object& tokens) {
-            const IntCopy its(tokens.ptr());
-            std::vector<int32_t>& fed = row_of(x, row).fed;
-            fed.insert(fed.end(), its.data(), its.data() + its.size());
-        }, "row"_a, "tokens"_a)
+        .def("tokens",
+            [](DraftRows& x, int64_t row, int n) {
+        const std::vector<int32_t>& fed = row_of(x, row).fed;
+        const size_t count = std::min(fed.size(), static_cast<size_t>(std::max(n, 0)));
+        return numpy(std::vector<int32_t>(fed.begin(), fed.begin() + static_cast<std::ptrdiff_t>(count)), {count});
+    }, "row"_a, "n"_a)
+        .def("truncate",
+            [](DraftRows& x, int64_t row, size_t n) {
+        std::vector<int32_t>& fed = row_of(x, row).fed;
+        fed.resize(std::min(fed.size(), n));
+    }, "row"_a, "n"_a)
+        .def("append",
+            [](DraftRows& x, int64_t row, const nb::object& tokens) {
+        const IntCopy its(tokens.ptr());
+        std::vector<int32_t>& fed = row_of(x, row).fed;
+        fed.insert(fed.end(), its.data(), its.data() + its.size());
+    }, "row"_a, "tokens"_a)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
     nb::class_<ModelLookup, Lookup>(m, "ModelLookup")
-        .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a, "catch_up"_a);
+        .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a,
+            "catch_up"_a);
 }
 
 // What drafts in steps that need no Python; see step.cpp.
@@ -107,13 +112,11 @@ void bind_lookups(nb::module_& m) {
         .def_prop_ro("hidden_layers", [](const Lookup& x) { return nb::tuple(nb::cast(x.hidden_layers())); })
         .def_prop_ro("stepwise", &Lookup::stepwise)
         .def_prop_ro("ranks", &Lookup::ranks)
-        .def("rank",
-             [](Lookup& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
-                 const IntView token(tokens.ptr()), likeliest(ids.ptr(), 2);
-                 if (likeliest.size() != token.size() || likeliest.width() != x.ranks()) throw std::invalid_argument("ids are [tokens, ranks]");
-                 x.rank(row, token.data(), static_cast<size_t>(token.size()), likeliest.data());
-             },
-             "row"_a, "tokens"_a, "ids"_a);
+        .def("rank", [](Lookup& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
+        const IntView token(tokens.ptr()), likeliest(ids.ptr(), 2);
+        if (likeliest.size() != token.size() || likeliest.width() != x.ranks()) throw std::invalid_argument("ids are [tokens, ranks]");
+        x.rank(row, token.data(), static_cast<size_t>(token.size()), likeliest.data());
+    }, "row"_a, "tokens"_a, "ids"_a);
     nb::class_<RecyclingLookup, Lookup>(m, "RecyclingLookup")
         .def(nb::init<int64_t, std::vector<double>, bool>(), "capacity"_a, "hit"_a, "shared"_a)
         .def("release", &RecyclingLookup::release, "row"_a)
@@ -123,118 +126,105 @@ void bind_lookups(nb::module_& m) {
     nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
         .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
     nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")
-        .def("__init__",
-             [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) { new (self) RetrievalLookup(held.store, places, least); },
-             "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
+        .def("__init__", [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) {
+        new (self) RetrievalLookup(held.store, places, least);
+    }, "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
     nb::class_<ComposedLookup, Lookup>(m, "ComposedLookup")
         .def("__init__",
-             [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
-                 if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
-                 std::vector<ComposedLookup::Part> each;
-                 for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
-                 new (self) ComposedLookup(std::move(each), sure, deep);
-             },
-             "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
+            [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
+        if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
+        std::vector<ComposedLookup::Part> each;
+        for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
+        new (self) ComposedLookup(std::move(each), sure, deep);
+    }, "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
     nb::class_<SuffixRows, Lookup>(m, "SuffixRows")
         .def("__init__",
-             [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,
+            [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,
                 SuffixIndex* history) {
-                 new (self) SuffixRows(capacity, most, {nearest, few, {std::move(weights), doubt}}, wide, history);
-             },
-             "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a, "wide"_a, "history"_a.none(), nb::keep_alive<1, 9>())
+        new (self) SuffixRows(capacity, most, {nearest, few, {std::move(weights), doubt}}, wide, history);
+    },
+            "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a, "wide"_a, "history"_a.none(), nb::keep_alive<1, 9>())
         .def("bound", &SuffixRows::bound)
         .def("release", &SuffixRows::release, "row"_a)
         .def_prop_ro("places", &SuffixRows::places)
         .def("rows", [](const SuffixRows& x) {
-            nb::dict found;
-            for (const SuffixRows::Row& row : x.rows())
-                found[nb::int_(row.row)] = nb::make_tuple(row.index->tokens().size(), row.known);
-            return found;
-        });
+        nb::dict found;
+        for (const SuffixRows::Row& row : x.rows()) found[nb::int_(row.row)] = nb::make_tuple(row.index->tokens().size(), row.known);
+        return found;
+    });
 }
 
 }  // namespace
 
 void bind_drafting(nb::module_& m) {
-    m.def(
-        "merge",
-        [](const nb::list& proposals, int budget) {
-            std::vector<SourcedTree> trees;
-            for (const nb::handle proposal : proposals) {
-                const auto list = [&](PyObject* name) { return owned(PyObject_GetAttr(proposal.ptr(), name)); };
-                const Names& names = Names::get();
-                trees.push_back({nb::cast<std::vector<int32_t>>(list(names.tokens)), nb::cast<std::vector<int32_t>>(list(names.parents)),
-                                 nb::cast<std::vector<double>>(list(names.gains)), nb::cast<std::vector<int>>(list(names.sources))});
-                const SourcedTree& tree = trees.back();
-                if (tree.parents.size() != tree.tokens.size() || tree.gains.size() != tree.tokens.size() || tree.sources.size() != tree.tokens.size())
-                    throw std::invalid_argument("a tree's lists differ in length");
-            }
-            const SourcedTree merged = merge(trees, budget);
-            return nb::make_tuple(merged.tokens, merged.parents, merged.gains, merged.sources);
-        },
-        "proposals"_a, "budget"_a);
+    m.def("merge", [](const nb::list& proposals, int budget) {
+        std::vector<SourcedTree> trees;
+        for (const nb::handle proposal : proposals) {
+            const auto list = [&](PyObject* name) { return owned(PyObject_GetAttr(proposal.ptr(), name)); };
+            const Names& names = Names::get();
+            trees.push_back({nb::cast<std::vector<int32_t>>(list(names.tokens)), nb::cast<std::vector<int32_t>>(list(names.parents)),
+                nb::cast<std::vector<double>>(list(names.gains)), nb::cast<std::vector<int>>(list(names.sources))});
+            const SourcedTree& tree = trees.back();
+            if (tree.parents.size() != tree.tokens.size() || tree.gains.size() != tree.tokens.size() ||
+                tree.sources.size() != tree.tokens.size())
+                throw std::invalid_argument("a tree's lists differ in length");
+        }
+        const SourcedTree merged = merge(trees, budget);
+        return nb::make_tuple(merged.tokens, merged.parents, merged.gains, merged.sources);
+    }, "proposals"_a, "budget"_a);
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__",
-             [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
-                 new (self) SuffixIndex(capacity, most, {nearest, few, {std::move(weights), doubt}});
-             },
-             "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
+            [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
+        new (self) SuffixIndex(capacity, most, {nearest, few, {std::move(weights), doubt}});
+    }, "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
         .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
         .def("append",
-             [](SuffixIndex& x, const nb::object& tokens) {
-                 const IntView view(tokens.ptr());
-                 x.append(view.data(), static_cast<size_t>(view.size()));
-             },
-             "tokens"_a)
+            [](SuffixIndex& x, const nb::object& tokens) {
+        const IntView view(tokens.ptr());
+        x.append(view.data(), static_cast<size_t>(view.size()));
+    }, "tokens"_a)
         .def("shrink", &SuffixIndex::shrink, "n"_a)
         .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
         .def("places",
-             [](const SuffixIndex& x, const Ints& context) {
-                 std::vector<SuffixIndex::Place> found;
-                 x.places(context.data(), context.shape(0), found);
-                 nb::list listed;
-                 for (const auto& place : found) listed.append(nb::make_tuple(place.at, place.length));
-                 return listed;
-             },
-             "context"_a)
+            [](const SuffixIndex& x, const Ints& context) {
+        std::vector<SuffixIndex::Place> found;
+        x.places(context.data(), context.shape(0), found);
+        nb::list listed;
+        for (const auto& place : found) listed.append(nb::make_tuple(place.at, place.length));
+        return listed;
+    }, "context"_a)
         .def("propose",
-             [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
-                 if (std::count(others.begin(), others.end(), nullptr)) throw nb::type_error("others must be indices, not None");
-                 const IntView view(context.ptr());
-                 return tuple_of(x.propose(view.data(), static_cast<size_t>(view.size()), budget, others, wide));
-             },
-             "context"_a, "budget"_a, "others"_a, "wide"_a);
+            [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
+        if (std::count(others.begin(), others.end(), nullptr)) throw nb::type_error("others must be indices, not None");
+        const IntView view(context.ptr());
+        return tuple_of(x.propose(view.data(), static_cast<size_t>(view.size()), budget, others, wide));
+    }, "context"_a, "budget"_a, "others"_a, "wide"_a);
     nb::class_<Mapped>(m, "Mapped")
         .def("__init__",
-             [](Mapped* self, const std::string& path) {
-                 try {
-                     new (self) Mapped(path);
-                 } catch (const std::system_error& error) {
-                     errno = error.code().value();
-                     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
-                     throw nb::python_error();
-                 }
-             },
-             "path"_a)
-        .def_prop_ro("bytes",
-                     [](nb::handle self) {
-                         const auto& file = nb::cast<const Mapped&>(self);
-                         const size_t shape[] = {file.size()};
-                         return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(file.data(), 1, shape, self));
-                     })
-        .def_prop_ro("torn", &Mapped::torn);
+            [](Mapped* self, const std::string& path) {
+        try {
+            new (self) Mapped(path);
+        } catch (const std::system_error& error) {
+            errno = error.code().value();
+            PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+            throw nb::python_error();
+        }
+    }, "path"_a)
+        .def_prop_ro("bytes", [](nb::handle self) {
+        const auto& file = nb::cast<const Mapped&>(self);
+        const size_t shape[] = {file.size()};
+        return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(file.data(), 1, shape, self));
+    }).def_prop_ro("torn", &Mapped::torn);
     nb::class_<HeldDatastore>(m, "Datastore")
         .def("__init__",
-             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab,
+            [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab,
                 const std::vector<const Mapped*>& files) {
-                 new (self) HeldDatastore(std::move(segments), files, {std::move(weights), doubt}, vocab);
-             },
-             "segments"_a, "weights"_a, "doubt"_a, "vocab"_a, "files"_a = std::vector<const Mapped*>())
-        .def("propose",
-             [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
-                 return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
-             },
-             "context"_a, "places"_a, "least"_a, "budget"_a);
+        new (self) HeldDatastore(std::move(segments), files, {std::move(weights), doubt}, vocab);
+    },
+            "segments"_a, "weights"_a, "doubt"_a, "vocab"_a, "files"_a = std::vector<const Mapped*>())
+        .def("propose", [](const HeldDatastore& x, const Ints& context, int places, int least, int budget) {
+        return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
+    }, "context"_a, "places"_a, "least"_a, "budget"_a);
     bind_lookups(m);
     bind_draft_model(m);
 }

@@ -18,13 +18,14 @@ Matrix gathered(Arena& arena, const Matrix& m, const Ints& ids) {
     const std::vector<int32_t> rows = copied(ids);
     if (rows.empty()) throw std::invalid_argument("no rows to gather");
     for (const int32_t id : rows)
-        if (id < 0 || id >= m.rows) throw std::invalid_argument("row " + std::to_string(id) + " is not one of the matrix's " + std::to_string(m.rows));
+        if (id < 0 || id >= m.rows)
+            throw std::invalid_argument("row " + std::to_string(id) + " is not one of the matrix's " + std::to_string(m.rows));
     nb::gil_scoped_release release;
     return gather(arena, m, rows.data(), static_cast<int>(rows.size()));
 }
 
-void make_eagle(Eagle* self, std::shared_ptr<Model> model, const Matrix& fuse, const std::vector<Floats>& norms, const Ints& tokens,
-                bool norm_output) {
+void make_eagle(
+    Eagle* self, std::shared_ptr<Model> model, const Matrix& fuse, const std::vector<Floats>& norms, const Ints& tokens, bool norm_output) {
     std::vector<std::vector<float>> each;
     for (const Floats& norm : norms) each.push_back(values_of(norm));
     new (self) Eagle(std::move(model), fuse, std::move(each), copied(tokens), norm_output);
@@ -41,7 +42,8 @@ Eagle::Ask ask_of(Eagle& eagle, const nb::tuple& given, DraftNetwork::Taken& tak
     ask.branch = nb::cast<int>(given[5]);
     ask.sampling = noise_of(given[6]);
     if (ask.tokens.size() != states.shape(0))
-        throw std::invalid_argument(std::to_string(ask.tokens.size()) + " tokens and the hidden states of " + std::to_string(states.shape(0)) + " differ in length");
+        throw std::invalid_argument(std::to_string(ask.tokens.size()) + " tokens and the hidden states of " +
+                                    std::to_string(states.shape(0)) + " differ in length");
     return ask;
 }
 
@@ -122,7 +124,8 @@ void append(EagleRows& rows, int64_t row, int first, const nb::object& tokens, c
 
 Entries::Row& unread_row(EagleRows& rows, int64_t row, int n) {
     Entries::Row& found = row_of(rows, row);
-    if (n < 0 || n > found.waiting()) throw std::invalid_argument(std::to_string(n) + " entries, where " + std::to_string(found.waiting()) + " are unread");
+    if (n < 0 || n > found.waiting())
+        throw std::invalid_argument(std::to_string(n) + " entries, where " + std::to_string(found.waiting()) + " are unread");
     return found;
 }
 
@@ -131,7 +134,8 @@ nb::tuple unread(EagleRows& rows, int64_t row, int n) {
     const Entries::Row& from = unread_row(rows, row, n);
     const size_t count = static_cast<size_t>(n), wide = rows.entries().wide(), layers = rows.width();
     return nb::make_tuple(numpy(std::vector<int32_t>(from.tokens.begin(), from.tokens.begin() + n), {count}),
-                          numpy(std::vector<float>(from.states.begin(), from.states.begin() + static_cast<std::ptrdiff_t>(count * wide)), {count, layers, wide / layers}));
+        numpy(std::vector<float>(from.states.begin(), from.states.begin() + static_cast<std::ptrdiff_t>(count * wide)),
+            {count, layers, wide / layers}));
 }
 
 std::vector<int64_t> numbers(const EagleRows& rows) {
@@ -143,12 +147,13 @@ std::vector<int64_t> numbers(const EagleRows& rows) {
 void bind_rows(nb::module_& m) {
     nb::class_<EagleRows, Lookup>(m, "EagleRows")
         .def("__init__",
-             [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int catch_up, int max_length) {
-                 if (layers.empty() || branch < 1 || branch > kMostBranch || most_levels > kMostLevels || catch_up < 1)
-                     throw std::invalid_argument("rows of an EAGLE drafter have layers, branches and a bound of entries that wait");
-                 new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, catch_up, max_length});
-             },
-             "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "catch_up"_a, "max_length"_a, nb::keep_alive<1, 2>())
+            [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int catch_up,
+                int max_length) {
+        if (layers.empty() || branch < 1 || branch > kMostBranch || most_levels > kMostLevels || catch_up < 1)
+            throw std::invalid_argument("rows of an EAGLE drafter have layers, branches and a bound of entries that wait");
+        new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, catch_up, max_length});
+    },
+            "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "catch_up"_a, "max_length"_a, nb::keep_alive<1, 2>())
         .def("__contains__", [](EagleRows& x, int64_t row) { return x.entries().find(row) != nullptr; }, "row"_a)
         .def("rows", &numbers)
         .def("append", &append, "row"_a, "first"_a, "tokens"_a, "states"_a)
@@ -159,11 +164,10 @@ void bind_rows(nb::module_& m) {
         .def("has_read", [](EagleRows& x, int64_t row, int n) { x.entries().has_read(unread_row(x, row, n), n); }, "row"_a, "n"_a)
         .def("unread_last", [](EagleRows& x, int64_t row) { return x.entries().unread_last(row_of(x, row)); }, "row"_a)
         .def("fork",
-             [](EagleRows& x, int64_t src, int64_t dst, int known) {
-                 row_of(x, src);
-                 x.entries().fork(src, dst, known);
-             },
-             "src"_a, "dst"_a, "known"_a)
+            [](EagleRows& x, int64_t src, int64_t dst, int known) {
+        row_of(x, src);
+        x.entries().fork(src, dst, known);
+    }, "src"_a, "dst"_a, "known"_a)
         .def("retire", [](EagleRows& x, int64_t row) { x.entries().retire(row); }, "row"_a)
         .def("release", [](EagleRows& x, int64_t row) { x.entries().release(row); }, "row"_a);
 }

@@ -6,12 +6,12 @@
 #include <cstring>
 
 #include "bindings/bindings.h"
+#include "model/model.h"
 #include "runtime/amx.h"
 #include "runtime/cpu.h"
 #include "runtime/denormals.h"
-#include "model/model.h"
-#include "weights/packed_file.h"
 #include "weights/pack.h"
+#include "weights/packed_file.h"
 
 namespace outpace {
 namespace {
@@ -51,8 +51,8 @@ void checked_shape(int64_t rows, int64_t cols) {
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(cols) + " is not possible");
 }
 
-Matrix pack_bytes(Arena& arena, const Bytes& data, int source, int64_t rows, int64_t cols, int heads,
-                  const std::string& target, int threads) {
+Matrix pack_bytes(
+    Arena& arena, const Bytes& data, int source, int64_t rows, int64_t cols, int heads, const std::string& target, int threads) {
     checked_shape(rows, cols);
     const size_t expected = static_cast<size_t>(rows) * row_bytes(source, cols);
     if (data.size() != expected)
@@ -70,7 +70,8 @@ Matrix mapped_matrix(std::shared_ptr<PackedFile> file, size_t offset, int source
 
 bool checked_row(const Matrix& m, int64_t row, const Bytes& stored, int source, const std::string& target) {
     if (row < 0 || row >= m.rows || stored.size() != row_bytes(source, m.cols))
-        throw std::invalid_argument("row " + std::to_string(row) + " of " + std::to_string(stored.size()) + " bytes does not fit the matrix");
+        throw std::invalid_argument(
+            "row " + std::to_string(row) + " of " + std::to_string(stored.size()) + " bytes does not fit the matrix");
     return row_is(m, static_cast<int>(row), stored.data(), source, target_of(target));
 }
 
@@ -105,7 +106,7 @@ nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
     std::vector<float> y(static_cast<size_t>(n) * m.rows);
     for (int t = 0; t < n; ++t)
         std::memcpy(y.data() + static_cast<size_t>(t) * m.rows, padded.data() + static_cast<size_t>(t) * m.out_padded(),
-                    static_cast<size_t>(m.rows) * 4);
+            static_cast<size_t>(m.rows) * 4);
     return numpy(std::move(y), {static_cast<size_t>(n), static_cast<size_t>(m.rows)});
 }
 
@@ -117,14 +118,14 @@ nb::object dot_pairs(const Ints& a, const Ints& b, const Floats& c, const std::s
     if (a.shape(0) != n || b.shape(0) != n || n % 16 != 0) throw std::invalid_argument("a, b and c must be equally many, by 16");
     std::vector<float> out(n);
     for (size_t i = 0; i < n; i += 16)
-        k.dot_pairs(reinterpret_cast<const uint32_t*>(a.data()) + i, reinterpret_cast<const uint32_t*>(b.data()) + i, c.data() + i,
-                    out.data() + i);
+        k.dot_pairs(
+            reinterpret_cast<const uint32_t*>(a.data()) + i, reinterpret_cast<const uint32_t*>(b.data()) + i, c.data() + i, out.data() + i);
     return numpy(std::move(out), {n});
 }
 
 std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row, const Ints& position, const Ints& parent,
-                                const Ints& starts, const Ints& wanted, const std::vector<int>& hidden_layers, int layers,
-                                const std::optional<Bools>& hidden_rows, const std::optional<Matrixf>& features) {
+    const Ints& starts, const Ints& wanted, const std::vector<int>& hidden_layers, int layers, const std::optional<Bools>& hidden_rows,
+    const std::optional<Matrixf>& features) {
     const size_t n = token.shape(0);
     if (row.shape(0) != n || position.shape(0) != n || parent.shape(0) != n || starts.shape(0) < 1)
         throw std::invalid_argument("malformed batch: its arrays differ in length");
@@ -144,10 +145,9 @@ std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row
         const auto* bytes = reinterpret_cast<const uint8_t*>(hidden_rows->data());
         kept_rows.assign(bytes, bytes + hidden_rows->shape(0));
     }
-    const BatchView batch{static_cast<int>(n), static_cast<int>(starts.shape(0)) - 1, static_cast<int>(wanted.shape(0)),
-                          its_token.data(), its_row.data(), its_position.data(), its_parent.data(), its_starts.data(),
-                          its_wanted.data(), hidden_layers, layers, hidden_rows ? kept_rows.data() : nullptr,
-                          features ? features->data() : nullptr};
+    const BatchView batch{static_cast<int>(n), static_cast<int>(starts.shape(0)) - 1, static_cast<int>(wanted.shape(0)), its_token.data(),
+        its_row.data(), its_position.data(), its_parent.data(), its_starts.data(), its_wanted.data(), hidden_layers, layers,
+        hidden_rows ? kept_rows.data() : nullptr, features ? features->data() : nullptr};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(model.lock());
     return model.forward(batch);
@@ -220,18 +220,15 @@ NB_MODULE(_native, m) {
         return found;
     });
     m.def("dot_pairs", &dot_pairs, "a"_a, "b"_a, "c"_a, "isa"_a);
-    m.def("differing_product",
-          [](const std::string& a, const std::string& b, int spoiled) { return differing_product(kernels_for(a), kernels_for(b), spoiled); },
-          "a"_a, "b"_a, "spoiled"_a = 0);
+    m.def("differing_product", [](const std::string& a, const std::string& b, int spoiled) {
+        return differing_product(kernels_for(a), kernels_for(b), spoiled);
+    }, "a"_a, "b"_a, "spoiled"_a = 0);
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
-    m.def(
-        "packed_bytes",
-        [](int source, int64_t rows, int64_t cols, const std::string& target) {
-            checked_shape(rows, cols);
-            return packed_bytes(source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));
-        },
-        "source"_a, "rows"_a, "cols"_a, "target"_a = "keep");
+    m.def("packed_bytes", [](int source, int64_t rows, int64_t cols, const std::string& target) {
+        checked_shape(rows, cols);
+        return packed_bytes(source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));
+    }, "source"_a, "rows"_a, "cols"_a, "target"_a = "keep");
     m.def("source_types", [] {
         nb::dict types;
         for (const SourceType& type : kSources)
@@ -252,8 +249,7 @@ NB_MODULE(_native, m) {
         .def("unpack", &unpack)
         .def("row_is", &checked_row, "row"_a, "stored"_a, "source"_a, "target"_a = "keep")
         .def("product", &product, "x"_a, "isa"_a = "");
-    m.def("pack", &pack_bytes, "arena"_a, "data"_a, "source"_a, "rows"_a, "cols"_a, "heads"_a = 0, "target"_a = "keep",
-          "threads"_a = 1);
+    m.def("pack", &pack_bytes, "arena"_a, "data"_a, "source"_a, "rows"_a, "cols"_a, "heads"_a = 0, "target"_a = "keep", "threads"_a = 1);
     nb::class_<PackedFile>(m, "PackedFile")
         .def(nb::init<int, size_t>(), "file"_a, "bytes"_a)
         .def_prop_ro("huge", &PackedFile::huge)
@@ -266,7 +262,7 @@ NB_MODULE(_native, m) {
     bind_output(m);
     model
         .def("forward", &forward, "token"_a, "row"_a, "position"_a, "parent"_a, "starts"_a, "wanted"_a, "hidden_layers"_a, "layers"_a,
-             "hidden_rows"_a.none(), "features"_a.none())
+            "hidden_rows"_a.none(), "features"_a.none())
         .def_prop_ro("isa", [](const Model& x) { return x.kernels().name; })
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("embedding", [](const Model& x) { return x.weights().embedding; })
@@ -274,23 +270,21 @@ NB_MODULE(_native, m) {
         .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; })
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
         .def("time_phases",
-             [](Model& x, bool on) {
-                 nb::gil_scoped_release release;
-                 std::lock_guard<std::mutex> lock(x.lock());
-                 x.time_phases(on);
-             },
-             "on"_a)
-        .def("take_timings",
-             [](Model& x) {
-                 const auto seconds = [&x] {
-                     nb::gil_scoped_release release;
-                     std::lock_guard<std::mutex> lock(x.lock());
-                     return x.take_timings();
-                 }();
-                 nb::dict named;
-                 for (int i = 0; i < kPhases; ++i) named[kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
-                 return named;
-             });
+            [](Model& x, bool on) {
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(x.lock());
+        x.time_phases(on);
+    }, "on"_a)
+        .def("take_timings", [](Model& x) {
+        const auto seconds = [&x] {
+            nb::gil_scoped_release release;
+            std::lock_guard<std::mutex> lock(x.lock());
+            return x.take_timings();
+        }();
+        nb::dict named;
+        for (int i = 0; i < kPhases; ++i) named[kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
+        return named;
+    });
     bind_step(m);
     bind_eagle(m);
     bind_parallel(m);

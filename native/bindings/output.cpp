@@ -20,9 +20,7 @@ nb::object best_of(const Result& result, const nb::object& at) {
 }
 
 // A row's chooser, as models/native/output.py describes it.
-Chooser chooser_of(const nb::dict& described) {
-    return {sampling_of(described), edits_of(nb::cast<nb::list>(described["rules"]))};
-}
+Chooser chooser_of(const nb::dict& described) { return {sampling_of(described), edits_of(nb::cast<nb::list>(described["rules"]))}; }
 
 // A token, or below 0 one of the codes in choose.h.
 int choose_after(const Result& result, int32_t at, const nb::dict& described) {
@@ -36,12 +34,13 @@ int choose_after(const Result& result, int32_t at, const nb::dict& described) {
 // exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; {},
 // greedy without rules; else what `chooser_of` takes.
 nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
-                 const nb::object& starts, const nb::list& rows) {
+    const nb::object& starts, const nb::list& rows) {
     const IntCopy token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
     std::optional<IntCopy> parent;
     if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
     const int b = token.size(), w = token.width();
-    if (width.size() != b || start.size() != b || static_cast<int>(rows.size()) != b || (parent && (parent->size() != b || parent->width() != w)))
+    if (width.size() != b || start.size() != b || static_cast<int>(rows.size()) != b ||
+        (parent && (parent->size() != b || parent->width() != w)))
         throw std::invalid_argument("drafts, starts and choosers differ in length");
     std::vector<std::optional<Chooser>> choosers(static_cast<size_t>(b));
     std::vector<char> asked(static_cast<size_t>(b));
@@ -66,9 +65,10 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
         decide_all(result.runtime.get(), b, static_cast<int>(sampled), [&](int i, Workspace& workspace) {
             const size_t at = static_cast<size_t>(i) * static_cast<size_t>(w);
             std::optional<Chooser>& chooser = choosers[static_cast<size_t>(i)];
-            accepted.data[i] = !asked[static_cast<size_t>(i)] ? -1
-                : walk(result, start.data()[i], token.data() + at, parent ? parent->data() + at : nullptr, width.data()[i],
-                       chooser ? &*chooser : nullptr, gained.data + at + i, path.data + at, workspace);
+            accepted.data[i] = !asked[static_cast<size_t>(i)]
+                                   ? -1
+                                   : walk(result, start.data()[i], token.data() + at, parent ? parent->data() + at : nullptr,
+                                         width.data()[i], chooser ? &*chooser : nullptr, gained.data + at + i, path.data + at, workspace);
         });
     }
     return nb::make_tuple(gained.object, accepted.object, path.object);
@@ -85,14 +85,16 @@ nb::object logits_of(const Result& result, const Ints& at) {
 // Where packed tokens stand among those whose hidden states were kept.
 nb::object hidden_places(const Result& result, const nb::object& at) {
     const IntCopy nodes(at.ptr());
-    if (result.hidden_count == 0) throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's hidden_layers");
+    if (result.hidden_count == 0)
+        throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's hidden_layers");
     const IntArray places({nodes.size()});
     for (int i = 0; i < nodes.size(); ++i) {
         const int32_t t = nodes.data()[i];
         if (t < 0 || t >= result.tokens) throw std::out_of_range("packed index " + std::to_string(t) + " is not in the batch");
         places.data[i] = result.hidden_place[static_cast<size_t>(t)];
         if (places.data[i] < 0)
-            throw std::out_of_range("packed index " + std::to_string(t) + " is of a row whose hidden states were not kept: set its place in the batch's hidden_rows");
+            throw std::out_of_range("packed index " + std::to_string(t) +
+                                    " is of a row whose hidden states were not kept: set its place in the batch's hidden_rows");
     }
     return places.object;
 }
@@ -101,7 +103,8 @@ nb::object hidden_places(const Result& result, const nb::object& at) {
 nb::object hidden_states(const Result& result) {
     auto* kept = new std::shared_ptr<float[]>(result.hidden_states);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
-    const size_t shape[] = {static_cast<size_t>(result.hidden_tokens), static_cast<size_t>(result.hidden_count), static_cast<size_t>(result.hidden)};
+    const size_t shape[] = {
+        static_cast<size_t>(result.hidden_tokens), static_cast<size_t>(result.hidden_count), static_cast<size_t>(result.hidden)};
     return nb::cast(nb::ndarray<nb::numpy, const float>(kept->get(), 3, shape, owner));
 }
 
@@ -124,7 +127,8 @@ std::vector<int32_t> within(const Ints& ids, int vocab) {
 
 void wide(const Matrixf& states, int hidden) {
     if (static_cast<int>(states.shape(1)) != hidden)
-        throw std::invalid_argument("hidden states are [n, " + std::to_string(states.shape(1)) + "], but must be [n, " + std::to_string(hidden) + "]");
+        throw std::invalid_argument(
+            "hidden states are [n, " + std::to_string(states.shape(1)) + "], but must be [n, " + std::to_string(hidden) + "]");
 }
 
 nb::object embed(const Model& model, const Ints& tokens) {

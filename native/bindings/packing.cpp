@@ -8,9 +8,7 @@
 namespace outpace {
 namespace {
 
-nb::object slice(const nb::object& array, Py_ssize_t begin, Py_ssize_t end) {
-    return owned(PySequence_GetSlice(array.ptr(), begin, end));
-}
+nb::object slice(const nb::object& array, Py_ssize_t begin, Py_ssize_t end) { return owned(PySequence_GetSlice(array.ptr(), begin, end)); }
 
 struct NewTokens {  // of one row; `parents` null: a chain
     int32_t row, first;
@@ -35,7 +33,8 @@ nb::tuple packed(const std::vector<NewTokens>& rows) {
         for (int k = 0; k < its.count; ++k) {
             const int32_t above = its.parents ? its.parents[k] : k - 1;
             if (above < -1 || above >= k)
-                throw nb::value_error(("node " + std::to_string(k) + " has parent " + std::to_string(above) + ", which is not a node before it").c_str());
+                throw nb::value_error(
+                    ("node " + std::to_string(k) + " has parent " + std::to_string(above) + ", which is not a node before it").c_str());
             to[at + k] = its.tokens[k];
             row[at + k] = its.row;
             position[at + k] = above < 0 ? its.first : position[at + above] + 1;
@@ -46,7 +45,7 @@ nb::tuple packed(const std::vector<NewTokens>& rows) {
         *start++ = at;
     }
     return nb::make_tuple(slice(all.object, 0, n), slice(all.object, n, 2 * n), slice(all.object, 2 * n, 3 * n),
-                          slice(all.object, 3 * n, 4 * n), slice(all.object, starts_from, wanted_from), slice(all.object, wanted_from, size));
+        slice(all.object, 3 * n, 4 * n), slice(all.object, starts_from, wanted_from), slice(all.object, wanted_from, size));
 }
 
 bool truth(const nb::list& list, size_t i) {
@@ -55,10 +54,12 @@ bool truth(const nb::list& list, size_t i) {
     return said != 0;
 }
 
-int32_t number(const nb::list& list, size_t i) { return static_cast<int32_t>(whole(PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i)))); }
+int32_t number(const nb::list& list, size_t i) {
+    return static_cast<int32_t>(whole(PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i))));
+}
 
-nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::list& starts_at, const nb::list& wanted,
-                     const nb::list& trees, bool last_only) {
+nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::list& starts_at, const nb::list& wanted, const nb::list& trees,
+    bool last_only) {
     const size_t b = rows.size();
     if (tokens.size() != b || starts_at.size() != b || wanted.size() != b || trees.size() != b)
         throw nb::value_error("rows, tokens, starts_at, wanted and parents differ in length");
@@ -71,8 +72,8 @@ nb::tuple pack_batch(const nb::list& rows, const nb::list& tokens, const nb::lis
             tree[i].emplace(shape);
             if (tree[i]->size() != token[i]->size()) throw nb::value_error("a row's tokens and parents differ in length");
         }
-        each.push_back({number(rows, i), number(starts_at, i), token[i]->data(), tree[i] ? tree[i]->data() : nullptr,
-                        token[i]->size(), truth(wanted, i), last_only});
+        each.push_back({number(rows, i), number(starts_at, i), token[i]->data(), tree[i] ? tree[i]->data() : nullptr, token[i]->size(),
+            truth(wanted, i), last_only});
     }
     return packed(each);
 }
@@ -106,7 +107,8 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
     if (sourced) source.emplace(Names::get().uint8, std::initializer_list<Py_ssize_t>{b, w});
     bool chains = true;
     for (Py_ssize_t i = 0; i < b; ++i) {
-        PyObject *its = tokens[static_cast<size_t>(i)].ptr(), *above = parents[static_cast<size_t>(i)].ptr(), *gain = gains[static_cast<size_t>(i)].ptr();
+        PyObject *its = tokens[static_cast<size_t>(i)].ptr(), *above = parents[static_cast<size_t>(i)].ptr(),
+                 *gain = gains[static_cast<size_t>(i)].ptr();
         const Py_ssize_t k = PyList_Size(its);
         nb::object sources;
         if (sourced) {
@@ -129,8 +131,8 @@ nb::tuple pack_trees(const nb::list& trees, bool sourced) {
             source->data[at] = static_cast<uint8_t>(number);
         }
     }
-    return nb::make_tuple(token.object, width.object, chains ? nb::none() : parent.object, confidence.object,
-                          source ? source->object : nb::none());
+    return nb::make_tuple(
+        token.object, width.object, chains ? nb::none() : parent.object, confidence.object, source ? source->object : nb::none());
 }
 
 }  // namespace

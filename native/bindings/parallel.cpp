@@ -14,8 +14,8 @@ namespace outpace {
 namespace {
 
 // markov: None or (before, after); confidence: None or (weight, bias).
-void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens,
-                   int block, int mask, bool from_anchor, const nb::object& markov, const nb::object& confidence) {
+void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens, int block,
+    int mask, bool from_anchor, const nb::object& markov, const nb::object& confidence) {
     std::optional<Parallel::Markov> chain;
     if (!markov.is_none()) {
         const auto [before, after] = nb::cast<std::pair<Matrix, Matrix>>(markov);
@@ -26,8 +26,8 @@ void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& f
         const auto [weight, bias] = nb::cast<std::pair<Floats, float>>(confidence);
         sure.emplace(Parallel::Confidence{values_of(weight), bias});
     }
-    new (self) Parallel(std::move(model), fuse, values_of(norm), copied(tokens), {block, mask, from_anchor}, std::move(chain),
-                        std::move(sure));
+    new (self)
+        Parallel(std::move(model), fuse, values_of(norm), copied(tokens), {block, mask, from_anchor}, std::move(chain), std::move(sure));
 }
 
 // (row, hidden states [n, layers, hidden], positions [n]) each.
@@ -98,7 +98,8 @@ nb::tuple block_states(Parallel& x, const nb::list& described) {
 nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
     const std::vector<int32_t> ids = copied(tokens);
     for (const int32_t token : ids)
-        if (token < 0 || token >= x.model().vocab()) throw std::invalid_argument("token " + std::to_string(token) + " is not in the vocabulary");
+        if (token < 0 || token >= x.model().vocab())
+            throw std::invalid_argument("token " + std::to_string(token) + " is not in the vocabulary");
     const size_t n = ids.size(), rank = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
     std::vector<float> before(n * rank), after(n * outputs);
     {
@@ -111,7 +112,7 @@ nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
 
 // blocks: (weight, bias or None) of each block of each head.
 void make_medusa(Medusa* self, std::shared_ptr<Model> target, const std::vector<std::vector<std::pair<Matrix, nb::object>>>& blocks,
-                 std::vector<Matrix> rows, const Ints& tokens) {
+    std::vector<Matrix> rows, const Ints& tokens) {
     std::vector<std::vector<Medusa::Block>> heads;
     for (const auto& head : blocks) {
         heads.emplace_back();
@@ -142,8 +143,8 @@ nb::object medusa_logits(MedusaRows& rows, const std::vector<int64_t>& asked) {
 
 void bind_parallel(nb::module_& m) {
     nb::class_<Parallel>(m, "Parallel")
-        .def("__init__", &make_parallel, "model"_a, "fuse"_a, "norm"_a, "tokens"_a, "block"_a, "mask"_a, "from_anchor"_a,
-             "markov"_a.none(), "confidence"_a.none())
+        .def("__init__", &make_parallel, "model"_a, "fuse"_a, "norm"_a, "tokens"_a, "block"_a, "mask"_a, "from_anchor"_a, "markov"_a.none(),
+            "confidence"_a.none())
         .def_prop_ro("bytes", &Parallel::bytes)
         .def_prop_ro("rows", &Parallel::rows)
         .def("draft", &draft_blocks, "asks"_a)
@@ -156,28 +157,27 @@ void bind_parallel(nb::module_& m) {
         .def("fork", &ParallelRows::fork, "src"_a, "dst"_a, "end"_a)
         .def("release", &ParallelRows::release, "row"_a)  // these take the lock and keep the GIL, as Eagle's do
         .def_prop_ro("positions", &ParallelRows::positions);
-    nb::class_<Medusa>(m, "Medusa")
-        .def("__init__", &make_medusa, "target"_a, "blocks"_a, "rows"_a, "tokens"_a);
+    nb::class_<Medusa>(m, "Medusa").def("__init__", &make_medusa, "target"_a, "blocks"_a, "rows"_a, "tokens"_a);
     nb::class_<MedusaRows, Lookup>(m, "MedusaRows")
         .def("__init__",
-             [](MedusaRows* self, Medusa& network, int layer, const std::vector<std::tuple<int, int, int>>& tree) {
-                 std::vector<MedusaRows::Node> nodes;
-                 for (const auto& [parent, head, rank] : tree) nodes.push_back({parent, head, rank});
-                 new (self) MedusaRows(network, layer, std::move(nodes));
-             },
-             "network"_a, "layer"_a, "tree"_a, nb::keep_alive<1, 2>())
+            [](MedusaRows* self, Medusa& network, int layer, const std::vector<std::tuple<int, int, int>>& tree) {
+        std::vector<MedusaRows::Node> nodes;
+        for (const auto& [parent, head, rank] : tree) nodes.push_back({parent, head, rank});
+        new (self) MedusaRows(network, layer, std::move(nodes));
+    }, "network"_a, "layer"_a, "tree"_a, nb::keep_alive<1, 2>())
         .def("keep",
-             [](MedusaRows& x, int64_t row, int position, const Floats& state) {
-                 if (static_cast<int>(state.size()) != x.network().target().hidden()) throw std::invalid_argument("a state of another size than the target's");
-                 x.states()[row] = {position, values_of(state)};
-             },
-             "row"_a, "position"_a, "state"_a)
+            [](MedusaRows& x, int64_t row, int position, const Floats& state) {
+        if (static_cast<int>(state.size()) != x.network().target().hidden())
+            throw std::invalid_argument("a state of another size than the target's");
+        x.states()[row] = {position, values_of(state)};
+    }, "row"_a, "position"_a, "state"_a)
         .def("position", [](MedusaRows& x, int64_t row) { return x.states().count(row) ? x.states()[row].position : -1; }, "row"_a)
-        .def("rows", [](MedusaRows& x) {
-            std::vector<int64_t> found;
-            for (const auto& [row, state] : x.states()) found.push_back(row);
-            return found;
-        })
+        .def("rows",
+            [](MedusaRows& x) {
+        std::vector<int64_t> found;
+        for (const auto& [row, state] : x.states()) found.push_back(row);
+        return found;
+    })
         .def("logits", &medusa_logits, "rows"_a)
         .def("fork", [](MedusaRows& x, int64_t src, int64_t dst) { x.states()[dst] = x.states().at(src); }, "src"_a, "dst"_a)
         .def("release", [](MedusaRows& x, int64_t row) { x.states().erase(row); }, "row"_a);

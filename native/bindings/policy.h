@@ -84,8 +84,14 @@ nb::object named(nb::handle type, Values&&... values) {
 class BoundPolicy {
 public:
     BoundPolicy(CostTable cost, double stretch, nb::dict seams, bool explain)
-        : policy_(std::move(cost), stretch), sizes_(seams["Sizes"]), decision_(seams["Decision"]), drafts_(seams["Drafts"]),
-          empty_(seams["empty"]), int32_(seams["int32"]), uint8_(seams["uint8"]), explain_(explain) {
+        : policy_(std::move(cost), stretch),
+          sizes_(seams["Sizes"]),
+          decision_(seams["Decision"]),
+          drafts_(seams["Drafts"]),
+          empty_(seams["empty"]),
+          int32_(seams["int32"]),
+          uint8_(seams["uint8"]),
+          explain_(explain) {
         for (size_t i = 0; i < std::size(kWhy); ++i) {
             why_.push_back(nb::str(kWhy[i]));
             undecided_.push_back(named(decision_, 0, nb::none(), why_.back(), nb::tuple()));
@@ -143,8 +149,8 @@ public:
                 if (source.data() && source.data()[i * w + n] >= sources_.size()) throw std::invalid_argument("a source has no name");
             }
         }
-        policy_.trim({widths.data(), parents.data(), said.data(), source.data(), w, sources_.data(), !q.is_none(),
-                      levels.data()}, explain_);
+        policy_.trim(
+            {widths.data(), parents.data(), said.data(), source.data(), w, sources_.data(), !q.is_none(), levels.data()}, explain_);
         nb::list decisions;
         bool same = true;
         size_t widest = 0;
@@ -186,7 +192,8 @@ public:
         if (explain_) {
             if (said.price > 0.0) {
                 char numbers[160];
-                std::snprintf(numbers, sizeof numbers, "%s: the first node takes the time of %.2f tokens, the best brings %.2f", kWhy[why], said.price, said.brings);
+                std::snprintf(numbers, sizeof numbers, "%s: the first node takes the time of %.2f tokens, the best brings %.2f", kWhy[why],
+                    said.price, said.brings);
                 text = nb::str(numbers);
             }
             worth = nb::tuple(nb::cast(policy_.gains(i)));
@@ -220,8 +227,7 @@ private:
         const nb::object cost = view.attr("cost"), levels = cost.attr("levels");
         const bool rejection = nb::cast<std::string>(view.attr("acceptance")) == "rejection";
         return {request, sampling_class(temperature), rejection, number_of(drafters_, view.attr("drafter")),
-                levels.is_none() ? -1 : number_of(numbers_, levels), nb::cast<bool>(cost.attr("nodes")),
-                nb::cast<bool>(cost.attr("trims"))};
+            levels.is_none() ? -1 : number_of(numbers_, levels), nb::cast<bool>(cost.attr("nodes")), nb::cast<bool>(cost.attr("trims"))};
     }
 
     static int number_of(nb::dict& numbers, const nb::object& name) {
@@ -236,8 +242,8 @@ private:
     }
 
     // Only the nodes that are kept, with their parents; confidence has served its purpose.
-    nb::object kept(const nb::object& drafts, const nb::object& names, const nb::object& q, const int32_t* tokens,
-                    const int32_t* parents, const uint8_t* source, size_t w, size_t widest) const {
+    nb::object kept(const nb::object& drafts, const nb::object& names, const nb::object& q, const int32_t* tokens, const int32_t* parents,
+        const uint8_t* source, size_t w, size_t widest) const {
         const size_t b = policy_.planned();
         nb::object widths = empty_(b, int32_);
         int32_t* count = writable<int32_t>(widths);

@@ -48,7 +48,7 @@ Layer layer_of(const nb::dict& d) {
 }
 
 void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, const Matrix& embedding, const Matrix& head,
-                  const Floats& final_norm, const nb::list& ropes) {
+    const Floats& final_norm, const nb::list& ropes) {
     Config config{};
     config.vocab = nb::cast<int>(c["vocab"]);
     config.hidden = nb::cast<int>(c["hidden"]);
@@ -74,7 +74,7 @@ void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, cons
         tables.emplace_back(table.data(), table.data() + table.shape(0));
     }
     new (self) Weights(config, std::move(built), embedding, head,
-                       std::vector<float>(final_norm.data(), final_norm.data() + final_norm.shape(0)), std::move(tables));
+        std::vector<float>(final_norm.data(), final_norm.data() + final_norm.shape(0)), std::move(tables));
 }
 
 void make_runtime(Runtime* self, int threads) {
@@ -83,7 +83,7 @@ void make_runtime(Runtime* self, int threads) {
 }
 
 void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<Runtime> runtime, const std::string& isa,
-                const std::string& kv_dtype, int64_t kv_limit) {
+    const std::string& kv_dtype, int64_t kv_limit) {
     KVType type = KVType::BF16;
     if (kv_dtype == "float32")
         type = KVType::F32;
@@ -143,14 +143,23 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
     nb::class_<Weights>(m, "Weights")
         .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a)
         .def_prop_ro("bytes", &Weights::bytes);
-    nb::class_<Runtime>(m, "Runtime").def("__init__", &make_runtime, "threads"_a).def_prop_ro("threads", &Runtime::threads)
+    nb::class_<Runtime>(m, "Runtime")
+        .def("__init__", &make_runtime, "threads"_a)
+        .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
-        .def_prop_ro("drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
+        .def_prop_ro(
+            "drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
         .def_prop_rw("claims", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.uneven(); }); },
-                     [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); return 0; }); })
+            [](Runtime& x, bool claims) {
+        of_pool(x, [&](Pool& pool) {
+            pool.treat_as_uneven(claims);
+            return 0;
+        });
+    })
         .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u)
-        .def_prop_ro("wake_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); }); })
-        .def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
+        .def_prop_ro("wake_seconds", [](Runtime& x) {
+        return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); });
+    }).def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
     m.attr("KV_BLOCK") = kBlock;
     model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a)
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
@@ -158,20 +167,20 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
         .def("kv_compact",
-             [](Model& x, int row, int start, const Ints& keep) {
-                 const std::vector<int32_t> its = copied(keep);
-                 locked(x, [&](KV& kv) { kv.compact(row, start, its.data(), static_cast<int>(its.size())); });
-             })
+            [](Model& x, int row, int start, const Ints& keep) {
+        const std::vector<int32_t> its = copied(keep);
+        locked(x, [&](KV& kv) { kv.compact(row, start, its.data(), static_cast<int>(its.size())); });
+    })
         .def("kv_fork", [](Model& x, int src, int dst, int n) { locked(x, [&](KV& kv) { kv.fork(src, dst, n); }); })
         .def("kv_growth", [](Model& x, int row, int64_t n) { return locked(x, [&](KV& kv) { return kv.growth(row, n); }); })
         .def("kv_bytes_for", [](Model& x, int64_t n) { return x.kv().bytes_for(n); })
-        .def("kv_exclusive",
-             [](Model& x, const std::vector<int>& rows) { return locked(x, [&](KV& kv) { return kv.exclusive(rows); }); })
+        .def("kv_exclusive", [](Model& x, const std::vector<int>& rows) { return locked(x, [&](KV& kv) { return kv.exclusive(rows); }); })
         .def_prop_ro("kv_bytes", [](Model& x) { return locked(x, [](KV& kv) { return kv.bytes(); }); })
         .def_prop_ro("kv_held", [](Model& x) { return locked(x, [](KV& kv) { return kv.held(); }); })
         .def_prop_ro("kv_rows", [](Model& x) { return locked(x, [](KV& kv) { return kv.rows(); }); })
-        .def("kv_check", [](Model& x) { locked(x, [](KV& kv) { kv.check(); }); })
-        .def("kv_poison", [](Model& x) { locked(x, [](KV& kv) { kv.poison(); }); });
+        .def("kv_check", [](Model& x) {
+        locked(x, [](KV& kv) { kv.check(); });
+    }).def("kv_poison", [](Model& x) { locked(x, [](KV& kv) { kv.poison(); }); });
 }
 
 }  // namespace outpace

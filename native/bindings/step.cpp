@@ -33,20 +33,23 @@ struct BoundRow {
 
 class BoundStep {
 public:
-    BoundStep(int vocab, int layers, std::vector<int> hidden_layers, nb::str target) : step_(vocab, layers, std::move(hidden_layers)), target_(std::move(target)) {}
+    BoundStep(int vocab, int layers, std::vector<int> hidden_layers, nb::str target)
+        : step_(vocab, layers, std::move(hidden_layers)), target_(std::move(target)) {}
     BoundStep(const BoundStep&) = delete;
 
-    std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter, const nb::object& lookup,
-                                  const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance, bool watched,
-                                  const nb::dict& chooser, const nb::object& levels, bool nodes, bool trims) {
+    std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter,
+        const nb::object& lookup, const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance,
+        bool watched, const nb::dict& chooser, const nb::object& levels, bool nodes, bool trims) {
         Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
         if (natively && (!its || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
         const Sampling sampling = sampling_of(chooser);
         const Policy::Kind kind{request, BoundPolicy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
-                                levels.is_none() ? -1 : number(levels), nodes, trims};
+            levels.is_none() ? -1 : number(levels), nodes, trims};
         std::vector<int> sources;
         for (const nb::handle name : names) sources.push_back(number(name));
-        return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, its, natively, std::move(sources), reads, ruled, acceptance == "coupled", watched, sampling, kind}, lookup});
+        return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, its, natively, std::move(sources), reads, ruled,
+                                                       acceptance == "coupled", watched, sampling, kind},
+            lookup});
     }
 
     // rows: (row, tokens, how many are committed, most nodes), and for one with rules the chooser that has those which are known
@@ -58,8 +61,11 @@ public:
         const bool fixed = nb::isinstance<nb::str>(policy);
         policy_ = policy.is_none() || fixed ? nullptr : nb::cast<BoundPolicy*>(policy);
         held_.push_back(policy), held_.push_back(model);
-        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model), policy_ ? Step::Deciding::kPolicy : fixed ? Step::Deciding::kFixed : Step::Deciding::kCaller,
-                    policy_ ? &policy_->policy() : nullptr, policy_ && policy_->explain());
+        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model),
+            policy_ ? Step::Deciding::kPolicy
+            : fixed ? Step::Deciding::kFixed
+                    : Step::Deciding::kCaller,
+            policy_ ? &policy_->policy() : nullptr, policy_ && policy_->explain());
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
             const StepRow& fixed = fixed_of(given);
@@ -83,7 +89,8 @@ public:
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            step_.chunks.push_back({&fixed, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
+            step_.chunks.push_back({&fixed, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1},
+                nb::cast<bool>(given[4])});
         }
         return run();
     }
@@ -111,11 +118,13 @@ public:
         return nb::make_tuple(nodes, levels);
     }
     void ask(const std::vector<int>& nodes, const std::vector<int>& levels) {
-        if (nodes.size() != step_.rows.size() || levels.size() != nodes.size()) throw std::invalid_argument("nodes and levels are of the step's rows");
+        if (nodes.size() != step_.rows.size() || levels.size() != nodes.size())
+            throw std::invalid_argument("nodes and levels are of the step's rows");
         for (size_t i = 0; i < nodes.size(); ++i) {
             RowNow& now = step_.rows[i];
             if (nodes[i] < 0 || nodes[i] > now.most)
-                throw std::invalid_argument("it asks for " + std::to_string(nodes[i]) + " nodes where " + std::to_string(now.most) + " are allowed");
+                throw std::invalid_argument(
+                    "it asks for " + std::to_string(nodes[i]) + " nodes where " + std::to_string(now.most) + " are allowed");
             now.asked = nodes[i], now.levels = levels[i];
         }
     }
@@ -188,18 +197,21 @@ public:
             for (int32_t& n : flat_.levels) n = std::max(n, 0);
             levels = filled(IntArray({b}), flat_.levels);
         }
-        return nb::make_tuple(filled(IntArray({b, w}), flat_.tokens), filled(IntArray({b}), flat_.widths), parents, nb::none(), gains, source, nb::tuple(names), levels);
+        return nb::make_tuple(filled(IntArray({b, w}), flat_.tokens), filled(IntArray({b}), flat_.widths), parents, nb::none(), gains,
+            source, nb::tuple(names), levels);
     }
 
     // token, row, position, parent, starts, wanted, as in Batch.
     nb::tuple batch() const {
-        return nb::make_tuple(ints(step_.token), ints(step_.row), ints(step_.position), ints(step_.parent), ints(step_.starts), ints(step_.wanted));
+        return nb::make_tuple(
+            ints(step_.token), ints(step_.row), ints(step_.position), ints(step_.parent), ints(step_.starts), ints(step_.wanted));
     }
 
     // Verdicts that the caller found for all rows at once (accepted below 0: not decided); None: there are none.
     void found(const nb::object& verdicts) {
         if (!verdicts.is_none()) {
-            const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"), path(verdicts.attr("path"), "path");
+            const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"),
+                path(verdicts.attr("path"), "path");
             const size_t b = step_.rows.size(), w = path.shape(1);
             tokens.expect(b, w + 1, "tokens"), accepted.expect(b, std::nullopt, "accepted"), path.expect(b, w, "path");
             for (size_t i = 0; i < b; ++i) {
@@ -229,7 +241,8 @@ public:
             std::copy(verdict.tokens.begin(), verdict.tokens.end(), tokens.begin() + static_cast<std::ptrdiff_t>(i * (w + 1)));
             std::copy(verdict.path.begin(), verdict.path.end(), path.begin() + static_cast<std::ptrdiff_t>(i * w));
         }
-        return nb::make_tuple(filled(IntArray({b, static_cast<Py_ssize_t>(w) + 1}), tokens), ints(accepted), filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
+        return nb::make_tuple(filled(IntArray({b, static_cast<Py_ssize_t>(w) + 1}), tokens), ints(accepted),
+            filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
     }
     nb::object decisions() const {
         if (!policy_ || !step_.planned()) return nb::none();
@@ -282,7 +295,8 @@ public:
 
 private:
     const StepRow& fixed_of(const nb::tuple& given) {
-        if (!nb::isinstance<BoundRow>(given[0])) throw nb::type_error("a row is (StepRow, tokens, length, most), a chunk (StepRow, tokens, start, count, wanted)");
+        if (!nb::isinstance<BoundRow>(given[0]))
+            throw nb::type_error("a row is (StepRow, tokens, length, most), a chunk (StepRow, tokens, start, count, wanted)");
         held_.push_back(given[0]);
         return nb::inst_ptr<BoundRow>(given[0])->row;
     }
@@ -310,8 +324,9 @@ void bind_step(nb::module_& m) {
     nb::class_<BoundRow>(m, "StepRow");
     nb::class_<BoundStep>(m, "Step")
         .def(nb::init<int, int, std::vector<int>, nb::str>(), "vocab"_a, "layers"_a, "hidden_layers"_a, "target"_a)
-        .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a, "natively"_a, "drafts"_a,
-             "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a, "trims"_a)
+        .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a,
+            "natively"_a, "drafts"_a, "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a,
+            "trims"_a)
         .def("begin", &BoundStep::begin, "model"_a.none(), "policy"_a.none(), "rows"_a, "chunks"_a)
         .def("run", &BoundStep::run)
         .def_prop_ro("open", [](BoundStep& x) { return x.step().open(); })

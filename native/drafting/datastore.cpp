@@ -60,8 +60,8 @@ void search(const Datastore::Segment& segment, const Backwards& context, int mos
         const int64_t position = segment.order[i];
         if (position < 0 || position >= segment.size) continue;
         int length = 0;
-        while (length < context.n && length < position &&
-               segment.tokens[position - 1 - length] == context.tokens[static_cast<size_t>(length)])
+        while (
+            length < context.n && length < position && segment.tokens[position - 1 - length] == context.tokens[static_cast<size_t>(length)])
             ++length;
         found.push_back({&segment, position, length});
     }
@@ -77,7 +77,8 @@ Datastore::Datastore(std::vector<Segment> segments, std::vector<const Mapped*> f
     if (rules_.weights.empty()) throw std::invalid_argument("weights must not be empty");
     if (vocab < 1) throw std::invalid_argument("a vocabulary of " + std::to_string(vocab) + " tokens is not possible");
     for (const Segment& segment : segments_)
-        if (segment.size > INT32_MAX || segment.places > INT32_MAX) throw std::invalid_argument("a segment has more than 2147483647 tokens");
+        if (segment.size > INT32_MAX || segment.places > INT32_MAX)
+            throw std::invalid_argument("a segment has more than 2147483647 tokens");
 }
 
 std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n, int most) const {

@@ -24,7 +24,8 @@ void ModelLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTre
         chains.erase(std::remove_if(chains.begin(), chains.end(), done), chains.end());
         const std::unique_ptr<Result> result = feed(chains);
         if (!result) return;
-        const auto sampled = std::count_if(chains.begin(), chains.end(), [](const Chain& chain) { return chain.chooser.sampling.temperature > 0.0; });
+        const auto sampled = std::count_if(
+            chains.begin(), chains.end(), [](const Chain& chain) { return chain.chooser.sampling.temperature > 0.0; });
         decide_all(result->runtime.get(), static_cast<int>(chains.size()), static_cast<int>(sampled), [&](int i, Workspace& workspace) {
             Chain& chain = chains[static_cast<size_t>(i)];
             chain.choice = choose(chain, *result, i, workspace);
@@ -53,7 +54,8 @@ ModelLookup::Chain ModelLookup::begin(const Asked& asked, SourcedTree& tree) {
     const size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
     kv.truncate(row.cached, static_cast<int>(known));
     row.fed.resize(known);
-    return {&asked, &tree, &row, asked.tokens + known, asked.n - known, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}};
+    return {
+        &asked, &tree, &row, asked.tokens + known, asked.n - known, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}};
 }
 
 // Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'
@@ -62,7 +64,8 @@ std::unique_ptr<Result> ModelLookup::feed(std::vector<Chain>& chains) {
     std::lock_guard<std::mutex> lock(model_->lock());
     while (!chains.empty()) {
         try {
-            while (std::any_of(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > catch_up_; })) forward(chains, false);
+            while (std::any_of(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > catch_up_; }))
+                forward(chains, false);
             return forward(chains, true);
         } catch (const MemoryLimit&) {
             model_->kv().free(chains.back().row->cached);
@@ -80,13 +83,14 @@ std::unique_ptr<Result> ModelLookup::forward(std::vector<Chain>& chains, bool la
     for (const Chain& chain : chains) {
         const auto n = static_cast<int32_t>(count(chain)), first = static_cast<int32_t>(chain.row->fed.size());
         if (n == 0) continue;
-        for (int32_t k = 0; k < n; ++k) token.push_back(chain.next[k]), row.push_back(chain.row->cached), position.push_back(first + k), parent.push_back(k - 1);
+        for (int32_t k = 0; k < n; ++k)
+            token.push_back(chain.next[k]), row.push_back(chain.row->cached), position.push_back(first + k), parent.push_back(k - 1);
         starts.push_back(static_cast<int32_t>(token.size()));
         if (last) wanted.push_back(starts.back() - 1);
     }
-    std::unique_ptr<Result> result = model_->forward({static_cast<int>(token.size()), static_cast<int>(starts.size()) - 1, static_cast<int>(wanted.size()), token.data(),
-                                                      row.data(), position.data(), parent.data(), starts.data(), wanted.data(), {},
-                                                      static_cast<int>(model_->weights().layers.size()), nullptr, nullptr});
+    std::unique_ptr<Result> result = model_->forward({static_cast<int>(token.size()), static_cast<int>(starts.size()) - 1,
+        static_cast<int>(wanted.size()), token.data(), row.data(), position.data(), parent.data(), starts.data(), wanted.data(), {},
+        static_cast<int>(model_->weights().layers.size()), nullptr, nullptr});
     for (Chain& chain : chains) {
         const size_t n = count(chain);
         chain.row->fed.insert(chain.row->fed.end(), chain.next, chain.next + n);

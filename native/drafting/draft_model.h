@@ -23,7 +23,11 @@ class ModelLookup : public Lookup {
 public:
     // `vocab`: the target's. `max_length`: positions of a row. `catch_up`: most tokens of one row in one forward.
     ModelLookup(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up)
-        : model_(std::move(model)), rows_(std::move(rows)), vocab_(vocab), max_length_(static_cast<size_t>(max_length)), catch_up_(static_cast<size_t>(catch_up)) {}
+        : model_(std::move(model)),
+          rows_(std::move(rows)),
+          vocab_(vocab),
+          max_length_(static_cast<size_t>(max_length)),
+          catch_up_(static_cast<size_t>(catch_up)) {}
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
     bool stepwise() const override { return true; }

@@ -79,7 +79,8 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
         for (const size_t i : at) {
             const Asked& asked = rows[i];
             const Entries::Row& known = *entries_.find(asked.row);
-            asks.push_back({taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, sampling_of(asked)});
+            asks.push_back(
+                {taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, sampling_of(asked)});
         }
         std::vector<Eagle::Draft> drafts;
         try {
@@ -128,15 +129,14 @@ void EagleRows::read_ahead() {
         std::vector<Eagle::Ask> asks;
         for (const int64_t row : rows) {
             const Entries::Row& known = settled(row);
-            asks.push_back({taken.row(row), {known.tokens.begin(), known.tokens.begin() + std::min(known.waiting() - 1, limits_.catch_up)}, known.states.data()});
+            asks.push_back({taken.row(row), {known.tokens.begin(), known.tokens.begin() + std::min(known.waiting() - 1, limits_.catch_up)},
+                known.states.data()});
         }
         try {
             draft(asks);
             for (size_t i = 0; i < rows.size(); ++i) entries_.has_read(*entries_.find(rows[i]), static_cast<int>(asks[i].tokens.size()));
             taken.keep();
-        } catch (const MemoryLimit&) {
-            forget(rows.back());
-        }
+        } catch (const MemoryLimit&) { forget(rows.back()); }
         std::vector<int64_t> left;
         for (const int64_t row : rows)
             if (const Entries::Row* known = entries_.find(row); known && known->waiting() > 1) left.push_back(row);

@@ -11,7 +11,8 @@ namespace outpace {
 ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int max_length)
     : network_(network), layers_(std::move(layers)), max_length_(max_length) {
     if (static_cast<int>(layers_.count()) != network.layers_read())
-        throw std::invalid_argument("the network reads " + std::to_string(network.layers_read()) + " layers, not " + std::to_string(layers_.count()));
+        throw std::invalid_argument(
+            "the network reads " + std::to_string(network.layers_read()) + " layers, not " + std::to_string(layers_.count()));
 }
 
 void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
@@ -22,7 +23,8 @@ void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
         const Asked& asked = rows[i];
         const int slots = std::min(asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels), network_.slots());
         if (slots < 1 || end(asked.row) == 0 || asked.n + static_cast<size_t>(slots) > static_cast<size_t>(max_length_)) continue;
-        asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, slots, sampling_of(asked)});
+        asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, slots,
+            sampling_of(asked)});
         at.push_back(i);
     }
     if (asks.empty()) return;

@@ -82,8 +82,8 @@ void SuffixRows::bound() {
         SuffixIndex* index = history_;
         if (!index || index->tokens().empty())
             index = std::max_element(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
-                        return a.index->tokens().size() < b.index->tokens().size();
-                    })->index.get();
+                return a.index->tokens().size() < b.index->tokens().size();
+            })->index.get();
         index->shrink(static_cast<int64_t>(index->tokens().size() / 2));
     }
 }
@@ -120,7 +120,8 @@ void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std:
     std::vector<Asked> asked;
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
-        const bool before = std::any_of(found[i].begin(), found[i].begin() + static_cast<std::ptrdiff_t>(part), [](const SourcedTree& tree) { return !tree.tokens.empty(); });
+        const bool before = std::any_of(found[i].begin(), found[i].begin() + static_cast<std::ptrdiff_t>(part),
+            [](const SourcedTree& tree) { return !tree.tokens.empty(); });
         if (spared[i] || (parts_[part].fallback && before)) continue;
         asked.push_back(rows[i]);
         at.push_back(i);

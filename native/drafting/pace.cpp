@@ -179,8 +179,7 @@ Pace::Curve& Pace::curve(int rows, int context, double mean_context) {
         c.inherited = true;
         double ratio = 1.0;
         for (int k = 0; k < c.knots; ++k) {
-            if (k < near->knots)
-                ratio = (std::max(near->mean[k + 1], 0.0) + 0.1 * near->prior[k]) / (1.1 * near->prior[k]);
+            if (k < near->knots) ratio = (std::max(near->mean[k + 1], 0.0) + 0.1 * near->prior[k]) / (1.1 * near->prior[k]);
             c.mean[k + 1] = std::max(c.prior[k] * (1.1 * ratio - 0.1), 0.0);
         }
         c.mean[0] = near->mean[0] + drift_ - near->drift;
@@ -303,7 +302,7 @@ std::vector<Pace::Learnt> Pace::learnt() const {
         Learnt one{c->rows, c->context ? 256.0 * (1 << c->context) : 0.0, c->steps, c->plain, {}};
         for (int k = 0; k < c->knots; ++k)
             one.more.push_back({static_cast<double>(kAt[k]), std::max(c->mean[k + 1], 0.0),
-                                std::sqrt(std::max(c->cov[static_cast<size_t>(k + 1) * kMost + k + 1], 0.0))});
+                std::sqrt(std::max(c->cov[static_cast<size_t>(k + 1) * kMost + k + 1], 0.0))});
         found.push_back(std::move(one));
     }
     return found;

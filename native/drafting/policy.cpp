@@ -140,7 +140,8 @@ void Policy::plan_levels(int drafter) {
             Step& step = steps_[i];
             if (step.kind.drafter != drafter || step.kind.levels < 0 || !adaptive(step) || step.nodes < l) continue;
             Row& row = *step.row;
-            const Chance& chance = chances_.table(step.kind.levels, step.kind.sampling).levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
+            const Chance& chance =
+                chances_.table(step.kind.levels, step.kind.sampling).levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
             const double its = chance.given(Chances::kUnknown);
             gains[i] *= its / (its + (1.0 - its) * row.odds[l > 1]);
             if (!may_ask(row)) continue;
@@ -171,15 +172,16 @@ void Policy::plan_levels(int drafter) {
             after[static_cast<size_t>(node.row)] -= node.negative;
         }
         bool bearable = true;
-        for (size_t i = 0; i < count_ && count_ > 1; ++i)
-            bearable = bearable && fair(steps_[i], after[i], more(chosen) + l * level);
+        for (size_t i = 0; i < count_ && count_ > 1; ++i) bearable = bearable && fair(steps_[i], after[i], more(chosen) + l * level);
         if (bearable) top = here, best = std::move(depth);
     }
     if (top <= 0.0) {
         const double loss = level + more(1);
-        if (!rests_ && fits(wholes_planned_ + 1, held_ + level) && bears(loss) && may_try(loss - first / static_cast<double>(count_), 1, first, true))
+        if (!rests_ && fits(wholes_planned_ + 1, held_ + level) && bears(loss) &&
+            may_try(loss - first / static_cast<double>(count_), 1, first, true))
             for (size_t i = 0; i < count_; ++i)
-                if (steps_[i].kind.drafter == drafter && steps_[i].kind.levels >= 0 && adaptive(steps_[i]) && steps_[i].nodes && gains[i] < 1.0) {
+                if (steps_[i].kind.drafter == drafter && steps_[i].kind.levels >= 0 && adaptive(steps_[i]) && steps_[i].nodes &&
+                    gains[i] < 1.0) {
                     best[i] = 1;
                     steps_[i].asks = true;
                     break;
@@ -191,8 +193,10 @@ void Policy::plan_levels(int drafter) {
         if (step.kind.drafter != drafter || step.kind.levels < 0 || !adaptive(step) || !step.nodes) continue;
         step.levels = best[i];
         step.said.why = Why::Levels;
-        if (!step.kind.nodes) step.nodes = best[i];
-        else if (!best[i]) step.nodes = step.waits ? 0 : std::min(step.nodes, step.row->reach);
+        if (!step.kind.nodes)
+            step.nodes = best[i];
+        else if (!best[i])
+            step.nodes = step.waits ? 0 : std::min(step.nodes, step.row->reach);
         if (step.waits && !step.nodes) step.said.why = Why::Waits;
     }
 }
@@ -221,8 +225,10 @@ void Policy::trim(const Proposal& drafts, bool all) {
         if (!step.there || !step.row) continue;
         if (drafts.drawn && step.kind.rejection) step.row->drawn = true;
         step.trims = adaptive(step) && !whole(step);
-        if (!adaptive(step)) fixed_ += drafts.widths[i];
-        else if (!step.trims) wholes += drafts.widths[i];
+        if (!adaptive(step))
+            fixed_ += drafts.widths[i];
+        else if (!step.trims)
+            wholes += drafts.widths[i];
     }
     const int asked_for = fixed_;
     fixed_ += wholes;  // for the choice among the others
@@ -259,8 +265,7 @@ void Policy::trim(const Proposal& drafts, bool all) {
         int best = -1;
         for (size_t i = 0; i < count_; ++i) {
             const Step& step = steps_[i];
-            if (step.there && step.row && step.trims &&
-                (best < 0 || step.gains[0] > steps_[static_cast<size_t>(best)].gains[0]))
+            if (step.there && step.row && step.trims && (best < 0 || step.gains[0] > steps_[static_cast<size_t>(best)].gains[0]))
                 best = static_cast<int>(i);
             if (wished && step.there && step.row && step.trims) steps_[i].said.why = Why::Others;
         }
@@ -268,7 +273,8 @@ void Policy::trim(const Proposal& drafts, bool all) {
             Step& step = steps_[static_cast<size_t>(best)];
             const double loss = more(1) + asked_;
             const bool network = is_network(step, 0);
-            if (!(network && rests_) && fits(1, asked_) && bears(loss) && may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
+            if (!(network && rests_) && fits(1, asked_) && bears(loss) &&
+                may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
                 step.kept.push_back(0);
                 step.said.why = Why::Try;
             }
@@ -368,7 +374,8 @@ int Policy::bearable(int count) const {
     std::vector<double> after(count_);
     while (count) {
         std::fill(after.begin(), after.end(), 0.0);
-        for (int n = 0; n < count; ++n) after[static_cast<size_t>(free_[static_cast<size_t>(n)].row)] -= free_[static_cast<size_t>(n)].negative;
+        for (int n = 0; n < count; ++n)
+            after[static_cast<size_t>(free_[static_cast<size_t>(n)].row)] -= free_[static_cast<size_t>(n)].negative;
         const double loss = more(count) + asked_;
         bool fine = true;
         for (size_t i = 0; i < count_ && fine; ++i) fine = fair(steps_[i], after[i], loss);

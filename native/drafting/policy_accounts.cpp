@@ -33,9 +33,15 @@ void follow(double& value, double sample) { value += 0.15 * (std::min(sample, 3.
 }  // namespace
 
 Policy::Policy(CostTable cost, double stretch)
-    : pace_(std::move(cost)), stretch_(stretch), capital_(kCapital), try_credit_(kFirstTries), network_(kCapital), network_credit_(kFirstTries),
-      patience_(kFirstRest), tokens_(kHorizon), plains_(kHorizon) {}
-
+    : pace_(std::move(cost)),
+      stretch_(stretch),
+      capital_(kCapital),
+      try_credit_(kFirstTries),
+      network_(kCapital),
+      network_credit_(kFirstTries),
+      patience_(kFirstRest),
+      tokens_(kHorizon),
+      plains_(kHorizon) {}
 
 // -- rows -------------------------------------------------------------------------------------------------------------
 
@@ -275,8 +281,10 @@ void Policy::count(Step& step, const int32_t* path, int accepted) {
             if (good[n]) table.levels[static_cast<size_t>(std::min(step.depths[n], Chances::kLevels - 1))].learn(1.0);
             if (step.parents[n] != last) continue;
             any = true;
-            if (verified[n]) tried = true;
-            else dropped += step.chances[n];
+            if (verified[n])
+                tried = true;
+            else
+                dropped += step.chances[n];
         }
         const size_t next = static_cast<size_t>(std::min(accepted, Chances::kLevels - 1));
         if (any) table.levels[next].learn(tried ? 0.0 : std::min(dropped, 1.0));
@@ -299,8 +307,10 @@ void Policy::time_drafting(double seconds) {
     int asked = 0;
     for (const Asking& asking : asking_) asked += asking.rows > 0;
     if (!asked) {
-        if (!observed_++) observing_ = seconds;
-        else follow(observing_, seconds);
+        if (!observed_++)
+            observing_ = seconds;
+        else
+            follow(observing_, seconds);
         return;
     }
     const double spent = std::max(seconds - observing_, 0.0), expected = drafting();
@@ -312,12 +322,16 @@ void Policy::time_drafting(double seconds) {
         if (asking.levels) {
             const double sample = std::max(its - asking.each * asking.rows, 0.0) / asking.levels;
             double& known = asking.level[static_cast<size_t>(doublings(asking.rows))];
-            if (known > 0) follow(known, sample);
-            else known = level > 0 ? std::min(sample, 3 * level) : sample;
+            if (known > 0)
+                follow(known, sample);
+            else
+                known = level > 0 ? std::min(sample, 3 * level) : sample;
         } else {
             const double sample = its / asking.rows;
-            if (asking.each > 0) follow(asking.each, sample);
-            else asking.each = sample;
+            if (asking.each > 0)
+                follow(asking.each, sample);
+            else
+                asking.each = sample;
         }
     }
 }

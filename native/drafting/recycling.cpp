@@ -59,9 +59,8 @@ void RecyclingLookup::rank(int64_t row, const int32_t* tokens, size_t n, const i
         auto found = table->place.find(tokens[i]);
         if (found == table->place.end()) {
             if (left-- < 1) {  // the largest table starts anew
-                const auto largest = std::max_element(tables_.begin(), tables_.end(), [](const auto& a, const auto& b) {
-                    return a.second.place.size() < b.second.place.size();
-                });
+                const auto largest = std::max_element(tables_.begin(), tables_.end(),
+                    [](const auto& a, const auto& b) { return a.second.place.size() < b.second.place.size(); });
                 largest->second = Table();
                 left = capacity_ - lists() - 1;
             }

@@ -13,11 +13,10 @@ int64_t pair_of(int32_t first, int32_t second) { return static_cast<int64_t>(fir
 
 }  // namespace
 
-SuffixIndex::SuffixIndex(int64_t capacity, int most, SuffixRules rules)
-    : capacity_(capacity), most_(most), rules_(std::move(rules)) {
+SuffixIndex::SuffixIndex(int64_t capacity, int most, SuffixRules rules) : capacity_(capacity), most_(most), rules_(std::move(rules)) {
     if (capacity < 2 || capacity > INT32_MAX || most < 2)
-        throw std::invalid_argument("capacity=" + std::to_string(capacity) + " must be 2 to 2147483647 and most=" +
-                                    std::to_string(most) + " at least 2");
+        throw std::invalid_argument(
+            "capacity=" + std::to_string(capacity) + " must be 2 to 2147483647 and most=" + std::to_string(most) + " at least 2");
     if (rules_.votes.weights.empty() || rules_.nearest < 1 || rules_.few < 1)
         throw std::invalid_argument("weights must not be empty, nearest and few at least 1");
 }
@@ -64,9 +63,7 @@ void SuffixIndex::places(const int32_t* context, size_t count, std::vector<Place
     const int32_t* last = context + count - 1;
     const auto end = static_cast<int32_t>(held_.size());
     const size_t begin = found.size();
-    const auto newest = [](const Chain& chain, int most) {
-        return std::max<int64_t>(0, static_cast<int64_t>(chain.size()) - most);
-    };
+    const auto newest = [](const Chain& chain, int most) { return std::max<int64_t>(0, static_cast<int64_t>(chain.size()) - most); };
     if (n > 1 && last[0] != kEnd && last[-1] != kEnd) {
         const auto chain = pairs_.find(pair_of(last[-1], last[0]));
         if (chain != pairs_.end())
@@ -91,8 +88,8 @@ void SuffixIndex::places(const int32_t* context, size_t count, std::vector<Place
     }
 }
 
-TokenTree SuffixIndex::propose(const int32_t* context, size_t n, int budget,
-                               const std::vector<const SuffixIndex*>& others, bool wide) const {
+TokenTree SuffixIndex::propose(
+    const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others, bool wide) const {
     std::vector<Place> arena;
     places(context, n, arena);
     for (const SuffixIndex* other : others) other->places(context, n, arena);

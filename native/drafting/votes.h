@@ -110,8 +110,7 @@ TokenTree grow(std::vector<Place>& arena, const VoteRules& rules, int budget, bo
         begin = best.begin;
         count = best.count;
         path.clear();
-        for (int32_t at = node; at >= 0; at = tree.parents[static_cast<size_t>(at)])
-            path.push_back(tree.tokens[static_cast<size_t>(at)]);
+        for (int32_t at = node; at >= 0; at = tree.parents[static_cast<size_t>(at)]) path.push_back(tree.tokens[static_cast<size_t>(at)]);
         std::reverse(path.begin(), path.end());
     }
 }

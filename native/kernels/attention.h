@@ -27,8 +27,8 @@ INLINE void find_peaks(float (*scores)[kBlock], int queries, const int* begin, c
 }
 
 // Scores -> weights relative to the peak, and their sum; then times the values' scales, where those have any.
-INLINE void weigh_scores(float (*scores)[kBlock], int queries, const int* begin, const int* end, const float* peaks,
-                         const float* scales, float* totals) {
+INLINE void weigh_scores(
+    float (*scores)[kBlock], int queries, const int* begin, const int* end, const float* peaks, const float* scales, float* totals) {
     for (int i = 0; i < queries; ++i) {
         if (begin[i] >= end[i]) continue;
         const F shift = set1(peaks[i]);
@@ -143,9 +143,7 @@ struct Attention {
 
     template <KVType as, bool widely>
     void score_all(const uint8_t* keys, const float* scales, Fetch& fetch) {
-        in_tiles(job.queries, [&](auto pack, int i) {
-            score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i);
-        });
+        in_tiles(job.queries, [&](auto pack, int i) { score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i); });
     }
 
     template <KVType as, bool widely>

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "weights/halves.h"
 #include "kernels/math.h"
 #include "kernels/table.h"
+#include "weights/halves.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

@@ -5,10 +5,10 @@
 // Whether numbers become floats on the way or once for all queries of a job cannot show: both are exact.
 #pragma once
 
-#include "weights/halves.h"
 #include "kernels/math.h"
 #include "kernels/range.h"
 #include "kernels/table.h"
+#include "weights/halves.h"
 
 namespace outpace {
 namespace OUTPACE_NS {
@@ -92,8 +92,8 @@ INLINE F score_step(F acc, const KeyPair<type>& k, const Query<type>* q) {
 
 // scores[q][16 tile + lane] of a whole block for the queries of the pack.
 template <KVType type, bool wide, int... i>
-static void score_block(Pack<i...>, const Query<type>* const* q, const uint8_t* keys, const float* scales, int dim, Fetch& fetching,
-                        float (*scores)[kBlock]) {
+static void score_block(
+    Pack<i...>, const Query<type>* const* q, const uint8_t* keys, const float* scales, int dim, Fetch& fetching, float (*scores)[kBlock]) {
     Fetch fetch = fetching;
     F a[] = {(static_cast<void>(i), zero())...}, b[] = {(static_cast<void>(i), zero())...};
     F c[] = {(static_cast<void>(i), zero())...}, d[] = {(static_cast<void>(i), zero())...};
@@ -146,8 +146,8 @@ INLINE F load_value(const uint8_t* v, int d) {
 
 // out[q][d ..] += weights[q][p] * value[p] for p in [from, to), position after position; C vectors of 16 dimensions.
 template <KVType type, bool wide, int... i, int... c>
-INLINE void add_values(Pack<i...>, Pack<c...>, const float (*weights)[kBlock], const uint8_t* values, int row, int from, int to,
-                       int d, Fetch& fetching, float* const* out) {
+INLINE void add_values(Pack<i...>, Pack<c...>, const float (*weights)[kBlock], const uint8_t* values, int row, int from, int to, int d,
+    Fetch& fetching, float* const* out) {
     Fetch fetch = fetching;
     struct Sums {
         F of[sizeof...(c)];
@@ -176,8 +176,8 @@ INLINE void add_values(Pack<i...>, Pack<c...>, const float (*weights)[kBlock], c
 }
 
 template <KVType type, bool wide, class P>
-static void add_range(P pack, const float (*weights)[kBlock], const uint8_t* values, int dim, int from, int to, Fetch& fetch,
-                      float* const* out) {
+static void add_range(
+    P pack, const float (*weights)[kBlock], const uint8_t* values, int dim, int from, int to, Fetch& fetch, float* const* out) {
     const int row = dim * element_bytes(type);
     int d = 0;
     for (; d + 64 <= dim; d += 64) add_values<type, wide>(pack, Range<4>{}, weights, values, row, from, to, d, fetch, out);

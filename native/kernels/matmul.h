@@ -224,8 +224,7 @@ INLINE void step(Pack<t...>, F (&acc)[tokens], const W* q, const Scales& k, cons
     const Dots d[] = {dots<format>(q, r + record * t)...};
     ((acc[first + t] = scaled<Unpack<format>>(acc[first + t], d[t], k, r + record * t)), ...);
     constexpr int next = first + static_cast<int>(sizeof...(t)), left = tokens - next;
-    if constexpr (left > 0)
-        step<format, next>(Range<(left < kTogether ? left : kTogether)>{}, acc, q, k, r + record * (next - first));
+    if constexpr (left > 0) step<format, next>(Range<(left < kTogether ? left : kTogether)>{}, acc, q, k, r + record * (next - first));
 }
 
 // `t` are the tokens of the tile: spelled out as a pack, so that the accumulators are registers and never an array.
@@ -249,8 +248,7 @@ static void tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a
 
 // bf16 pairs, f16 and f32 share a shape: one product a step, inputs in order.
 template <Format format, int... t>
-static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y,
-                       int64_t ldy) {
+static void float_tile(Pack<t...>, const uint8_t* w, int superblocks, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     constexpr Layout at = layout_of(format);
     constexpr int steps = format == Format::B16 ? 16 : 32;  // a group
     constexpr int step_bytes = format == Format::H16 ? 32 : 64;
@@ -296,10 +294,9 @@ static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int 
         const uint8_t* w = m.data + static_cast<size_t>(b) * m.block_bytes;
         float* out = y + b * kRows;
         int t = 0;
-#define OUTPACE_TILES(T)                                                                          \
-    if constexpr (kTile >= T)                                                                     \
-        for (; n - t >= T; t += T)                                                                \
-            any_tile<format>(Range<T>{}, w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
+#define OUTPACE_TILES(T)      \
+    if constexpr (kTile >= T) \
+        for (; n - t >= T; t += T) any_tile<format>(Range<T>{}, w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
         OUTPACE_TILES(16)
         OUTPACE_TILES(12)
         OUTPACE_TILES(8)

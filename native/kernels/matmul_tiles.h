@@ -41,8 +41,7 @@ INLINE void multiply_group(Tiles& tiles, const uint8_t* values, const uint8_t* a
 }
 
 template <Format format, int... t>
-static void row_block(Pack<t...>, Tiles& tiles, const uint8_t* w, int groups, const uint8_t* a, int64_t stride, float* y,
-                      int64_t ldy) {
+static void row_block(Pack<t...>, Tiles& tiles, const uint8_t* w, int groups, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     using L = Unpack<format>;
     constexpr Layout at = layout_of(format);
     constexpr int tokens = static_cast<int>(sizeof...(t)), record = act_bytes(Acts::I8);
@@ -86,7 +85,7 @@ static void tiled_product(const Matrix& m, const uint8_t* acts, int n, int count
         for (int i = 0; i < count; ++i) {
             const int first = (i + 1) * tokens <= n ? i * tokens : n - tokens;
             row_block<format>(Range<tokens>{}, tiles, m.data + static_cast<size_t>(b) * m.block_bytes, m.groups,
-                              acts + static_cast<int64_t>(first) * record, stride, y + first * ldy + b * kRows, ldy);
+                acts + static_cast<int64_t>(first) * record, stride, y + first * ldy + b * kRows, ldy);
         }
 }
 

@@ -58,8 +58,8 @@ INLINE float with_margin(float best) { return best - 0.01f - 1e-6f * (best < 0.0
 INLINE float beyond_of(uint32_t word) { return static_cast<float>(static_cast<int32_t>(~word >> 1)) * 0x1p-31f; }  // about 1 - u
 
 // Ids in [first, n) that may score at least `best`; first a multiple of 64.
-static int gumbel_survivors(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
-                            uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids) {
+static int gumbel_survivors(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key, uint32_t index,
+    uint32_t sample, uint32_t stream, int32_t* ids) {
     const F shift = set1(with_margin(best)), scale = set1(inverse_temperature);
     const F never = set1(2.3e-10f);  // below every 1 - u
     int count = 0;
@@ -90,7 +90,7 @@ static int gumbel_survivors(const float* x, int first, int n, float inverse_temp
 
 // The same where x [n] are the logits of `tokens` [n], which are not the whole vocabulary: their places.
 static int gumbel_survivors_of(const float* x, const int32_t* tokens, int n, float inverse_temperature, float best, uint64_t key,
-                               uint32_t index, uint32_t sample, uint32_t stream, int32_t* places) {
+    uint32_t index, uint32_t sample, uint32_t stream, int32_t* places) {
     const F shift = set1(with_margin(best)), scale = set1(inverse_temperature), never = set1(2.3e-10f);
     int count = 0;
     for (int start = 0; start < n; start += 16) {

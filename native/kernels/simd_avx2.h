@@ -48,9 +48,7 @@ INLINE F abs(F x) {
 INLINE M less(F x, F y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
 INLINE M is_nan(F x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
 INLINE bool any(M m) { return _mm256_movemask_ps(_mm256_or_ps(m.a, m.b)) != 0; }
-INLINE F select(M m, F yes, F no) {
-    return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
-}
+INLINE F select(M m, F yes, F no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
 
 INLINE I zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -89,7 +87,7 @@ INLINE __m128i half_load(const void* p) { return _mm_loadu_si128(static_cast<con
 INLINE F load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(half_load(p)), _mm256_cvtph_ps(half_load(p + 8))}; }
 INLINE F load_bf16(const uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half_load(p)), 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half_load(p + 8)), 16))};
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half_load(p + 8)), 16))};
 }
 INLINE F load_u8(const uint8_t* p) {
     const __m128i x = half_load(p);
@@ -108,9 +106,7 @@ INLINE I set1_pair(const void* p) {
     std::memcpy(&x, p, 4);
     return set1_i(x);
 }
-INLINE F pair_low(I x) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16))};
-}
+INLINE F pair_low(I x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16))}; }
 INLINE F pair_high(I x) {
     const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, m)), _mm256_castsi256_ps(_mm256_and_si256(x.b, m))};
@@ -164,16 +160,16 @@ INLINE __m256i sum_pairs(__m256i a, __m256i b, __m256i c, __m256i d) {
     const __m256i ones = _mm256_set1_epi16(1);
     if (small) return _mm256_madd_epi16(_mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_add_epi16(c, d)), ones);
     return _mm256_add_epi32(_mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)),
-                            _mm256_add_epi32(_mm256_madd_epi16(c, ones), _mm256_madd_epi16(d, ones)));
+        _mm256_add_epi32(_mm256_madd_epi16(c, ones), _mm256_madd_epi16(d, ones)));
 }
 // Sums over 16 inputs: q[4] by a[16].
 template <bool small, bool negative>
 INLINE I dot16(const W* q, const uint8_t* a) {
     const __m256i x[] = {set1_pair(a).a, set1_pair(a + 4).a, set1_pair(a + 8).a, set1_pair(a + 12).a};
-    return {sum_pairs<small>(pairs<negative>(q[0].a, x[0]), pairs<negative>(q[1].a, x[1]),
-                             pairs<negative>(q[2].a, x[2]), pairs<negative>(q[3].a, x[3])),
-            sum_pairs<small>(pairs<negative>(q[0].b, x[0]), pairs<negative>(q[1].b, x[1]),
-                             pairs<negative>(q[2].b, x[2]), pairs<negative>(q[3].b, x[3]))};
+    return {sum_pairs<small>(
+                pairs<negative>(q[0].a, x[0]), pairs<negative>(q[1].a, x[1]), pairs<negative>(q[2].a, x[2]), pairs<negative>(q[3].a, x[3])),
+        sum_pairs<small>(
+            pairs<negative>(q[0].b, x[0]), pairs<negative>(q[1].b, x[1]), pairs<negative>(q[2].b, x[2]), pairs<negative>(q[3].b, x[3]))};
 }
 INLINE I times_16(I x) { return {_mm256_slli_epi32(x.a, 4), _mm256_slli_epi32(x.b, 4)}; }
 #endif

@@ -56,25 +56,19 @@ INLINE Product mul_wide(I x, uint32_t c) {
     const I by = _mm512_set1_epi64(c);
     const I even = _mm512_mul_epu32(x, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), by);
     return {_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd),
-            _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32))};
+        _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32))};
 }
 INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
 INLINE F pow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, set1_i(127)), 23)); }
 
-INLINE F load_f16(const uint16_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
+INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE F load_bf16(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-INLINE F load_u8(const uint8_t* p) {
-    return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-INLINE F load_i8(const uint8_t* p) {
-    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
+INLINE F load_u8(const uint8_t* p) { return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
+INLINE F load_i8(const uint8_t* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 // Pairs of bf16 in 32-bit lanes: the first of each pair is the low half.
 INLINE I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
 INLINE I set1_pair(const void* p) {
@@ -83,9 +77,7 @@ INLINE I set1_pair(const void* p) {
     return _mm512_set1_epi32(x);
 }
 INLINE F pair_low(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
-INLINE F pair_high(I x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u))));
-}
+INLINE F pair_high(I x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u)))); }
 #ifdef __AVX512BF16__
 constexpr bool kDotPairs = true;  // whether dot_pairs is one instruction
 INLINE F dot_pairs(I a, I b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
@@ -131,9 +123,7 @@ INLINE float sum(F x) {
 INLINE float peak(F x) { return _mm512_reduce_max_ps(x); }
 INLINE int32_t sum_i(I x) { return _mm512_reduce_add_epi32(x); }
 // Stores 16 int32 of -128 .. 127 as bytes.
-INLINE void store_i8(uint8_t* p, I x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
+INLINE void store_i8(uint8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
 
 }  // namespace OUTPACE_NS
 }  // namespace outpace

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "weights/halves.h"
 #include "kernels/simd.h"
 #include "kernels/table.h"
+#include "weights/halves.h"
 
 namespace outpace {
 namespace OUTPACE_NS {
@@ -42,8 +42,7 @@ static void put_key(const float* k, int dim, int dim_padded, KVType type, uint8_
         return;
     }
     uint32_t pairs[kMaxHead / 2];
-    for (int d = 0; d < dim; d += 2)
-        pairs[d / 2] = float_to_bf16(k[d]) | static_cast<uint32_t>(float_to_bf16(k[d + 1])) << 16;
+    for (int d = 0; d < dim; d += 2) pairs[d / 2] = float_to_bf16(k[d]) | static_cast<uint32_t>(float_to_bf16(k[d + 1])) << 16;
     for (int d = dim; d < dim_padded; d += 2) pairs[d / 2] = 0;
     for (int i = 0; i < dim_padded / 2; ++i) at[16 * i] = pairs[i];
 }

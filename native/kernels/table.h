@@ -95,10 +95,10 @@ struct Kernels {
     // What a choice needs of the whole vocabulary; see sampling.h.
     int (*at_least)(const float* x, int first, int n, float threshold, int32_t* ids);
     void (*weigh)(const float* x, int n, double temperature, double top, double* weights);
-    int (*gumbel_survivors)(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key,
-                            uint32_t index, uint32_t sample, uint32_t stream, int32_t* ids);
+    int (*gumbel_survivors)(const float* x, int first, int n, float inverse_temperature, float best, uint64_t key, uint32_t index,
+        uint32_t sample, uint32_t stream, int32_t* ids);
     int (*gumbel_survivors_of)(const float* x, const int32_t* tokens, int n, float inverse_temperature, float best, uint64_t key,
-                               uint32_t index, uint32_t sample, uint32_t stream, int32_t* places);
+        uint32_t index, uint32_t sample, uint32_t stream, int32_t* places);
 };
 
 // Those that paths.cmake could build and was to build, by OUTPACE_HAS_...

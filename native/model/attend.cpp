@@ -130,8 +130,8 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     for (int t = part.begin; t < part.end; ++t) {
         for (int head = 0; head < c_.heads; ++head)
-            std::memcpy(line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * padded,
-                        static_cast<size_t>(d) * 4);
+            std::memcpy(
+                line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * padded, static_cast<size_t>(d) * 4);
         std::fill(line + c_.heads * d, line + l.o.in_padded(), 0.0f);
         k_.encode(l.o.acts(), line, 0, l.o.groups, acts, n_, t);
     }

@@ -47,7 +47,8 @@ private:
 
 }  // namespace
 
-Eagle::Eagle(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens, bool norm_output)
+Eagle::Eagle(
+    std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens, bool norm_output)
     : DraftNetwork(std::move(model), std::move(fuse), std::move(norms), std::move(tokens)), norm_output_(norm_output) {
     if (model_->layers_[0].embed_norm.empty())
         throw std::invalid_argument("this is no EAGLE-3 drafter: its first layer does not read embeddings beside features");
@@ -73,7 +74,8 @@ void Eagle::check(const std::vector<Ask>& asks) {
         if (ask.nodes < 0 || ask.nodes > kMostNodes) wrong(std::to_string(ask.nodes) + " nodes");
         if (ask.nodes > 0 && (ask.levels < 1 || ask.levels > kMostLevels || ask.branch < 1 || ask.branch > kMostBranch))
             wrong(std::to_string(ask.levels) + " levels of branches of " + std::to_string(ask.branch));
-        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature)) wrong("a temperature must be finite and not below 0");
+        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature))
+            wrong("a temperature must be finite and not below 0");
     }
     std::sort(seen.begin(), seen.end());
     if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("a row appears twice");
@@ -109,7 +111,8 @@ void Eagle::store(const float* features) {
 }
 
 // The planned tokens, one a step: their outputs to result.hidden_states; the children of each.
-std::vector<std::vector<RankedToken>> Eagle::level(const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result) {
+std::vector<std::vector<RankedToken>> Eagle::level(
+    const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result) {
     Model& m = *model_;
     Pool& pool = m.runtime_->pool();
     const BatchView batch = view(m.plan_.size(), features);
@@ -130,7 +133,8 @@ std::vector<std::vector<RankedToken>> Eagle::level(const std::vector<Row>& rows,
         const auto read = [&](Seat& me, int stretch) {
             const int from = ranking_.begin_of(stretch), begin = from / kRows, end = std::min(begin + kStretch / kRows, head.blocks);
             float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [count][kStretch]
-            m.kernels_.matmul(head, m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts()), count, begin, end, y - from, kStretch);
+            m.kernels_.matmul(
+                head, m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts()), count, begin, end, y - from, kStretch);
             for (int i = 0; i < count; ++i) ranking_.consider(me.id, i, stretch, y + i * kStretch, m.kernels_);
         };
         const auto body = [&](Seat& me) {
@@ -158,8 +162,8 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
     const size_t hidden = static_cast<size_t>(m.config_.hidden);
     std::vector<KV::Need> needs;
     for (const Ask& ask : asks)
-        needs.push_back({ask.row, static_cast<int>(ask.tokens.size()) +
-                                      (ask.nodes > 0 ? Growth::most_entries(ask.nodes, ask.levels, ask.branch) : 0)});
+        needs.push_back(
+            {ask.row, static_cast<int>(ask.tokens.size()) + (ask.nodes > 0 ? Growth::most_entries(ask.nodes, ask.levels, ask.branch) : 0)});
     m.kv_.grow(needs);
     m.plan_.clear();
     std::vector<Row> rows;
@@ -205,7 +209,8 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
                 continue;
             }
             const Growth::Node& node = row.growth.node(steps[i].node);
-            m.plan_.node(row.kept, node.token, base + node.depth - 1, base + node.entry, [&](std::vector<int32_t>& slots) {
+            m.plan_
+                .node(row.kept, node.token, base + node.depth - 1, base + node.entry, [&](std::vector<int32_t>& slots) {
                 const size_t first = slots.size();
                 row.growth.path(steps[i].node, slots);
                 for (size_t d = first; d < slots.size(); ++d) slots[d] += base;

@@ -57,7 +57,8 @@ private:
     void check(const std::vector<Ask>& asks);
     BatchView view(int tokens, const float* features) const;
     void store(const float* features);
-    std::vector<std::vector<RankedToken>> level(const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result);
+    std::vector<std::vector<RankedToken>> level(
+        const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result);
 
     const bool norm_output_;
     std::array<double, kPhases> seconds_{};

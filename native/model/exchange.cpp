@@ -37,8 +37,8 @@ void Eagle::exchange(Eagle& other) {
     const KVShape &x = mine.kv_.shape(), &y = theirs.kv_.shape();
     if (&mine == &theirs || mine.runtime_ != theirs.runtime_ || !other.rows_.empty() || !theirs.kv_.rows().empty())
         throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
-    if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length || x.layers != y.layers ||
-        x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
+    if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length ||
+        x.layers != y.layers || x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
         tokens() != other.tokens() || norm_output_ != other.norm_output_)
         throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
     std::lock_guard<std::mutex> lock(mine.lock());

@@ -53,9 +53,8 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!attention(me, l, index) || !meet(me)) return false;
     clock(me, kAttention);
 
-    share(me, kClaimOutput, index, l.o.blocks, [&](int begin, int end) {
-        k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded());
-    });
+    share(me, kClaimOutput, index, l.o.blocks,
+        [&](int begin, int end) { k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded()); });
     if (!meet(me)) return false;
     clock(me, kOutput);
 
@@ -71,9 +70,8 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!meet(me)) return false;
     clock(me, kGateUp);
 
-    share(me, kClaimDown, index, l.down.blocks, [&](int begin, int end) {
-        k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded());
-    });
+    share(me, kClaimDown, index, l.down.blocks,
+        [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
     if (!meet(me)) return false;
     clock(me, kDown);
     return true;
@@ -186,7 +184,8 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     for (int b = 0; b < batch.rows && !batch.hidden_layers.empty(); ++b)
         for (int i = batch.starts[b]; i < batch.starts[b + 1]; ++i)
             result->hidden_place.push_back(batch.hidden_rows && !batch.hidden_rows[b] ? -1 : result->hidden_tokens++);
-    result->hidden_states.reset(new float[static_cast<size_t>(result->hidden_tokens) * batch.hidden_layers.size() * static_cast<size_t>(config_.hidden)]);
+    result->hidden_states.reset(
+        new float[static_cast<size_t>(result->hidden_tokens) * batch.hidden_layers.size() * static_cast<size_t>(config_.hidden)]);
     result->wanted.assign(batch.wanted, batch.wanted + batch.wanted_count);
     result->best.resize(static_cast<size_t>(batch.wanted_count));
     result->stride_ = head_.out_padded();

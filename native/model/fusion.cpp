@@ -14,8 +14,10 @@ Fusion::Fusion(Model& m, Matrix matrix, std::vector<std::vector<float>> norms) :
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no learned drafter: " + what); };
     const int hidden = m.hidden();
     if (matrix_.rows != hidden || matrix_.cols % hidden != 0 || !matrix_.data)
-        wrong("fc is " + std::to_string(matrix_.rows) + " x " + std::to_string(matrix_.cols) + " beside a hidden size of " + std::to_string(hidden));
-    if (norms_.size() > 1 && norms_.size() != wide() / static_cast<size_t>(hidden)) wrong("it has neither one norm for each layer nor one over all");
+        wrong("fc is " + std::to_string(matrix_.rows) + " x " + std::to_string(matrix_.cols) + " beside a hidden size of " +
+              std::to_string(hidden));
+    if (norms_.size() > 1 && norms_.size() != wide() / static_cast<size_t>(hidden))
+        wrong("it has neither one norm for each layer nor one over all");
     for (const std::vector<float>& norm : norms_)
         if (norm.size() * norms_.size() != wide()) wrong("a norm of its layers has " + std::to_string(norm.size()) + " values");
     std::lock_guard<std::mutex> lock(m.lock());
@@ -46,7 +48,8 @@ void Fusion::run(Model& m, const std::vector<const float*>& hidden_states, float
                 const float* from = hidden_states[first + static_cast<size_t>(t)];
                 const int each = norms_.empty() ? 0 : wide / static_cast<int>(norms_.size());
                 for (size_t i = 0; i < norms_.size(); ++i)
-                    k.rmsnorm(from + i * static_cast<size_t>(each), norms_[i].data(), m.config_.eps, each, line + i * static_cast<size_t>(each));
+                    k.rmsnorm(
+                        from + i * static_cast<size_t>(each), norms_[i].data(), m.config_.eps, each, line + i * static_cast<size_t>(each));
                 if (norms_.empty()) std::memcpy(line, from, static_cast<size_t>(wide) * 4);
                 std::fill(line + wide, line + matrix_.in_padded(), 0.0f);
                 k.encode(matrix_.acts(), line, 0, matrix_.groups, in, count, t);
@@ -58,7 +61,7 @@ void Fusion::run(Model& m, const std::vector<const float*>& hidden_states, float
         pool.run(body, Pool::kDrafting, static_cast<double>(matrix_.bytes()));
         for (int t = 0; t < count; ++t)
             std::memcpy(out + (first + static_cast<size_t>(t)) * static_cast<size_t>(hidden),
-                        fused_.get() + static_cast<size_t>(t) * static_cast<size_t>(padded), static_cast<size_t>(hidden) * 4);
+                fused_.get() + static_cast<size_t>(t) * static_cast<size_t>(padded), static_cast<size_t>(hidden) * 4);
     }
 }
 

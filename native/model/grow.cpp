@@ -5,9 +5,7 @@
 
 namespace outpace {
 
-int Growth::most_entries(int most, int levels, int branch) {
-    return levels < 2 ? 0 : (levels - 1) * std::min(branch, most);
-}
+int Growth::most_entries(int most, int levels, int branch) { return levels < 2 ? 0 : (levels - 1) * std::min(branch, most); }
 
 void Growth::grow(const std::vector<std::vector<RankedToken>>& children) {
     begin_ = static_cast<int>(nodes_.size());
@@ -24,9 +22,8 @@ std::vector<int> Growth::best(int from, int count) const {
     std::vector<int> order(nodes_.size() - static_cast<size_t>(from));
     std::iota(order.begin(), order.end(), from);
     if (static_cast<int>(order.size()) > count) {
-        std::nth_element(order.begin(), order.begin() + count, order.end(), [this](int a, int b) {
-            return node(a).chance > node(b).chance || (node(a).chance == node(b).chance && a < b);
-        });
+        std::nth_element(order.begin(), order.begin() + count, order.end(),
+            [this](int a, int b) { return node(a).chance > node(b).chance || (node(a).chance == node(b).chance && a < b); });
         order.resize(static_cast<size_t>(count));
         std::sort(order.begin(), order.end());
     }

@@ -24,11 +24,13 @@ Medusa::Medusa(std::shared_ptr<Model> target, std::vector<std::vector<Block>> he
     const int hidden = target_->hidden();
     if (heads_.empty() || (rows_.size() != 1 && rows_.size() != heads_.size())) wrong("heads and output rows differ in number");
     for (const Matrix& matrix : rows_)
-        if (matrix.rows != outputs() || matrix.cols != hidden) wrong("output rows are " + std::to_string(matrix.rows) + " x " + std::to_string(matrix.cols));
+        if (matrix.rows != outputs() || matrix.cols != hidden)
+            wrong("output rows are " + std::to_string(matrix.rows) + " x " + std::to_string(matrix.cols));
     for (const std::vector<Block>& blocks : heads_) {
         if (blocks.size() != heads_[0].size()) wrong("heads have different numbers of blocks");
         for (const Block& block : blocks)
-            if (block.weight.rows != hidden || block.weight.cols != hidden || (!block.bias.empty() && static_cast<int>(block.bias.size()) != hidden))
+            if (block.weight.rows != hidden || block.weight.cols != hidden ||
+                (!block.bias.empty() && static_cast<int>(block.bias.size()) != hidden))
                 wrong("a block is " + std::to_string(block.weight.rows) + " x " + std::to_string(block.weight.cols));
     }
 }
@@ -66,7 +68,8 @@ void Medusa::forward(const std::vector<const float*>& states, int heads) {
             for (int k = 0; k < heads; ++k) {
                 const int begin = std::max(part.begin - k * any.blocks, 0), end = std::min(part.end - k * any.blocks, any.blocks);
                 if (begin < end)
-                    kernels.matmul(block(k).weight, acts_[static_cast<size_t>(k)].get(), count, begin, end, y_[static_cast<size_t>(k)].data(), any.out_padded());
+                    kernels.matmul(block(k).weight, acts_[static_cast<size_t>(k)].get(), count, begin, end,
+                        y_[static_cast<size_t>(k)].data(), any.out_padded());
             }
         }, Pool::kDrafting, static_cast<double>(any.bytes()) * heads);
         for (int k = 0; k < heads; ++k)
@@ -106,7 +109,8 @@ std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vect
         std::vector<const float*> states;
         int heads = 0;
         for (size_t i = 0; i < count; ++i) {
-            if (ask(i).heads < 1 || ask(i).heads > this->heads()) throw std::invalid_argument("malformed draft: " + std::to_string(ask(i).heads) + " heads");
+            if (ask(i).heads < 1 || ask(i).heads > this->heads())
+                throw std::invalid_argument("malformed draft: " + std::to_string(ask(i).heads) + " heads");
             heads = std::max(heads, ask(i).heads);
             states.push_back(ask(i).state);
         }
@@ -132,7 +136,8 @@ std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vect
         });
         for (int i = 0; i < n; ++i) {
             std::vector<std::vector<RankedToken>>& found = drafts.emplace_back();
-            for (int k = 0; k < ask(static_cast<size_t>(i)).heads; ++k) found.push_back(ranking_.best(k * n + i, own(k * n + i), target_->kernels()));
+            for (int k = 0; k < ask(static_cast<size_t>(i)).heads; ++k)
+                found.push_back(ranking_.best(k * n + i, own(k * n + i), target_->kernels()));
         }
     }
     return drafts;
@@ -149,8 +154,8 @@ void Medusa::logits(const float* states, int n, float* out) {
         each_stretch(count, heads(), [&](int, int head, int stretch, const float* logits) {
             for (int i = 0; i < count; ++i)
                 std::copy_n(logits + i * kStretch, ranking_.size_of(stretch),
-                            to + static_cast<size_t>(i) * each + static_cast<size_t>(head) * static_cast<size_t>(outputs()) +
-                                static_cast<size_t>(ranking_.begin_of(stretch)));
+                    to + static_cast<size_t>(i) * each + static_cast<size_t>(head) * static_cast<size_t>(outputs()) +
+                        static_cast<size_t>(ranking_.begin_of(stretch)));
         });
     }
 }

@@ -7,8 +7,7 @@
 
 namespace outpace {
 
-const char* const kPhaseNames[kPhases] = {"norm",  "qkv",     "rope", "attention", "output",
-                                          "norm2", "gate_up", "down", "head"};
+const char* const kPhaseNames[kPhases] = {"norm", "qkv", "rope", "attention", "output", "norm2", "gate_up", "down", "head"};
 
 void Rope::cover(int positions) {
     if (positions <= covered_) return;
@@ -48,8 +47,8 @@ std::unique_ptr<Result> Result::of(const float* logits, int vocab, std::vector<i
     return result;
 }
 
-Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
-             int64_t kv_limit)
+Model::Model(
+    std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit)
     : weights_(std::move(weights)),
       runtime_(std::move(runtime)),
       config_(weights_->config),
@@ -60,7 +59,8 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       kernels_(kernels),
       scratch_(runtime_->scratch()),
       kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_type}, kv_limit),
-      next_job_(layers_.size()), claimed_((layers_.size() + 1) * kClaims) {
+      next_job_(layers_.size()),
+      claimed_((layers_.size() + 1) * kClaims) {
     for (const std::vector<float>& table : weights_->ropes) ropes_.emplace_back(table, config_.rope_scale);
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();

@@ -25,7 +25,7 @@ void once(std::vector<int> rows, const char* what) {
 }  // namespace
 
 Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
-                   std::optional<Markov> markov, std::optional<Confidence> confidence)
+    std::optional<Markov> markov, std::optional<Confidence> confidence)
     : DraftNetwork(std::move(model), std::move(fuse), {}, std::move(tokens)),
       norm_(std::move(norm)),
       shape_(shape),
@@ -36,11 +36,9 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
     if (!model_->layers_[0].embed_norm.empty()) wrong("its first layer reads features beside embeddings");
     if (static_cast<int>(norm_.size()) != model_->hidden())
         wrong("the norm of its contexts has " + std::to_string(norm_.size()) + " values");
-    if (shape_.block < 1 || shape_.block > kChunk || slots() < 1)
-        wrong("a block of " + std::to_string(shape_.block) + " tokens");
+    if (shape_.block < 1 || shape_.block > kChunk || slots() < 1) wrong("a block of " + std::to_string(shape_.block) + " tokens");
     if (shape_.mask < 0 || shape_.mask >= model_->vocab()) wrong("its mask token is " + std::to_string(shape_.mask));
-    if (markov_ && (markov_->before.rows != model_->vocab() || markov_->after.rows != model_->outputs() ||
-                    markov_->after.cols != rank()))
+    if (markov_ && (markov_->before.rows != model_->vocab() || markov_->after.rows != model_->outputs() || markov_->after.cols != rank()))
         wrong("the two sides of its Markov head do not fit");
     const size_t hidden = static_cast<size_t>(model_->hidden());
     if (confidence_ && confidence_->weight.size() != hidden && confidence_->weight.size() != hidden + static_cast<size_t>(rank()))
@@ -121,10 +119,8 @@ void Parallel::check(const std::vector<Ask>& asks) const {
     for (const Ask& ask : asks) {
         seen.push_back(ask.row);
         if (model_->kv_.length(ask.row) < 1) wrong("row " + std::to_string(ask.row) + " has no contexts");
-        if (ask.anchor < 0 || ask.anchor >= model_->vocab())
-            wrong("token " + std::to_string(ask.anchor) + " is not in the vocabulary");
-        if (ask.position < 0 || ask.position >= model_->config_.max_length)
-            wrong("position " + std::to_string(ask.position));
+        if (ask.anchor < 0 || ask.anchor >= model_->vocab()) wrong("token " + std::to_string(ask.anchor) + " is not in the vocabulary");
+        if (ask.position < 0 || ask.position >= model_->config_.max_length) wrong("position " + std::to_string(ask.position));
         if (ask.slots < 1 || ask.slots > slots()) wrong(std::to_string(ask.slots) + " slots of " + std::to_string(slots()));
         if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature))
             wrong("a temperature must be finite and not below 0");
@@ -149,8 +145,8 @@ void Parallel::forward(const std::vector<Ask>& asks) {
         const Plan::Row row = m.plan_.row(m.kv_, ask.row, length);
         for (int i = 0; i < shape_.block; ++i) {
             const bool read = i >= skipped && i < skipped + ask.slots;
-            Plan::Token& token =
-                m.plan_.in_block(row, i == 0 ? ask.anchor : shape_.mask, ask.position + i, length + i, length + shape_.block - 1);
+            Plan::Token& token = m.plan_.in_block(
+                row, i == 0 ? ask.anchor : shape_.mask, ask.position + i, length + i, length + shape_.block - 1);
             if (read) token.wanted = wanted++;
             result.hidden_place.push_back(token.wanted);
         }
@@ -196,8 +192,8 @@ void Parallel::encode(const std::vector<int32_t>& tokens) {
     for (size_t i = 0; i < tokens.size(); ++i) {
         unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
         std::copy_n(before_.data() + i * wide, wide, line.data());
-        model_->kernels_.encode(after.acts(), line.data(), 0, after.groups, acts_.get(), static_cast<int>(tokens.size()),
-                                static_cast<int>(i));
+        model_->kernels_.encode(
+            after.acts(), line.data(), 0, after.groups, acts_.get(), static_cast<int>(tokens.size()), static_cast<int>(i));
     }
 }
 
@@ -278,8 +274,7 @@ void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits
     std::copy(normed_.begin(), normed_.end(), normed);
     const size_t outputs = static_cast<size_t>(model_->outputs());
     const size_t places = normed_.size() / static_cast<size_t>(model_->hidden());
-    for (size_t i = 0; i < places; ++i)
-        std::copy_n(logits_of(i), outputs, logits + i * outputs);
+    for (size_t i = 0; i < places; ++i) std::copy_n(logits_of(i), outputs, logits + i * outputs);
 }
 
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {

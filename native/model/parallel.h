@@ -32,7 +32,7 @@ public:
     // `fuse` and `norm` [hidden] make contexts' features of the target's states; `tokens` [outputs of the model]: the target's
     // ids, ascending. Throws std::invalid_argument for what does not fit together.
     Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
-             std::optional<Markov> markov, std::optional<Confidence> confidence);
+        std::optional<Markov> markov, std::optional<Confidence> confidence);
 
     // All below: the lock is the caller's; they throw std::invalid_argument, std::out_of_range, MemoryLimit, and then every row
     // is as it was. What a row gets depends on that row and its ask alone.

@@ -34,8 +34,7 @@ void Model::prepare(const BatchView& batch) {
             if (batch.position[i] != expected)
                 wrong("position " + std::to_string(batch.position[i]) + " should be " + std::to_string(expected));
             if (expected >= config_.max_length)
-                wrong("position " + std::to_string(expected) + " is beyond the model's " +
-                      std::to_string(config_.max_length));
+                wrong("position " + std::to_string(expected) + " is beyond the model's " + std::to_string(config_.max_length));
         }
     }
     std::sort(seen.begin(), seen.end());

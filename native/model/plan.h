@@ -49,7 +49,9 @@ public:
         return token;
     }
     // One of a block whose last slot is `last`: all of them see each other. Its keys turn by another number than its place.
-    Token& in_block(const Row& row, int id, int turn, int slot, int last) { return add({id, row.row, last, turn, slot, row.cached, row.blocks}); }
+    Token& in_block(const Row& row, int id, int turn, int slot, int last) {
+        return add({id, row.row, last, turn, slot, row.cached, row.blocks});
+    }
 
     int size() const { return static_cast<int>(tokens_.size()); }
     const Token& operator[](int i) const { return tokens_[static_cast<size_t>(i)]; }

@@ -32,9 +32,8 @@ inline void likeliest(const float* logits, int n, int count, const Kernels& kern
     found.resize(static_cast<size_t>(n));
     const int hits = kernels.at_least(logits, 0, n, bound, found.data());
     const auto last = found.begin() + std::min(count, hits);
-    std::partial_sort(found.begin(), last, found.begin() + hits, [logits](int32_t a, int32_t b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    });
+    std::partial_sort(found.begin(), last, found.begin() + hits,
+        [logits](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; });
     std::copy(found.begin(), last, ids);
 }
 
@@ -45,7 +44,8 @@ inline void rank_row(Lookup& drafter, int64_t row, const Result& result, const s
     const DenormalsAsZero mode;
     std::vector<int32_t> ids(static_cast<size_t>(n * ranks));
     for (int i = 0; i < n; ++i)
-        likeliest(result.logits(result.find(first + i)), result.vocab, ranks, *result.kernels, ids.data() + static_cast<ptrdiff_t>(i) * ranks);
+        likeliest(
+            result.logits(result.find(first + i)), result.vocab, ranks, *result.kernels, ids.data() + static_cast<ptrdiff_t>(i) * ranks);
     drafter.rank(row, token.data() + first, static_cast<size_t>(n), ids.data());
 }
 

@@ -16,8 +16,17 @@ namespace outpace {
 class Model::Run {
 public:
     Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
-        : m_(model), c_(model.config_), k_(model.kernels_), s_(model.scratch_), pool_(pool), result_(result), batch_(batch),
-          first_(first), n_(count), solo_(count <= 2 && pool.size() > 1), claims_(pool.uneven()) {
+        : m_(model),
+          c_(model.config_),
+          k_(model.kernels_),
+          s_(model.scratch_),
+          pool_(pool),
+          result_(result),
+          batch_(batch),
+          first_(first),
+          n_(count),
+          solo_(count <= 2 && pool.size() > 1),
+          claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
             if (model.plan_[i].wanted >= 0) wanted_.push_back(i - first);
     }
@@ -115,14 +124,15 @@ private:
         for (size_t i = 0; i < batch_.hidden_layers.size() && place >= 0; ++i)
             if (batch_.hidden_layers[i] == layer)
                 std::memcpy(result_.hidden_states.get() + (static_cast<size_t>(place) * batch_.hidden_layers.size() + i) * c_.hidden,
-                            x(me, t), static_cast<size_t>(c_.hidden) * 4);
+                    x(me, t), static_cast<size_t>(c_.hidden) * 4);
     }
 
     // The hidden state that enters layer `l`: an embedding (and the batch's features), or what layer l - 1 made.
     void enter(const Seat& me, int t, int l) {
         if (l == 0) {
             float* at = x(me, t);
-            const float* features = batch_.features ? batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden) : nullptr;
+            const float* features = batch_.features ? batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden)
+                                                    : nullptr;
             if (!m_.layers_[0].embed_norm.empty()) {
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;

@@ -20,7 +20,8 @@ struct Chooser {
 
     // The choice from the result's logits number `i`.
     int choose(const Result& result, int i, Workspace& workspace) const {
-        return outpace::choose(result.logits(i), result.vocab, &result.best[static_cast<size_t>(i)], edits, sampling, *result.kernels, workspace);
+        return outpace::choose(
+            result.logits(i), result.vocab, &result.best[static_cast<size_t>(i)], edits, sampling, *result.kernels, workspace);
     }
     void advance(int32_t token) {
         ++sampling.index;
@@ -31,8 +32,8 @@ struct Chooser {
 // exact.verify.walk for one row, whose pending token is packed at `start`: how many of its `k` nodes are accepted, or -1 where
 // that cannot be decided here. `parents` null: a chain. `chooser` null: greedy without rules. `gained` [k + 1] and `path` [k]
 // are the verdict's; they were 0, and stay so beyond it.
-inline int walk(const Result& result, int start, const int32_t* tokens, const int32_t* parents, int k, Chooser* chooser,
-                int32_t* gained, int32_t* path, Workspace& workspace) {
+inline int walk(const Result& result, int start, const int32_t* tokens, const int32_t* parents, int k, Chooser* chooser, int32_t* gained,
+    int32_t* path, Workspace& workspace) {
     for (int at = -1, depth = 0;; ++depth) {
         const int found = result.find(start + 1 + at);
         int choice;
@@ -69,17 +70,15 @@ void decide_all(Runtime* runtime, int count, int sampled, const Decide& decide) 
     std::atomic<int> next{0};
     std::exception_ptr failed;
     std::mutex failing;
-    runtime->pool().run(
-        [&](Seat&) {
-            try {
-                Workspace workspace;
-                for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) decide(i, workspace);
-            } catch (...) {
-                std::lock_guard<std::mutex> one(failing);
-                failed = std::current_exception();
-            }
-        },
-        Pool::kSampling, static_cast<double>(sampled));
+    runtime->pool().run([&](Seat&) {
+        try {
+            Workspace workspace;
+            for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) decide(i, workspace);
+        } catch (...) {
+            std::lock_guard<std::mutex> one(failing);
+            failed = std::current_exception();
+        }
+    }, Pool::kSampling, static_cast<double>(sampled));
     if (failed) std::rethrow_exception(failed);
 }
 

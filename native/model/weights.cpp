@@ -9,19 +9,19 @@ namespace {
 
 void fits(const Matrix& m, int rows, int cols, const char* name) {
     if (m.rows != rows || m.cols != cols || !m.data)
-        throw std::invalid_argument(std::string(name) + " is " + std::to_string(m.rows) + " x " + std::to_string(m.cols) +
-                                    ", expected " + std::to_string(rows) + " x " + std::to_string(cols));
+        throw std::invalid_argument(std::string(name) + " is " + std::to_string(m.rows) + " x " + std::to_string(m.cols) + ", expected " +
+                                    std::to_string(rows) + " x " + std::to_string(cols));
 }
 void fits(const std::vector<float>& v, int n, bool required, const char* name) {
     if ((required || !v.empty()) && static_cast<int>(v.size()) != n)
-        throw std::invalid_argument(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " +
-                                    std::to_string(n));
+        throw std::invalid_argument(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " + std::to_string(n));
 }
 
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() ||
+        c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
     fits(w.head, c.outputs, c.hidden, "the output head");
@@ -60,7 +60,7 @@ void check(const Weights& w) {
 }  // namespace
 
 Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, Matrix head_, std::vector<float> final_norm_,
-                 std::vector<std::vector<float>> ropes_)
+    std::vector<std::vector<float>> ropes_)
     : config(config_),
       layers(std::move(layers_)),
       embedding(std::move(embedding_)),

@@ -37,7 +37,7 @@ struct Config {
 struct Weights {
     // Throws std::invalid_argument for what does not fit together.
     Weights(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
-            std::vector<std::vector<float>> ropes);
+        std::vector<std::vector<float>> ropes);
 
     const Config config;
     const std::vector<Layer> layers;

@@ -132,9 +132,9 @@ const Kernels& kernels_for(const std::string& name) {
     const std::string left_out = OUTPACE_LEFT_OUT;
     const bool lost = !known && left_out.find(name + " (") != std::string::npos;
     throw std::invalid_argument("instruction set '" + name + "' " +
-                                (known  ? "is not available on this machine"
-                                 : lost ? "was left out of this build: " + left_out + "; build it again,"
-                                        : "is unknown") +
+                                (known     ? "is not available on this machine"
+                                    : lost ? "was left out of this build: " + left_out + "; build it again,"
+                                           : "is unknown") +
                                 (lost ? " or use one of " : ": use one of ") + have);
 }
 

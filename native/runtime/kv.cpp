@@ -29,8 +29,8 @@ int64_t KV::bytes_for(int64_t positions) const {
 int64_t KV::growth(int row, int64_t n) const {
     const Row& r = at(row);
     if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
-        throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) +
-                                    " cannot grow by " + std::to_string(n) + " positions");
+        throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot grow by " +
+                                    std::to_string(n) + " positions");
     const bool copies = n > 0 && r.length % kBlock != 0 && r.blocks.back()->owners > 1;
     return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0));
 }
@@ -64,8 +64,8 @@ void KV::free(int row) {
 void KV::truncate(int row, int n) {
     Row& r = at(row);
     if (n < 0 || n > r.length)
-        throw std::invalid_argument("cannot truncate KV row " + std::to_string(row) + " of length " +
-                                    std::to_string(r.length) + " to " + std::to_string(n));
+        throw std::invalid_argument(
+            "cannot truncate KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " to " + std::to_string(n));
     shrink(r, n);
 }
 
@@ -173,8 +173,8 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
     Row& r = at(row);
     for (int i = 0; i < n; ++i)
         if (keep[i] < (i == 0 ? 0 : keep[i - 1] + 1) || start < 0 || keep[i] >= r.length - start)
-            throw std::invalid_argument("compact needs ascending slots within the row: keep[" + std::to_string(i) + "] is " +
-                                        std::to_string(keep[i]));
+            throw std::invalid_argument(
+                "compact needs ascending slots within the row: keep[" + std::to_string(i) + "] is " + std::to_string(keep[i]));
     if (start < 0 || start > r.length) throw std::invalid_argument("compact starts beyond the row's end");
     int first = 0;
     while (first < n && keep[first] == first) ++first;  // those stay where they are
@@ -192,9 +192,9 @@ void KV::fork(int src, int dst, int n) {
     const Row& from = at(src);
     Row& to = at(dst);
     if (src == dst || n < 0 || n > from.length || to.length > 0)
-        throw std::invalid_argument("cannot fork " + std::to_string(n) + " positions of KV row " + std::to_string(src) +
-                                    " (length " + std::to_string(from.length) + ") into row " + std::to_string(dst) +
-                                    " (length " + std::to_string(to.length) + "): it must be another row, and empty");
+        throw std::invalid_argument("cannot fork " + std::to_string(n) + " positions of KV row " + std::to_string(src) + " (length " +
+                                    std::to_string(from.length) + ") into row " + std::to_string(dst) + " (length " +
+                                    std::to_string(to.length) + "): it must be another row, and empty");
     to.blocks.assign(from.blocks.begin(), from.blocks.begin() + static_cast<std::ptrdiff_t>(blocks_for(n)));
     for (Block* block : to.blocks) ++block->owners;
     to.length = n;

@@ -37,8 +37,7 @@ Mapped::Range* claim() {
         if (!range->taken.exchange(true)) return range;
     auto* made = new Mapped::Range;
     made->next = first_range.load();
-    while (!first_range.compare_exchange_weak(made->next, made)) {
-    }
+    while (!first_range.compare_exchange_weak(made->next, made)) {}
     return made;
 }
 
@@ -81,10 +80,10 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }  // namespace
 
 void Mapped::guard() {
-    struct sigaction now {};
+    struct sigaction now{};
     if (sigaction(SIGBUS, nullptr, &now) != 0 || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault)) return;
     others_action = now;
-    struct sigaction ours {};
+    struct sigaction ours{};
     ours.sa_sigaction = on_fault;
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // what pass_on calls may fault, or raise the signal again
     sigemptyset(&ours.sa_mask);
@@ -95,7 +94,7 @@ Mapped::Mapped(const std::string& path) {
     const auto failed = [&path] { throw std::system_error(errno, std::generic_category(), path); };
     const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (file < 0) failed();
-    struct stat found {};
+    struct stat found{};
     void* where = nullptr;
     if (fstat(file, &found) == 0) {
         if (S_ISREG(found.st_mode)) {

@@ -48,7 +48,10 @@ Clock::duration processor_time() {
 }  // namespace
 
 Pool::Pool(int threads)
-    : threads_(std::max(1, threads)), places_(static_cast<size_t>(threads_)), processors_(allowed_processors()), spin_(kLeastSpin),
+    : threads_(std::max(1, threads)),
+      places_(static_cast<size_t>(threads_)),
+      processors_(allowed_processors()),
+      spin_(kLeastSpin),
       idle_spin_(kCrowdedSpin.count()) {
     workers_.reserve(static_cast<size_t>(threads_));
     try {
@@ -254,9 +257,7 @@ void Pool::wait(int thread, const Done& done, bool lost) {
 }
 
 // How long a thread, which asks for itself, has had no processor since the run began, though it did not sleep.
-Pool::Clock::duration Pool::away(const Place& place) const {
-    return Clock::now() - begun_ - (processor_time() - place.used) - place.slept;
-}
+Pool::Clock::duration Pool::away(const Place& place) const { return Clock::now() - begun_ - (processor_time() - place.used) - place.slept; }
 
 // Called while nobody of the team can fall asleep, except who has to wait for the very caller.
 void Pool::account() {

@@ -28,7 +28,7 @@ struct Part {
 };
 inline Part part_of(int total, int rank, int count) {
     return {static_cast<int>(static_cast<long long>(total) * rank / count),
-            static_cast<int>(static_cast<long long>(total) * (rank + 1) / count)};
+        static_cast<int>(static_cast<long long>(total) * (rank + 1) / count)};
 }
 
 // A thread's place in a run: `id` names its own buffers and stays; `rank` of `count` says which share of the work is

@@ -34,8 +34,7 @@ struct Forks {
     }
 };
 
-Runtime::Runtime(int threads)
-    : pool_(std::make_unique<Pool>(threads)), threads_(pool_->size()), scratch_(threads_) {
+Runtime::Runtime(int threads) : pool_(std::make_unique<Pool>(threads)), threads_(pool_->size()), scratch_(threads_) {
     Forks& forks = Forks::all();
     std::lock_guard<std::mutex> lock(forks.mutex);
     forks.runtimes.push_back(this);

@@ -34,8 +34,7 @@ uint32_t philox_word(const Sampling& s, uint32_t token) {
 }
 
 void check(int32_t id, int vocab) {
-    if (id < 0 || id >= vocab)
-        throw std::out_of_range("a rule names token " + std::to_string(id) + ", which is not in the vocabulary");
+    if (id < 0 || id >= vocab) throw std::out_of_range("a rule names token " + std::to_string(id) + ", which is not in the vocabulary");
 }
 
 void apply(const Edit& edit, std::vector<float>& logits) {
@@ -58,12 +57,10 @@ void apply(const Edit& edit, std::vector<float>& logits) {
                     if (!std::binary_search(edit.ids.begin(), edit.ids.end(), id)) punish(id);
             }
             if (edit.presence != 0.0f || edit.frequency != 0.0f)
-                for (size_t i = 0; i < edit.output.size(); ++i)
-                    at(edit.output[i]) -= edit.presence + edit.frequency * edit.values[i];
+                for (size_t i = 0; i < edit.output.size(); ++i) at(edit.output[i]) -= edit.presence + edit.frequency * edit.values[i];
             return;
         case Edit::Allowed:
-        case Edit::Mask:
-            return;  // these only forbid: see restrict
+        case Edit::Mask: return;  // these only forbid: see restrict
     }
 }
 
@@ -288,8 +285,7 @@ struct Choice {
         constexpr int stretch = 2048;
         for (int start = 0; start < vocab; start += stretch) {
             const int count = kernels.gumbel_survivors(logits, start, std::min(start + stretch, vocab),
-                                                       static_cast<float>(1.0 / s.temperature), static_cast<float>(score),
-                                                       s.seed, s.index, s.sample, s.stream, ids);
+                static_cast<float>(1.0 / s.temperature), static_cast<float>(score), s.seed, s.index, s.sample, s.stream, ids);
             for (int i = 0; i < count; ++i) consider(ids[i]);
         }
         return chosen;
@@ -320,7 +316,7 @@ int greedy(const Best& best) {
 }
 
 int choose(const float* logits, int vocab, const Best* known, const std::vector<Edit>& edits, const Sampling& sampling,
-           const Kernels& kernels, Workspace& w) {
+    const Kernels& kernels, Workspace& w) {
     bool masked = restrict(edits, vocab, w.mask);
     const auto changes = [](const Edit& edit) { return !edit.restricts(); };
     if (std::any_of(edits.begin(), edits.end(), changes)) {

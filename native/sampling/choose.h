@@ -71,6 +71,6 @@ std::vector<int32_t> survivors(const float* logits, int n, const Sampling& sampl
 // change them; rules that only forbid are looked up as bits. Throws std::out_of_range for an id outside the vocabulary,
 // std::invalid_argument for a mask of another one.
 int choose(const float* logits, int vocab, const Best* best, const std::vector<Edit>& edits, const Sampling& sampling,
-           const Kernels& kernels, Workspace& workspace);
+    const Kernels& kernels, Workspace& workspace);
 
 }  // namespace outpace

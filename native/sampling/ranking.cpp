@@ -53,7 +53,8 @@ std::vector<RankedToken> Ranking::filtered(const Row& row, const float* logits, 
         found.push_back({place, token, scaled + gumbel(row.sampling, token)});
     }
     const size_t listed = std::min(found.size(), static_cast<size_t>(row.listed()));
-    std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(listed), found.end(), [](const RankedToken& a, const RankedToken& b) {
+    std::partial_sort(
+        found.begin(), found.begin() + static_cast<std::ptrdiff_t>(listed), found.end(), [](const RankedToken& a, const RankedToken& b) {
         return a.share > b.share || (a.share == b.share && a.place < b.place);  // scores, as yet
     });
     found.resize(listed);

@@ -45,8 +45,8 @@ public:
         const Row& of = rows_[static_cast<size_t>(row)];
         const int from = begin_of(stretch);
         masses_[static_cast<size_t>(row) * static_cast<size_t>(stretches_) + static_cast<size_t>(stretch)] =
-            lists_[static_cast<size_t>(thread)][static_cast<size_t>(row)].consider(logits, from, size_of(stretch), tokens_.data() + from, of.sampling,
-                                                                                   kernels, of.weighed);
+            lists_[static_cast<size_t>(thread)][static_cast<size_t>(row)].consider(
+                logits, from, size_of(stretch), tokens_.data() + from, of.sampling, kernels, of.weighed);
     }
     // The row's best, once all has been considered. Throws NotFinite. `logits` [outputs]: where the row's filters are to count,
     // if it has any; null: they are ignored.

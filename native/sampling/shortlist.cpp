@@ -22,9 +22,7 @@ double weight_of(const float* x, int n, float top, const Kernels& kernels) {
     return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
-bool before(const Shortlist::Entry& a, const Shortlist::Entry& b) {
-    return a.score > b.score || (a.score == b.score && a.place < b.place);
-}
+bool before(const Shortlist::Entry& a, const Shortlist::Entry& b) { return a.score > b.score || (a.score == b.score && a.place < b.place); }
 
 }  // namespace
 
@@ -42,8 +40,8 @@ void Shortlist::insert(const Entry& entry) {
     if (static_cast<int>(entries_.size()) > most_) entries_.pop_back();
 }
 
-Mass Shortlist::consider(const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels,
-                         bool weighed) {
+Mass Shortlist::consider(
+    const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels, bool weighed) {
     const Best best = kernels.argmax(x, n);
     if (best.nan || std::isinf(best.value)) return {std::numeric_limits<float>::quiet_NaN(), 0.0};
     const bool sampled = sampling.temperature > 0.0;
@@ -69,8 +67,7 @@ Mass Shortlist::consider(const float* x, int first, int n, const int32_t* tokens
     // No bar yet: fewer tokens than the list holds have been seen, all of them in it.
     if (!full()) return mass;
     const int count = kernels.gumbel_survivors_of(x, tokens, n, static_cast<float>(1.0 / sampling.temperature),
-                                                  static_cast<float>(entries_.back().score), sampling.seed, sampling.index,
-                                                  sampling.sample, sampling.stream, places);
+        static_cast<float>(entries_.back().score), sampling.seed, sampling.index, sampling.sample, sampling.stream, places);
     for (int i = 0; i < count; ++i)
         if (x[places[i]] > -std::numeric_limits<float>::infinity()) insert({score(places[i]), x[places[i]], first + places[i]});
     return mass;

@@ -39,8 +39,8 @@ public:
 
     // Logits x [n], n <= kStretch, of places first, first + 1 ... with the target's ids `tokens` [n], ascending. Returns their
     // mass; its sum only where there is no noise and it is `weighed`.
-    Mass consider(const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels,
-                  bool weighed = true);
+    Mass consider(
+        const float* x, int first, int n, const int32_t* tokens, const Sampling& sampling, const Kernels& kernels, bool weighed = true);
     void add(const Shortlist& other) {
         for (const Entry& entry : other.entries_) insert(entry);
     }

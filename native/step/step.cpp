@@ -22,12 +22,14 @@ void Step::begin(Model* model, Deciding deciding, Policy* policy, bool explain) 
 
 bool Step::computes() const {
     if (stage_ == Stage::kPropose)
-        return std::any_of(rows.begin(), rows.end(), [](const RowNow& now) { return now.asked && now.levels && now.fixed->natively && now.fixed->drafter->stepwise(); });
+        return std::any_of(rows.begin(), rows.end(),
+            [](const RowNow& now) { return now.asked && now.levels && now.fixed->natively && now.fixed->drafter->stepwise(); });
     return model_ && stage_ >= Stage::kForward;
 }
 
 bool Step::advance() {
-    static constexpr bool (Step::*kStages[])() = {&Step::plan, &Step::propose, &Step::edit, &Step::trim, &Step::forward, &Step::verify, &Step::settle};
+    static constexpr bool (Step::* kStages[])() = {
+        &Step::plan, &Step::propose, &Step::edit, &Step::trim, &Step::forward, &Step::verify, &Step::settle};
     static constexpr size_t kPhases[] = {0, 0, 0, 0, 1, 2, 2};
     const auto begun = Clock::now();
     const auto now = static_cast<size_t>(stage_);
@@ -95,7 +97,8 @@ void Step::ask(Lookup& drafter, const std::vector<size_t>& at) {
         const StepRow& fixed = *now.fixed;
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = fixed.kind.rejection ? nullptr : &fixed.sampling;
-        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1, fixed.adaptive, sampling, &now.chooser.edits});
+        asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1,
+            fixed.adaptive, sampling, &now.chooser.edits});
     }
     ++calls_[0];
     drafter.propose(asked_, found_);
@@ -148,7 +151,8 @@ void Step::keep(size_t i, const std::vector<int32_t>& nodes) {
     RowNow& now = rows.at(i);
     int32_t last = -1;
     for (const int32_t node : nodes) {
-        if (node <= last || static_cast<size_t>(node) >= now.proposed.tokens.size()) throw std::invalid_argument("nodes to keep must ascend, within the draft");
+        if (node <= last || static_cast<size_t>(node) >= now.proposed.tokens.size())
+            throw std::invalid_argument("nodes to keep must ascend, within the draft");
         last = node;
     }
     if (nodes.size() < now.proposed.tokens.size()) now.proposed = only(now.proposed, nodes);
@@ -161,7 +165,8 @@ bool Step::trim() {
     bool drawn = false;
     for (const RowNow& now : rows) drawn = drawn || now.drawn;
     policy_->trim({flat_.widths.data(), flat_.chains ? nullptr : flat_.parents.data(), flat_.confidence.data(), flat_.sources.data(),
-                   static_cast<size_t>(flat_.width), nullptr, drawn, levelled_ ? flat_.levels.data() : nullptr}, explain_);
+                      static_cast<size_t>(flat_.width), nullptr, drawn, levelled_ ? flat_.levels.data() : nullptr},
+        explain_);
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
         if (nodes.size() == rows[i].proposed.tokens.size()) continue;
@@ -189,7 +194,8 @@ void Step::pack() {
     for (const RowNow& now : rows) {
         const Draft& draft = now.draft();
         const size_t first = at;
-        token[at] = now.tokens[now.length - 1], row[at] = now.fixed->row, position[at] = static_cast<int32_t>(now.length) - 1, parent[at] = -1;
+        token[at] = now.tokens[now.length - 1], row[at] = now.fixed->row, position[at] = static_cast<int32_t>(now.length) - 1,
+        parent[at] = -1;
         ++at;
         for (size_t k = 0; k < draft.tokens.size(); ++k, ++at) {
             const int32_t above = draft.parents[k] + 1;
@@ -211,8 +217,9 @@ bool Step::forward() {
     pack();
     if (!model_) return false;
     const bool any = std::any_of(hidden_rows.begin(), hidden_rows.end(), [](uint8_t one) { return one; });
-    const BatchView batch{static_cast<int>(token.size()), static_cast<int>(hidden_rows.size()), static_cast<int>(wanted.size()), token.data(), row.data(),
-                          position.data(), parent.data(), starts.data(), wanted.data(), any ? hidden_layers_ : std::vector<int>(), layers_, hidden_rows.data(), nullptr};
+    const BatchView batch{static_cast<int>(token.size()), static_cast<int>(hidden_rows.size()), static_cast<int>(wanted.size()),
+        token.data(), row.data(), position.data(), parent.data(), starts.data(), wanted.data(), any ? hidden_layers_ : std::vector<int>(),
+        layers_, hidden_rows.data(), nullptr};
     {
         std::lock_guard<std::mutex> lock(model_->lock());
         ++calls_[1];
@@ -243,7 +250,7 @@ bool Step::verify() {
         tokens.assign(k + 1, 0), path.assign(k, 0);
         const bool greedy = now.fixed->sampling.temperature == 0.0 && now.chooser.edits.empty();
         const int accepted = walk(*result_, starts[static_cast<size_t>(i)], draft.tokens.data(), draft.parents.data(), static_cast<int>(k),
-                                  greedy ? nullptr : &now.chooser, tokens.data(), path.data(), workspace);
+            greedy ? nullptr : &now.chooser, tokens.data(), path.data(), workspace);
         tokens.resize(static_cast<size_t>(accepted + 1)), path.resize(static_cast<size_t>(std::max(accepted, 0)));
     });
     reopen();
@@ -258,7 +265,8 @@ void Step::reopen() {
 
 void Step::decide(size_t i, Verdict verdict) {
     const Draft& draft = rows.at(i).draft();
-    if (verdict.tokens.size() != verdict.path.size() + 1) throw std::invalid_argument("a verdict has one token more than its path has nodes");
+    if (verdict.tokens.size() != verdict.path.size() + 1)
+        throw std::invalid_argument("a verdict has one token more than its path has nodes");
     int32_t at = -1;
     for (const int32_t node : verdict.path) {
         if (node < 0 || static_cast<size_t>(node) >= draft.tokens.size() || draft.parents[static_cast<size_t>(node)] != at)
@@ -284,11 +292,11 @@ bool Step::settle() {
                 straight = straight && node + 1 == static_cast<int32_t>(slots_.size());
                 slots_.push_back(node + 1);
             }
-            if (!straight) model_->kv().compact(now.fixed->row, before, slots_.data(), gained);
-            else if (gained <= static_cast<int>(draft.tokens.size())) model_->kv().truncate(now.fixed->row, before + gained);
-        } catch (const std::exception& error) {
-            lost_.emplace_back(static_cast<int>(i), error.what());
-        }
+            if (!straight)
+                model_->kv().compact(now.fixed->row, before, slots_.data(), gained);
+            else if (gained <= static_cast<int>(draft.tokens.size()))
+                model_->kv().truncate(now.fixed->row, before + gained);
+        } catch (const std::exception& error) { lost_.emplace_back(static_cast<int>(i), error.what()); }
     }
     return true;
 }
@@ -340,7 +348,8 @@ Final Step::gained(size_t i, int count) const {
 Final Step::written(size_t j) const {
     const ChunkNow& chunk = chunks[j];
     const auto from = result_->hidden_place.begin() + starts.at(rows.size() + j);
-    return {chunk.fixed->row, chunk.first, {chunk.tokens.begin() + 1, chunk.tokens.end()}, {from, from + static_cast<std::ptrdiff_t>(chunk.count())}};
+    return {chunk.fixed->row, chunk.first, {chunk.tokens.begin() + 1, chunk.tokens.end()},
+        {from, from + static_cast<std::ptrdiff_t>(chunk.count())}};
 }
 
 }  // namespace outpace

@@ -76,7 +76,8 @@ public:
     enum class Deciding { kFixed, kPolicy, kCaller };  // who says how much is drafted
 
     // `layers`: of the target; `hidden_layers`: those whose outputs drafters read.
-    Step(int vocab, int layers, std::vector<int> hidden_layers) : vocab_(vocab), layers_(layers), hidden_layers_(std::move(hidden_layers)) {}
+    Step(int vocab, int layers, std::vector<int> hidden_layers)
+        : vocab_(vocab), layers_(layers), hidden_layers_(std::move(hidden_layers)) {}
     Step(const Step&) = delete;
 
     // A new step: `rows` and `chunks` are to be filled. `model` null: the caller computes. `policy`: with kPolicy.

@@ -102,9 +102,7 @@ void memory_that_is_short_changes_nothing() {
     bool refused = false;
     try {
         kv.grow({{first, 1}, {second, 1}});  // one of the two would fit
-    } catch (const MemoryLimit&) {
-        refused = true;
-    }
+    } catch (const MemoryLimit&) { refused = true; }
     kv.check();
     EXPECT(refused && kv.bytes() == 2 * block && kv.blocks_of(first) == 1 && kv.blocks_of(second) == 1);
     kv.grow({{second, 64}});

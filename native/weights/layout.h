@@ -109,11 +109,10 @@ constexpr UpperBits sixth_at(int i, int lane) { return {i / 16 * 64 + lane * 4 +
 constexpr int pair_at(int i, int lane) { return (i / 2 * kRows + lane) * 2 + i % 2; }  // B16
 constexpr int plain_at(int i, int lane) { return i * kRows + lane; }                  // H16, F32
 
-static_assert(layout_of(Format::I4S).bytes == 576 && layout_of(Format::I4M).bytes == 640 &&
-                  layout_of(Format::I4C).bytes == 576 && layout_of(Format::I5S).bytes == 704 &&
-                  layout_of(Format::I5M).bytes == 768 && layout_of(Format::I8S).bytes == 1088 &&
-                  layout_of(Format::K4).bytes == 2368 && layout_of(Format::K4C).bytes == 2240 &&
-                  layout_of(Format::K5).bytes == 2880 && layout_of(Format::K6).bytes == 3392,
-              "the table above is what the layouts say, and superblocks keep to whole cache lines");
+static_assert(layout_of(Format::I4S).bytes == 576 && layout_of(Format::I4M).bytes == 640 && layout_of(Format::I4C).bytes == 576 &&
+                  layout_of(Format::I5S).bytes == 704 && layout_of(Format::I5M).bytes == 768 && layout_of(Format::I8S).bytes == 1088 &&
+                  layout_of(Format::K4).bytes == 2368 && layout_of(Format::K4C).bytes == 2240 && layout_of(Format::K5).bytes == 2880 &&
+                  layout_of(Format::K6).bytes == 3392,
+    "the table above is what the layouts say, and superblocks keep to whole cache lines");
 
 }  // namespace outpace

@@ -28,8 +28,7 @@ const SourceType& source_of(int source) {
 }
 
 Format format_of(const SourceType& source, Target target) {
-    if (target != Target::Keep && source.values != 1)
-        throw std::invalid_argument("weights that are quantised already stay as they are");
+    if (target != Target::Keep && source.values != 1) throw std::invalid_argument("weights that are quantised already stay as they are");
     switch (target) {
         case Target::B16: return Format::B16;
         case Target::F16: return Format::H16;
@@ -224,8 +223,7 @@ void quantize_group(const float* w, bool four_bits, const Slot& slot, int i) {
 }
 
 // Whether every finite number stayed finite: float16 ends at 65504.
-bool pack_plain(Source source, const uint8_t* row, int cols, Format format, int groups, uint8_t* block, int lane,
-                const Layout& at) {
+bool pack_plain(Source source, const uint8_t* row, int cols, Format format, int groups, uint8_t* block, int lane, const Layout& at) {
     bool fits = true;
     for (int g = 0; g < groups; ++g) {
         float w[kGroup] = {};
@@ -246,8 +244,7 @@ bool pack_plain(Source source, const uint8_t* row, int cols, Format format, int 
             case Format::F32:
                 for (int k = 0; k < kGroup; ++k) std::memcpy(values + plain_at(k, lane) * 4, &w[k], 4);
                 break;
-            default:
-                quantize_group(w, format == Format::I4M, Slot{superblock, lane, at}, g % at.groups);
+            default: quantize_group(w, format == Format::I4M, Slot{superblock, lane, at}, g % at.groups);
         }
     }
     return fits;
@@ -269,8 +266,7 @@ bool pack_row(const SourceType& type, const uint8_t* row, int cols, Format forma
 size_t row_bytes(int source, int64_t cols) {
     const SourceType& type = source_of(source);
     if (cols <= 0 || cols % type.values != 0)
-        throw std::invalid_argument("rows of " + std::to_string(cols) + " values do not fit blocks of " +
-                                    std::to_string(type.values));
+        throw std::invalid_argument("rows of " + std::to_string(cols) + " values do not fit blocks of " + std::to_string(type.values));
     return static_cast<size_t>(cols / type.values) * static_cast<size_t>(type.bytes);
 }
 
@@ -340,8 +336,7 @@ namespace {
 
 // One row's share of numbers that lie by lane: `each` bytes of every `stride`, `total` in all.
 void copy_lane(const uint8_t* from, int lane, uint8_t* to, int to_lane, int each, int stride, int total) {
-    for (int at = 0; at < total; at += stride)
-        std::memcpy(to + at + to_lane * each, from + at + lane * each, static_cast<size_t>(each));
+    for (int at = 0; at < total; at += stride) std::memcpy(to + at + to_lane * each, from + at + lane * each, static_cast<size_t>(each));
 }
 
 }  // namespace
@@ -364,7 +359,9 @@ Matrix gather(Arena& arena, const Matrix& m, const int32_t* ids, int n) {
             copy_lane(from, lane, to, to_lane, each, each * kRows, at.group_bytes * at.groups);
             for (int g = 0; g < at.groups && scale > 0; ++g)
                 for (const int offset : {at.scale, at.second})
-                    if (offset >= 0) copy_lane(from + offset + at.stride * g, lane, to + offset + at.stride * g, to_lane, scale, scale * kRows, scale * kRows);
+                    if (offset >= 0)
+                        copy_lane(
+                            from + offset + at.stride * g, lane, to + offset + at.stride * g, to_lane, scale, scale * kRows, scale * kRows);
             for (const int offset : {at.d, at.dmin})
                 if (offset >= 0) copy_lane(from + offset, lane, to + offset, to_lane, 2, kHalves, kHalves);
         }

@@ -106,8 +106,10 @@ std::vector<uint64_t> PackedFile::checksums(size_t begin, size_t piece, int thre
     shared_out(found.size(), threads, [&](size_t i) {
         if (failed.load() != 0) return;
         const size_t at = begin + i * piece, size = std::min(piece, bytes_ - at);
-        if (const int error = bring_in(data_ + at, size)) failed.store(error);
-        else found[i] = checksum(data_ + at, size);
+        if (const int error = bring_in(data_ + at, size))
+            failed.store(error);
+        else
+            found[i] = checksum(data_ + at, size);
     });
     if (failed.load() != 0) throw std::system_error(failed.load(), std::generic_category(), "reading it");
     return found;
@@ -138,9 +140,8 @@ void PackedFile::copy(int threads) {
 #ifdef MADV_HUGEPAGE
     madvise(own, whole(bytes_), MADV_HUGEPAGE);
 #endif
-    shared_out(whole(bytes_) / kHuge, threads, [&](size_t i) {
-        std::memcpy(own + i * kHuge, data_ + i * kHuge, std::min(kHuge, bytes_ - i * kHuge));
-    });
+    shared_out(whole(bytes_) / kHuge, threads,
+        [&](size_t i) { std::memcpy(own + i * kHuge, data_ + i * kHuge, std::min(kHuge, bytes_ - i * kHuge)); });
     munmap(const_cast<uint8_t*>(data_), whole(bytes_));
     data_ = own;
 }

@@ -36,8 +36,7 @@ void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) 
         case Format::I4M:
         case Format::I5M: return scaled(half(at.scale_of(g)), 0.0f, half(at.second_of(g)));
         case Format::K4:
-        case Format::K5:
-            return scaled(half(at.d) * byte(at.scale_of(g)), 0.0f, -(half(at.dmin) * byte(at.second_of(g))));
+        case Format::K5: return scaled(half(at.d) * byte(at.scale_of(g)), 0.0f, -(half(at.dmin) * byte(at.second_of(g))));
         case Format::I4C:
         case Format::K4C: {
             const float scale = format == Format::I4C ? half(at.scale_of(g))
