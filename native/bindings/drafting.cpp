@@ -48,7 +48,7 @@ struct HeldDatastore {
 };
 
 // rows: (row, request, its prompt's tokens, committed tokens int32 [L], most nodes). Tokens, parents, gains and sources of a tree each.
-nb::list trees_of(Lookup& lookup, const nb::list& rows) {
+nb::list trees_of(NativeDrafter& drafter, const nb::list& rows) {
     std::vector<Asked> asked;
     std::deque<IntView> tokens;
     for (const nb::handle row : rows) {
@@ -59,7 +59,7 @@ nb::list trees_of(Lookup& lookup, const nb::list& rows) {
             static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
     }
     std::vector<SourcedTree> trees;
-    lookup.propose(asked, trees);
+    drafter.propose(asked, trees);
     nb::list found;
     for (const SourcedTree& tree : trees) found.append(nb::make_tuple(tree.tokens, tree.parents, tree.gains, tree.sources));
     return found;
@@ -100,44 +100,44 @@ void bind_draft_model(nb::module_& m) {
         fed.insert(fed.end(), its.data(), its.data() + its.size());
     }, "row"_a, "tokens"_a)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
-    nb::class_<ModelLookup, Lookup>(m, "ModelLookup")
+    nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter")
         .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a,
             "catch_up"_a);
 }
 
 // What drafts in steps that need no Python; see step.cpp.
 void bind_lookups(nb::module_& m) {
-    nb::class_<Lookup>(m, "Lookup")
+    nb::class_<NativeDrafter>(m, "NativeDrafter")
         .def("trees", &trees_of, "rows"_a)
-        .def_prop_ro("hidden_layers", [](const Lookup& x) { return nb::tuple(nb::cast(x.hidden_layers())); })
-        .def_prop_ro("stepwise", &Lookup::stepwise)
-        .def_prop_ro("ranks", &Lookup::ranks)
-        .def("rank", [](Lookup& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
+        .def_prop_ro("hidden_layers", [](const NativeDrafter& x) { return nb::tuple(nb::cast(x.hidden_layers())); })
+        .def_prop_ro("stepwise", &NativeDrafter::stepwise)
+        .def_prop_ro("ranks", &NativeDrafter::ranks)
+        .def("rank", [](NativeDrafter& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
         const IntView token(tokens.ptr()), likeliest(ids.ptr(), 2);
         if (likeliest.size() != token.size() || likeliest.width() != x.ranks()) throw std::invalid_argument("ids are [tokens, ranks]");
         x.rank(row, token.data(), static_cast<size_t>(token.size()), likeliest.data());
     }, "row"_a, "tokens"_a, "ids"_a);
-    nb::class_<RecyclingLookup, Lookup>(m, "RecyclingLookup")
+    nb::class_<RecyclingLookup, NativeDrafter>(m, "RecyclingLookup")
         .def(nb::init<int64_t, std::vector<double>, bool>(), "capacity"_a, "hit"_a, "shared"_a)
         .def("release", &RecyclingLookup::release, "row"_a)
         .def_prop_ro("lists", &RecyclingLookup::lists)
         .def("rows", &RecyclingLookup::rows)
         .def("after", &RecyclingLookup::after, "row"_a, "token"_a);
-    nb::class_<NgramLookup, Lookup>(m, "NgramLookup")
+    nb::class_<NgramLookup, NativeDrafter>(m, "NgramLookup")
         .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
-    nb::class_<RetrievalLookup, Lookup>(m, "RetrievalLookup")
+    nb::class_<RetrievalLookup, NativeDrafter>(m, "RetrievalLookup")
         .def("__init__", [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) {
         new (self) RetrievalLookup(held.store, places, least);
     }, "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
-    nb::class_<ComposedLookup, Lookup>(m, "ComposedLookup")
+    nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter")
         .def("__init__",
-            [](ComposedLookup* self, const std::vector<Lookup*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
+            [](ComposedDrafter* self, const std::vector<NativeDrafter*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
         if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
-        std::vector<ComposedLookup::Part> each;
+        std::vector<ComposedDrafter::Part> each;
         for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
-        new (self) ComposedLookup(std::move(each), sure, deep);
+        new (self) ComposedDrafter(std::move(each), sure, deep);
     }, "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
-    nb::class_<SuffixRows, Lookup>(m, "SuffixRows")
+    nb::class_<SuffixRows, NativeDrafter>(m, "SuffixRows")
         .def("__init__",
             [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,
                 SuffixIndex* history) {

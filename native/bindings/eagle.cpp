@@ -145,7 +145,7 @@ std::vector<int64_t> numbers(const EagleRows& rows) {
 }
 
 void bind_rows(nb::module_& m) {
-    nb::class_<EagleRows, Lookup>(m, "EagleRows")
+    nb::class_<EagleRows, NativeDrafter>(m, "EagleRows")
         .def("__init__",
             [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int catch_up,
                 int max_length) {

@@ -150,7 +150,7 @@ void bind_parallel(nb::module_& m) {
         .def("draft", &draft_blocks, "asks"_a)
         .def("states", &block_states, "asks"_a)
         .def("bias", &markov_bias, "tokens"_a);
-    nb::class_<ParallelRows, Lookup>(m, "ParallelRows")
+    nb::class_<ParallelRows, NativeDrafter>(m, "ParallelRows")
         .def(nb::init<Parallel&, std::vector<int>, int>(), "network"_a, "layers"_a, "max_length"_a, nb::keep_alive<1, 2>())
         .def("end", &ParallelRows::end, "row"_a)
         .def("read", &read_contexts, "contexts"_a)
@@ -158,7 +158,7 @@ void bind_parallel(nb::module_& m) {
         .def("release", &ParallelRows::release, "row"_a)  // these take the lock and keep the GIL, as Eagle's do
         .def_prop_ro("positions", &ParallelRows::positions);
     nb::class_<Medusa>(m, "Medusa").def("__init__", &make_medusa, "target"_a, "blocks"_a, "rows"_a, "tokens"_a);
-    nb::class_<MedusaRows, Lookup>(m, "MedusaRows")
+    nb::class_<MedusaRows, NativeDrafter>(m, "MedusaRows")
         .def("__init__",
             [](MedusaRows* self, Medusa& network, int layer, const std::vector<std::tuple<int, int, int>>& tree) {
         std::vector<MedusaRows::Node> nodes;

@@ -38,9 +38,9 @@ public:
     BoundStep(const BoundStep&) = delete;
 
     std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter,
-        const nb::object& lookup, const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance,
+        const nb::object& native, const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance,
         bool watched, const nb::dict& chooser, const nb::object& levels, bool nodes, bool trims) {
-        Lookup* its = lookup.is_none() ? nullptr : nb::cast<Lookup*>(lookup);
+        NativeDrafter* its = native.is_none() ? nullptr : nb::cast<NativeDrafter*>(native);
         if (natively && (!its || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
         const Sampling sampling = sampling_of(chooser);
         const Policy::Kind kind{request, BoundPolicy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
@@ -49,7 +49,7 @@ public:
         for (const nb::handle name : names) sources.push_back(number(name));
         return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, its, natively, std::move(sources), reads, ruled,
                                                        acceptance == "coupled", watched, sampling, kind},
-            lookup});
+            native});
     }
 
     // rows: (row, tokens, how many are committed, most nodes), and for one with rules the chooser that has those which are known
@@ -285,7 +285,7 @@ public:
     }
 
     void observe(const std::vector<std::pair<int, int>>& heard) {
-        for (Lookup* drafter : step_.observe(heard)) {
+        for (NativeDrafter* drafter : step_.observe(heard)) {
             nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
             drafter->read_ahead();
         }
@@ -324,7 +324,7 @@ void bind_step(nb::module_& m) {
     nb::class_<BoundRow>(m, "StepRow");
     nb::class_<BoundStep>(m, "Step")
         .def(nb::init<int, int, std::vector<int>, nb::str>(), "vocab"_a, "layers"_a, "hidden_layers"_a, "target"_a)
-        .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "lookup"_a.none(), "names"_a,
+        .def("row", &BoundStep::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "native"_a.none(), "names"_a,
             "natively"_a, "drafts"_a, "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a,
             "trims"_a)
         .def("begin", &BoundStep::begin, "model"_a.none(), "policy"_a.none(), "rows"_a, "chunks"_a)

@@ -9,7 +9,7 @@
 
 namespace outpace {
 
-void ModelLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
     trees.assign(rows.size(), {});
     std::vector<Chain> chains;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -44,7 +44,7 @@ void ModelLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTre
 }
 
 // Rolls the row back to what it has in common with the committed tokens; the last one is always to be fed.
-ModelLookup::Chain ModelLookup::begin(const Asked& asked, SourcedTree& tree) {
+ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, SourcedTree& tree) {
     std::lock_guard<std::mutex> lock(model_->lock());
     KV& kv = model_->kv();
     auto found = rows_->rows.find(asked.row);
@@ -60,7 +60,7 @@ ModelLookup::Chain ModelLookup::begin(const Asked& asked, SourcedTree& tree) {
 
 // Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'
 // memory is given back.
-std::unique_ptr<Result> ModelLookup::feed(std::vector<Chain>& chains) {
+std::unique_ptr<Result> ModelDrafter::feed(std::vector<Chain>& chains) {
     std::lock_guard<std::mutex> lock(model_->lock());
     while (!chains.empty()) {
         try {
@@ -77,7 +77,7 @@ std::unique_ptr<Result> ModelLookup::feed(std::vector<Chain>& chains) {
 }
 
 // Feeds what is left of every row, or (`last` false) a piece of those that have more than a forward takes.
-std::unique_ptr<Result> ModelLookup::forward(std::vector<Chain>& chains, bool last) {
+std::unique_ptr<Result> ModelDrafter::forward(std::vector<Chain>& chains, bool last) {
     std::vector<int32_t> token, row, position, parent, starts{0}, wanted;
     const auto count = [&](const Chain& chain) { return last ? chain.left : chain.left > catch_up_ ? catch_up_ : 0; };
     for (const Chain& chain : chains) {
@@ -100,7 +100,7 @@ std::unique_ptr<Result> ModelLookup::forward(std::vector<Chain>& chains, bool la
 }
 
 // Among the tokens that both models have.
-int ModelLookup::choose(const Chain& chain, const Result& result, int i, Workspace& workspace) const {
+int ModelDrafter::choose(const Chain& chain, const Result& result, int i, Workspace& workspace) const {
     const int vocab = std::min(vocab_, result.vocab);
     const Best* best = vocab == result.vocab ? &result.best[static_cast<size_t>(i)] : nullptr;
     try {

@@ -19,10 +19,10 @@ struct DraftRows {  // by the target's row
     std::map<int64_t, Row> rows;
 };
 
-class ModelLookup : public Lookup {
+class ModelDrafter : public NativeDrafter {
 public:
     // `vocab`: the target's. `max_length`: positions of a row. `catch_up`: most tokens of one row in one forward.
-    ModelLookup(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up)
+    ModelDrafter(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up)
         : model_(std::move(model)),
           rows_(std::move(rows)),
           vocab_(vocab),

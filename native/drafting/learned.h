@@ -35,7 +35,7 @@ inline Sampling sampling_of(const Asked& asked) {
     return sampling;
 }
 
-class EagleRows : public Lookup {
+class EagleRows : public NativeDrafter {
 public:
     struct Limits {
         int branch;
@@ -71,7 +71,7 @@ private:
     std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 
-class ParallelRows : public Lookup {
+class ParallelRows : public NativeDrafter {
 public:
     // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
     ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
@@ -108,7 +108,7 @@ private:
     std::vector<Read> waiting_;                          // for `read_ahead`
 };
 
-class MedusaRows : public Lookup {
+class MedusaRows : public NativeDrafter {
 public:
     struct Node {    // of a static tree
         int parent;  // before it in the tree; -1: the pending token

@@ -105,18 +105,18 @@ void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<Source
     }
 }
 
-ComposedLookup::ComposedLookup(std::vector<Part> parts, double sure, int deep) : parts_(std::move(parts)), sure_(sure), deep_(deep) {
+ComposedDrafter::ComposedDrafter(std::vector<Part> parts, double sure, int deep) : parts_(std::move(parts)), sure_(sure), deep_(deep) {
     for (const Part& part : parts_) {
-        if (stepwise_ && part.lookup->stepwise()) throw std::invalid_argument("only one part may take forwards of its own");
-        stepwise_ = stepwise_ || part.lookup->stepwise();
-        layers_.insert(layers_.end(), part.lookup->hidden_layers().begin(), part.lookup->hidden_layers().end());
+        if (stepwise_ && part.drafter->stepwise()) throw std::invalid_argument("only one part may take forwards of its own");
+        stepwise_ = stepwise_ || part.drafter->stepwise();
+        layers_.insert(layers_.end(), part.drafter->hidden_layers().begin(), part.drafter->hidden_layers().end());
     }
     std::sort(layers_.begin(), layers_.end());
     layers_.erase(std::unique(layers_.begin(), layers_.end()), layers_.end());
 }
 
 // What a part proposes for rows that are not spared.
-void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std::vector<char>& spared, Found& found) {
+void ComposedDrafter::ask(size_t part, const std::vector<Asked>& rows, const std::vector<char>& spared, Found& found) {
     std::vector<Asked> asked;
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -128,7 +128,7 @@ void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std:
     }
     if (asked.empty()) return;
     std::vector<SourcedTree> its;
-    parts_[part].lookup->propose(asked, its);
+    parts_[part].drafter->propose(asked, its);
     for (size_t i = 0; i < at.size(); ++i) {
         std::fill(its[i].sources.begin(), its[i].sources.end(), static_cast<int>(part));
         assume(its[i]);
@@ -136,7 +136,7 @@ void ComposedLookup::ask(size_t part, const std::vector<Asked>& rows, const std:
     }
 }
 
-bool ComposedLookup::is_sure(const SourcedTree& tree, int levels) const {
+bool ComposedDrafter::is_sure(const SourcedTree& tree, int levels) const {
     if (levels <= 0) return false;
     std::vector<int> depths(tree.tokens.size());
     for (size_t n = 0; n < depths.size(); ++n) {
@@ -146,17 +146,17 @@ bool ComposedLookup::is_sure(const SourcedTree& tree, int levels) const {
     return false;
 }
 
-void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void ComposedDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
     Found found(rows.size(), std::vector<SourcedTree>(parts_.size()));
     std::vector<char> spared(rows.size());
     for (size_t j = 0; j < parts_.size(); ++j)
-        if (!parts_[j].lookup->stepwise()) ask(j, rows, spared, found);
+        if (!parts_[j].drafter->stepwise()) ask(j, rows, spared, found);
     trees.clear();
     for (size_t i = 0; i < rows.size(); ++i) trees.push_back(merge(found[i], rows[i].size));
     if (!stepwise_) return;
     for (size_t i = 0; i < rows.size(); ++i) spared[i] = rows[i].adaptive && is_sure(trees[i], rows[i].levels);
     for (size_t j = 0; j < parts_.size(); ++j) {
-        if (!parts_[j].lookup->stepwise()) continue;
+        if (!parts_[j].drafter->stepwise()) continue;
         ask(j, rows, spared, found);
         for (size_t i = 0; i < rows.size(); ++i) {
             const int levels = std::max(found[i][j].levels, 0);
@@ -166,31 +166,31 @@ void ComposedLookup::propose(const std::vector<Asked>& rows, std::vector<Sourced
     }
 }
 
-bool ComposedLookup::observe(const std::vector<Final>& rows, const States& states) {
+bool ComposedDrafter::observe(const std::vector<Final>& rows, const States& states) {
     bool behind = false;
     for (const Part& part : parts_)
-        if (!part.lookup->hidden_layers().empty()) behind = part.lookup->observe(rows, states) || behind;
+        if (!part.drafter->hidden_layers().empty()) behind = part.drafter->observe(rows, states) || behind;
     return behind;
 }
 
-void ComposedLookup::read_ahead() {
-    for (const Part& part : parts_) part.lookup->read_ahead();
+void ComposedDrafter::read_ahead() {
+    for (const Part& part : parts_) part.drafter->read_ahead();
 }
 
-int ComposedLookup::ranks() const {
+int ComposedDrafter::ranks() const {
     int most = 0;
-    for (const Part& part : parts_) most = std::max(most, part.lookup->ranks());
+    for (const Part& part : parts_) most = std::max(most, part.drafter->ranks());
     return most;
 }
 
-void ComposedLookup::rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) {
+void ComposedDrafter::rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) {
     const auto most = static_cast<size_t>(ranks());
     std::vector<int32_t> best;
     for (const Part& part : parts_) {
-        const auto k = static_cast<size_t>(part.lookup->ranks());
+        const auto k = static_cast<size_t>(part.drafter->ranks());
         best.clear();
         for (size_t i = 0; i < n; ++i) best.insert(best.end(), ids + i * most, ids + i * most + k);
-        if (k) part.lookup->rank(row, tokens, n, best.data());
+        if (k) part.drafter->rank(row, tokens, n, best.data());
     }
 }
 

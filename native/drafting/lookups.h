@@ -37,9 +37,9 @@ struct States {  // hidden states of positions [..][layers][hidden]
     const std::vector<int>& layers;
 };
 
-class Lookup {
+class NativeDrafter {
 public:
-    virtual ~Lookup() = default;
+    virtual ~NativeDrafter() = default;
     // A tree for each row; what `trees` held before is overwritten.
     virtual void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) = 0;
     // Layers of the target whose outputs `observe` reads, ascending; none: there is nothing to hear.
@@ -63,7 +63,7 @@ inline SourcedTree unsourced(TokenTree tree) {
     return {std::move(tree.tokens), std::move(tree.parents), std::move(tree.gains), std::vector<int>(k, 0)};
 }
 
-class NgramLookup : public Lookup {
+class NgramLookup : public NativeDrafter {
 public:
     // Matches of `least` to `most` tokens, at most `candidates` of them, as one tree. `hit[l]`: how often the token after a match
     // of l tokens was right (the last for all longer ones); `older`: the share of what newer matches leave that the next one gets.
@@ -78,7 +78,7 @@ private:
 };
 
 // The indexes of rows that `suffix` drafts for, and its history.
-class SuffixRows : public Lookup {
+class SuffixRows : public NativeDrafter {
 public:
     // `history` may be null, and must outlive this. `most`: longest match. Throws std::invalid_argument.
     SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide, SuffixIndex* history);
@@ -109,7 +109,7 @@ private:
     std::vector<Row> rows_;  // in the order in which they came
 };
 
-class RetrievalLookup : public Lookup {
+class RetrievalLookup : public NativeDrafter {
 public:
     // The datastore must outlive it.
     RetrievalLookup(const Datastore& store, int places, int least) : store_(store), places_(places), least_(least) {}
@@ -120,14 +120,14 @@ private:
     int places_, least_;
 };
 
-class ComposedLookup : public Lookup {
+class ComposedDrafter : public NativeDrafter {
 public:
     struct Part {
-        Lookup* lookup;  // outlives the composition
+        NativeDrafter* drafter;  // outlives the composition
         bool fallback;   // asked only where the parts before it have proposed nothing
     };
     // A path of `deep` levels, or as many as the network may take, with the chance `sure`, spares its forwards: drafters/composed.py.
-    ComposedLookup(std::vector<Part> parts, double sure, int deep);
+    ComposedDrafter(std::vector<Part> parts, double sure, int deep);
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
     const std::vector<int>& hidden_layers() const override { return layers_; }
     bool stepwise() const override { return stepwise_; }

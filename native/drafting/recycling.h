@@ -11,7 +11,7 @@
 
 namespace outpace {
 
-class RecyclingLookup : public Lookup {
+class RecyclingLookup : public NativeDrafter {
 public:
     // `capacity`: lists in all tables together. `hit[r]`: how often number r of a list was the next token; a list has as many.
     // `shared`: one table for all rows, which stays when they go; else each row has its own. Throws std::invalid_argument.

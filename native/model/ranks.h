@@ -38,7 +38,7 @@ inline void likeliest(const float* logits, int n, int count, const Kernels& kern
 }
 
 // A row's drafter gets the likeliest tokens after packed tokens [first, end), whose logits were wanted.
-inline void rank_row(Lookup& drafter, int64_t row, const Result& result, const std::vector<int32_t>& token, int first, int end) {
+inline void rank_row(NativeDrafter& drafter, int64_t row, const Result& result, const std::vector<int32_t>& token, int first, int end) {
     const int ranks = drafter.ranks(), n = end - first;
     if (!ranks) return;
     const DenormalsAsZero mode;

@@ -89,7 +89,7 @@ bool Step::propose() {
     return open_.empty() && failed_.empty();
 }
 
-void Step::ask(Lookup& drafter, const std::vector<size_t>& at) {
+void Step::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
     asked_.clear();
     const bool stepwise = drafter.stepwise();
     for (const size_t i : at) {
@@ -315,9 +315,9 @@ void Step::learn(double draft, double body) {
     if (policy()) policy_->learn(accepted_.data(), path_.data(), depth, {draft, body});
 }
 
-std::vector<Lookup*> Step::observe(const std::vector<std::pair<int, int>>& heard) {
+std::vector<NativeDrafter*> Step::observe(const std::vector<std::pair<int, int>>& heard) {
     if (!result_) throw std::invalid_argument("the last step computed nothing here");
-    std::map<Lookup*, std::vector<Final>> finals;
+    std::map<NativeDrafter*, std::vector<Final>> finals;
     for (const auto& [at, count] : heard) {
         const auto i = static_cast<size_t>(at), b = rows.size();
         if (at < 0 || i >= b + chunks.size()) throw std::invalid_argument("no row of the last step");
@@ -327,7 +327,7 @@ std::vector<Lookup*> Step::observe(const std::vector<std::pair<int, int>>& heard
             throw std::invalid_argument("no tokens that a row of the last step gained");
         finals[fixed.drafter].push_back(i < b ? gained(i, count) : written(i - b));
     }
-    std::vector<Lookup*> behind;
+    std::vector<NativeDrafter*> behind;
     for (const auto& [drafter, its] : finals)
         if (drafter->observe(its, {result_->hidden_states.get(), hidden_layers_})) behind.push_back(drafter);
     return behind;

@@ -26,7 +26,7 @@ struct StepRow {
     int64_t prompt;                // tokens of it that are the prompt's
     bool drafts;                   // whether some drafter serves the row
     bool adaptive;                 // whether the policy chooses how much, not the request
-    Lookup* drafter;               // null: the caller's
+    NativeDrafter* drafter;               // null: the caller's
     bool natively;                 // whether `drafter` drafts for the row; if not, the caller does
     std::vector<int> sources;      // what the drafter's source numbers stand for
     bool reads;                    // its drafter reads hidden states
@@ -118,14 +118,14 @@ public:
     void learn(double draft, double body);
     // Drafters hear what became final: (row of the step, how many of its verdict's tokens), where rows of chunks follow those
     // that decode, and have all their tokens. Throws what they throw. Returns those that want to read ahead.
-    std::vector<Lookup*> observe(const std::vector<std::pair<int, int>>& heard);
+    std::vector<NativeDrafter*> observe(const std::vector<std::pair<int, int>>& heard);
 
 private:
     using Clock = std::chrono::steady_clock;
 
     bool plan();
     bool propose();
-    void ask(Lookup& drafter, const std::vector<size_t>& at);
+    void ask(NativeDrafter& drafter, const std::vector<size_t>& at);
     bool edit();
     bool trim();
     bool forward();

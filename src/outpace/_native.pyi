@@ -299,7 +299,7 @@ class Datastore:
     def propose(self, context: _I32, places: int, least: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and gains of the tree."""
 
-class Lookup:
+class NativeDrafter:
     """A drafter in C++; see native/drafting/lookups.h."""
 
     def trees(
@@ -324,7 +324,7 @@ class Lookup:
         """tokens [n]: a row's pending token and its nodes; ids [n, ranks]: what the target finds likeliest after each,
         best first, -1: none. Raises ValueError."""
 
-class RecyclingLookup(Lookup):
+class RecyclingLookup(NativeDrafter):
     """See native/drafting/recycling.h. Raises ValueError."""
 
     def __init__(self, capacity: int, hit: Sequence[float], shared: bool) -> None: ...
@@ -334,7 +334,7 @@ class RecyclingLookup(Lookup):
     def rows(self) -> list[int]: ...
     def after(self, row: int, token: int) -> list[int]: ...
 
-class EagleRows(Lookup):
+class EagleRows(NativeDrafter):
     """What drafters/learned/eagle.py does with the entries of its rows, and those: see Entries in
     drafters/learned/entries.py. Levels: -1, as many as are asked for. Raises ValueError, KeyError."""
 
@@ -361,7 +361,7 @@ class EagleRows(Lookup):
     def retire(self, row: int) -> None: ...
     def release(self, row: int) -> None: ...
 
-class ParallelRows(Lookup):
+class ParallelRows(NativeDrafter):
     """What a ``Parallel`` has read of rows of the target, and how native steps draft from it. Raises ValueError,
     MemoryLimit."""
 
@@ -375,7 +375,7 @@ class ParallelRows(Lookup):
     @property
     def positions(self) -> dict[int, list[int]]: ...
 
-class MedusaRows(Lookup):
+class MedusaRows(NativeDrafter):
     """The target's last state before each row's pending token, and how native steps draft from it. ``tree``: parent,
     head and rank of each node. Raises ValueError, IndexError."""
 
@@ -389,7 +389,7 @@ class MedusaRows(Lookup):
     def fork(self, src: int, dst: int) -> None: ...
     def release(self, row: int) -> None: ...
 
-class NgramLookup(Lookup):
+class NgramLookup(NativeDrafter):
     """See native/drafting/lookups.h. Raises ValueError."""
 
     def __init__(self, least: int, most: int, candidates: int, hit: Sequence[float], older: float) -> None: ...
@@ -407,21 +407,21 @@ class DraftRows:
     def append(self, row: int, tokens: _I32) -> None: ...
     def release(self, row: int) -> None: ...
 
-class ModelLookup(Lookup):
+class ModelDrafter(NativeDrafter):
     """See native/drafting/draft_model.h."""
 
     def __init__(self, model: Model, rows: DraftRows, vocab: int, max_length: int, catch_up: int) -> None: ...
 
-class RetrievalLookup(Lookup):
+class RetrievalLookup(NativeDrafter):
     def __init__(self, datastore: Datastore, places: int, least: int) -> None: ...
 
-class ComposedLookup(Lookup):
+class ComposedDrafter(NativeDrafter):
     """``sure``, ``deep``: see is_sure of drafters/composed.py. Raises ValueError where ``parts`` and ``fallback``
     differ in length, or more than one part is stepwise."""
 
-    def __init__(self, parts: list[Lookup], fallback: list[bool], sure: float, deep: int) -> None: ...
+    def __init__(self, parts: list[NativeDrafter], fallback: list[bool], sure: float, deep: int) -> None: ...
 
-class SuffixRows(Lookup):
+class SuffixRows(NativeDrafter):
     """The indexes of rows, with ``history`` at most ``capacity`` tokens. Raises ValueError."""
 
     def __init__(
@@ -461,7 +461,7 @@ class Step:
         prompt: int,
         adaptive: bool,
         drafter: str,
-        lookup: Lookup | None,
+        native: NativeDrafter | None,
         names: tuple[str, ...],
         natively: bool,
         drafts: bool,
@@ -474,7 +474,7 @@ class Step:
         nodes: bool,
         trims: bool,
     ) -> StepRow:
-        """``lookup``: the row's native drafter, which drafts for it where ``natively``; ``drafts``: whether any does.
+        """``native``: the row's native drafter, which drafts for it where ``natively``; ``drafts``: whether any does.
         ``reads``: it reads hidden states; ``ruled``: rules may edit a draft; ``watched``: the caller looks at the row's
         logits; ``levels``, ``nodes``, ``trims``: see DraftCost."""
 

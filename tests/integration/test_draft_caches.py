@@ -137,7 +137,7 @@ def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
         drafts = python.propose([view(i, tokens) for i, tokens in enumerate(rows)], np.array(sizes, np.int32))
         expected = [drafts.row(i).tokens.tolist() for i in range(3)]
         asked = [(i, 0, len(rows[i]), np.array(rows[i], np.int32), sizes[i]) for i in range(3)]
-        found = native.lookup.trees(asked)
+        found = native.native.trees(asked)
         assert [tokens for tokens, *_ in found] == expected
         assert [parents for _, parents, *_ in found] == [list(range(-1, size - 1)) for size in sizes]
         assert np.isnan(found[0][2]).all()
@@ -148,7 +148,7 @@ def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
     native.check([0, 1, 2])
     assert native.bytes == python.bytes
     native.close()
-    assert native.lookup is None
+    assert native.native is None
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 4])
@@ -174,10 +174,10 @@ def test_native_steps_draft_what_python_drafts(
             draft = tiny.load("F32", sizes=SIZES | {"layers": 2, "vocab": vocab})
             drafter: Any = ModelDrafter(draft, "model", VOCAB)
             if not native:
-                drafter.lookup = None
+                drafter.native = None
             if composed:
                 drafter = ComposedDrafter([NgramDrafter(), drafter])
-            assert (drafter.lookup is not None) == native
+            assert (drafter.native is not None) == native
             target = tiny.load("F32", sizes=SIZES | {"layers": 3})
             results = answers(target, drafter, params, prefix_rows=2, acceptance=acceptance)
             found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])
@@ -194,11 +194,11 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
     one, block = roomy.model.kv.bytes_for(1), roomy.model.kv.block
     rows = [[2, 3], [4, 5], [1] * (block + 5)]
     asked = [(i, 0, len(tokens), np.array(tokens, np.int32), 4) for i, tokens in enumerate(rows)]
-    expected = [tokens for tokens, *_ in roomy.lookup.trees(asked)]
+    expected = [tokens for tokens, *_ in roomy.native.trees(asked)]
     tight = draft_model(2 * one)
-    assert [tokens for tokens, *_ in tight.lookup.trees(asked)] == [*expected[:2], []]
+    assert [tokens for tokens, *_ in tight.native.trees(asked)] == [*expected[:2], []]
     assert tight.bytes == 2 * one
     tight.check([0, 1])
     tight.release(0)
     tight.release(1)
-    assert [tokens for tokens, *_ in tight.lookup.trees(asked[2:])] == expected[2:]
+    assert [tokens for tokens, *_ in tight.native.trees(asked[2:])] == expected[2:]

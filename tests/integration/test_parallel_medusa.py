@@ -230,9 +230,9 @@ def test_native_steps_draft_what_python_drafts(
     for native in (True, False):
         model = load(4)
         drafter = drafter_of(model, checkpoint_of(kind))
-        assert (drafter.lookup is not None) == isinstance(model, NativeModel)
+        assert (drafter.native is not None) == isinstance(model, NativeModel)
         if not native:
-            drafter.lookup = None
+            drafter.native = None
         results = answers(model, drafter, params, prefix_rows=2, acceptance=acceptance)
         found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])
     assert found[0] == found[1]

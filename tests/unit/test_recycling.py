@@ -85,8 +85,8 @@ def test_lists_are_bounded_and_the_largest_table_starts_anew() -> None:
 def test_a_composition_hands_on_what_the_target_finds_likeliest() -> None:
     part = RecyclingDrafter()
     composed = ComposedDrafter([NgramDrafter(), part])
-    assert composed.needs.ranks == composed.lookup.ranks == len(HIT)
-    composed.lookup.rank(0, np.array([3], np.int32), ids(ranked([5])))
+    assert composed.needs.ranks == composed.native.ranks == len(HIT)
+    composed.native.rank(0, np.array([3], np.int32), ids(ranked([5])))
     assert part.trees([view([3])], [1])[0].tokens == [5]
     composed.rank(0, np.array([3], np.int32), ids(ranked([4])))
     assert part.trees([view([3])], [1])[0].tokens == [4]
@@ -97,7 +97,7 @@ def test_lists_are_the_targets_likeliest_after_every_verified_token() -> None:
     with Engine(model, drafter=drafter, size=3) as engine:
         request = engine.add([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=8))
         results = [delta.result for _ in range(3) for delta in engine.step() if delta.result]
-        held = drafter.lookup.after(0, 3)
+        held = drafter.native.after(0, 3)
         engine.cancel(request)
         engine.check()
     assert not results

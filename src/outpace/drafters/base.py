@@ -98,9 +98,9 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
-    # A ``_native.Lookup`` that proposes the same, and hears the same, for steps in C++; None: there is none.
-    lookup: Any = None
-    names: tuple[str, ...] = ()  # of what ``lookup`` numbers its sources by
+    # A ``_native.NativeDrafter`` that proposes the same, and hears the same, for steps in C++; None: there is none.
+    native: Any = None
+    names: tuple[str, ...] = ()  # of what ``native`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
     notes: tuple[str, ...] = ()  # what its user should know of it, in every result
 
@@ -122,7 +122,7 @@ class Drafter:
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of a row's verified ``tokens``
         int32 [n] (the pending token and the draft's nodes), best first; -1: none. A native model gives them to
-        ``lookup`` instead."""
+        ``native`` instead."""
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """The row ``dst`` begins with the first n tokens of ``src``. A drafter may ignore it and catch up."""
@@ -172,15 +172,15 @@ class TreeDrafter(Drafter):
 
 
 class LookupDrafter(TreeDrafter):
-    """Base of methods that look tokens up in C++: ``lookup`` proposes for every row, whoever drives the step."""
+    """Base of methods that look tokens up in C++: ``native`` proposes for every row, whoever drives the step."""
 
-    def __init__(self, lookup: Any) -> None:
-        self.lookup, self.names = lookup, (self.name,)
+    def __init__(self, native: Any) -> None:
+        self.native, self.names = native, (self.name,)
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
         return [
             Tree(*lists)
-            for lists in self.lookup.trees(
+            for lists in self.native.trees(
                 [
                     (view.row, view.request, len(view.tokens) - view.chooser.index, view.tokens, size)
                     for view, size in zip(rows, sizes, strict=True)

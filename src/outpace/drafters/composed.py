@@ -69,12 +69,12 @@ class ComposedDrafter(Drafter):
         if (
             type(self) is ComposedDrafter
             and sum(part.needs.draws for part in parts) < 2
-            and all(part.lookup is not None and (part.lookup.hidden_layers or not part.listens) for part in parts)
+            and all(part.native is not None and (part.native.hidden_layers or not part.listens) for part in parts)
         ):
-            lookups = [part.lookup for part in parts]
-            self.lookup = _fast.native.ComposedLookup(lookups, list(self._fallback), SURE, DEEP)
+            natives = [part.native for part in parts]
+            self.native = _fast.native.ComposedDrafter(natives, list(self._fallback), SURE, DEEP)
             self.names = self._names
-        self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for lookups
+        self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for natives
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
         for part in self.parts:
@@ -210,7 +210,7 @@ class ComposedDrafter(Drafter):
             part.check(rows)
 
     def close(self) -> None:
-        self.lookup = None
+        self.native = None
         with ExitStack() as all_of_them:
             for part in self.parts:
                 all_of_them.callback(part.close)

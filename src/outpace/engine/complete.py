@@ -64,24 +64,24 @@ class Step:
     def hears_natively(self, sequence: Sequence) -> bool:
         """Whether the row's drafter hears in C++ what becomes final."""
         drafter = self.drafting.drafter_of(sequence)
-        lookup = None if drafter is None else drafter.lookup
-        return lookup is not None and bool(lookup.hidden_layers) and self.stages is not None
+        native = None if drafter is None else drafter.native
+        return native is not None and bool(native.hidden_layers) and self.stages is not None
 
     def ranks(self, sequence: Sequence) -> int:
         """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
         drafter = self.drafting.drafter_of(sequence)
-        return 0 if drafter is None or (drafter.lookup is not None and self.stages is not None) else drafter.needs.ranks
+        return 0 if drafter is None or (drafter.native is not None and self.stages is not None) else drafter.needs.ranks
 
 
 def admit(step: Step, sequence: Sequence) -> Any:
     """What stays as it is of a sequence while it has its row, for ``_native.Step.begin``."""
     request, drafting = sequence.request, step.drafting
     view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
-    lookup = None if drafter is None else drafter.lookup
+    native = None if drafter is None else drafter.native
     sequence.native = step.native.row(
         row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
-        drafter=view.drafter, lookup=lookup, names=() if drafter is None else drafter.names,
-        natively=lookup is not None and not (needs.draws and level_by_level(view)),
+        drafter=view.drafter, native=native, names=() if drafter is None else drafter.names,
+        natively=native is not None and not (needs.draws and level_by_level(view)),
         drafts=drafter is not None, reads=bool(needs.hidden_layers),
         ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
         acceptance=request.acceptance,

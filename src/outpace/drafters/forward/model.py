@@ -21,7 +21,7 @@ class ModelDrafter(ChainDrafter):
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
         super().__init__(name, target_vocab, model.info.vocab_size)
         self._cache = OwnCache(model)
-        self.lookup, self.names = self._cache.lookup(target_vocab), (name,)
+        self.native, self.names = self._cache.native(target_vocab), (name,)
 
     @property
     def model(self) -> Model:
@@ -58,7 +58,7 @@ class ModelDrafter(ChainDrafter):
         self._cache.check(rows)
 
     def close(self) -> None:
-        self.lookup = None  # which keeps the model
+        self.native = None  # which keeps the model
         self.model.close()
 
 

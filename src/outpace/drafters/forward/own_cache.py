@@ -21,7 +21,7 @@ CATCH_UP = 512  # tokens of one row that are caught up with in one forward
 class OwnCache:
     """Rows of ``model``, named by the target's rows and made when they are first used. Token ids are the draft model's.
 
-    The model is this cache's alone: rows that are nobody's, left by an interrupted call, are freed. ``lookup`` drafts
+    The model is this cache's alone: rows that are nobody's, left by an interrupted call, are freed. ``native`` drafts
     from the same rows in C++.
     """
 
@@ -125,13 +125,13 @@ class OwnCache:
             if cached not in there:
                 self._rows.release(row)
 
-    def lookup(self, vocab: int) -> Any:
-        """A ``_native.ModelLookup`` that drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
+    def native(self, vocab: int) -> Any:
+        """A ``_native.ModelDrafter`` that drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
         that is not native."""
         stages = getattr(self.model, "stages", None)
         if stages is None:
             return None
-        return _fast.native.ModelLookup(stages, self._rows, vocab, self.model.info.max_length, CATCH_UP)
+        return _fast.native.ModelDrafter(stages, self._rows, vocab, self.model.info.max_length, CATCH_UP)
 
     @property
     def bytes(self) -> int:

@@ -136,8 +136,8 @@ class EagleDrafter(ChainDrafter):
         self.cost = DraftCost(levels=name, nodes=branch > 1)
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch, self._most = network, branch, most_levels
-        self.lookup, self.names = network.native_rows(layers, branch, most_levels, LEVELS, CATCH_UP), (name,)
-        self._entries: Any = self.lookup or Entries()  # `EagleRows` has the methods of `Entries`
+        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, CATCH_UP), (name,)
+        self._entries: Any = self.native or Entries()  # `EagleRows` has the methods of `Entries`
 
     # -- what became final -------------------------------------------------------------------------------------------
 
@@ -303,4 +303,4 @@ class EagleDrafter(ChainDrafter):
 
     def close(self) -> None:
         self._network.close()
-        self._entries, self.lookup = Entries(), None  # which keep the network's weights
+        self._entries, self.native = Entries(), None  # which keep the network's weights

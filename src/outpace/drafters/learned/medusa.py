@@ -73,7 +73,7 @@ class MedusaDrafter(Drafter):
         self.name, self._network, self._tree = name, network, tuple(tree)
         self.needs = DrafterNeeds(hidden_layers=(layer,))
         self._ranks = max(max(path) for path in self._tree) + 1
-        self.lookup, self.names = network.rows, (name,)
+        self.native, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -117,7 +117,7 @@ class MedusaDrafter(Drafter):
 
     def close(self) -> None:
         self._network.close()
-        self.lookup = None
+        self.native = None
 
 
 def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Tree:

@@ -103,7 +103,7 @@ class ParallelDrafter(Drafter):
         self.name, self._network, self._vocab = name, network, vocab
         self.needs = DrafterNeeds(hidden_layers=needed, draws=True)
         self._columns = [needed.index(layer) for layer in layers]
-        self.lookup, self.names = network.rows, (name,)
+        self.native, self.names = network.rows, (name,)
 
     def observe(self, events: Sequence[Event]) -> None:
         rows, states, positions = list[int](), list[Any](), list[I32]()
@@ -170,7 +170,7 @@ class ParallelDrafter(Drafter):
 
     def close(self) -> None:
         self._network.close()
-        self.lookup = None
+        self.native = None
 
 
 class _Pick:

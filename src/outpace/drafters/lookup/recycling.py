@@ -35,15 +35,15 @@ class RecyclingDrafter(LookupDrafter):
         super().__init__(_fast.native.RecyclingLookup(self._capacity, HIT, history))
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
-        self.lookup.rank(row, tokens, ids)
+        self.native.rank(row, tokens, ids)
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
-        self.lookup.release(row)
+        self.native.release(row)
 
     def check(self, rows: Sequence[int]) -> None:
-        held = set(self.lookup.rows())
+        held = set(self.native.rows())
         assert held <= set(rows), f"rows {held - set(rows)} were never released"
-        assert self.lookup.lists <= self._capacity, f"{self.lookup.lists} lists are kept, the bound is {self._capacity}"
+        assert self.native.lists <= self._capacity, f"{self.native.lists} lists are kept, the bound is {self._capacity}"
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> RecyclingDrafter:
