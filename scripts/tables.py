@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 from outpace.cli.app import NAMES, command
-from outpace.cli.command import Command, Spelling
+from outpace.cli.command import Command
+from outpace.common.option import Spelling
 from outpace.drafters.catalogue import METHODS
 from outpace.params import PARAMETERS
 

@@ -5,8 +5,8 @@ import torch
 
 from outpace.drafters.learned.configs import Decoder, EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
+from outpace.training.methods.eagle import EagleObjective
 from outpace.training.objective import TrainBatch
-from outpace.training.objectives.eagle import EagleObjective
 from outpace.training.target import TargetParts
 from outpace.training.vocabulary import DraftVocabulary
 

@@ -14,11 +14,12 @@ from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import ParameterError
 from outpace.training import curves, snapshots
 from outpace.training.devices import device_named
-from outpace.training.loop import Loop, LoopOptions
-from outpace.training.objectives.distil import DistilObjective, DistilOptions
-from outpace.training.objectives.eagle import EagleObjective, EagleOptions
-from outpace.training.objectives.medusa import MedusaObjective, MedusaOptions
-from outpace.training.objectives.parallel import ParallelObjective, ParallelOptions
+from outpace.training.loop import Loop
+from outpace.training.methods.distil import DistilObjective
+from outpace.training.methods.eagle import EagleObjective
+from outpace.training.methods.medusa import MedusaObjective
+from outpace.training.methods.parallel import ParallelObjective
+from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, ParallelOptions
 from outpace.training.packing import Packing
 from outpace.training.processes import Team
 from tests.training import eagle_helpers as tiny
@@ -39,7 +40,7 @@ class Host(Counting):
 def eagle(device: torch.device, **options: Any) -> EagleObjective:
     given = EagleOptions(**{"share": 0.7, "noise": 0.1, "dropout": 0.1, "candidates": 12, **options})
     made = tiny.objective(given)
-    return EagleObjective(made.network.to(device), made.target.to(device), made.words.vocabulary, given)
+    return EagleObjective(made.network.to(device), made.target.to(device), made.draft_head.vocabulary, given)
 
 
 def parallel(device: torch.device) -> ParallelObjective:
@@ -70,8 +71,10 @@ METHODS: dict[str, Callable[[torch.device], Any]] = {
 
 def loop(out: Path, method: str, optimiser: str, device: torch.device, **options: Any) -> Loop:
     train, held_out = Said(12, 0), Said(3, 1)
+    objective = METHODS[method](device)
+    objective.write = lambda *given: None
     return Loop(
-        METHODS[method](device),
+        objective,
         Packing(train, Random(train), 40, 40, True, 0, device),
         Packing(held_out, Random(held_out), 40, 40, False, 0, device),
         out,
@@ -81,7 +84,6 @@ def loop(out: Path, method: str, optimiser: str, device: torch.device, **options
         {"method": method},
         {"name": "tiny"},
         Team(device),
-        write=lambda *its: None,
     )
 
 
@@ -92,7 +94,7 @@ def after(made: Loop) -> Any:
     if isinstance(objective, ParallelObjective):
         found.append(objective.simulate_prefixes(batch, 0.1)[1:])
     if isinstance(objective, MedusaObjective):
-        found.append(objective.plant([batch]))
+        found.append(objective.find_tree([batch]))
     return found
 
 

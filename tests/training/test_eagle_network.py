@@ -14,7 +14,7 @@ from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.training.initial import initialise
 from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.networks.unroll import AnchoredAttention, unroll
-from outpace.training.objectives.eagle import EagleOptions
+from outpace.training.options import EagleOptions
 from outpace.training.target import TargetParts
 from tests.training import eagle_helpers as tiny
 
@@ -100,7 +100,9 @@ def test_attention_slopes(lengths, own, seed):
     assert torch.autograd.gradcheck(lambda *its: AnchoredAttention.apply(*its, spans, at), given_, fast_mode=True)
 
 
-@pytest.mark.parametrize("options", [EagleOptions(), EagleOptions(steps_ttt=1), EagleOptions(steps_ttt=2, decay=0.5)])
+@pytest.mark.parametrize(
+    "options", [EagleOptions(share=1, **more) for more in ({}, {"steps_ttt": 1}, {"steps_ttt": 2, "decay": 0.5})]
+)
 def test_loss_is_the_mean_over_sequences(options):
     made, batch = tiny.objective(options), tiny.batch(first=[4, 0, 3])
     value, _ = made.loss(batch)
@@ -114,10 +116,10 @@ def test_loss_is_the_mean_over_sequences(options):
             for i, anchor in enumerate(at.tolist()):
                 place = anchor + s + 1
                 inside = batch.starts[b] <= anchor < batch.starts[b + 1]
-                if not inside or not batch.loss_mask[place] or batch.tokens[place + 1] not in made.words.ids:
+                if not inside or not batch.loss_mask[place] or batch.tokens[place + 1] not in made.draft_head.ids:
                     continue
-                p = torch.softmax(parts.logits(batch.states[place : place + 1, -1], made.words.ids), -1)
-                losses.append(soft_cross_entropy(normed[i : i + 1] @ parts.head[made.words.ids].T, p))
+                p = torch.softmax(parts.logits(batch.states[place : place + 1, -1], made.draft_head.ids), -1)
+                losses.append(soft_cross_entropy(normed[i : i + 1] @ parts.head[made.draft_head.ids].T, p))
             if losses:
                 wanted = wanted + options.decay**s / weights * torch.cat(losses).mean() / batch.sequences
     torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
@@ -132,9 +134,9 @@ def test_loss_is_the_mean_over_sequences(options):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_expected_length_is_the_plain_form(steps):
     """Value and gradient, of chains that end where a word is unknown, with what is not an answer left out."""
-    made, batch = tiny.objective(EagleOptions(loss="length", steps_ttt=steps)), tiny.batch(first=[4, 0, 3])
+    made, batch = tiny.objective(EagleOptions(loss="length", share=1, steps_ttt=steps)), tiny.batch(first=[4, 0, 3])
     value, figures = made.loss(batch)
-    net, parts, ids = made.network, made.target, made.words.ids
+    net, parts, ids = made.network, made.target, made.draft_head.ids
     anchors = anchors_of(batch, steps)
     outputs = unroll(net, batch.states[:, :-1], parts.embed(batch.tokens), batch.position, batch.starts, anchors)
     lengths, ended = [[] for _ in range(batch.sequences)], 0
@@ -164,19 +166,19 @@ def test_expected_length_is_the_plain_form(steps):
 def test_all_rows_are_candidates_when_as_many_are_asked_for():
     batch = tiny.batch()
     whole, _ = tiny.objective(EagleOptions(share=1, candidates=24)).loss(batch)
-    plain, _ = tiny.objective(EagleOptions(share=1)).loss(batch)
+    plain, _ = tiny.objective(EagleOptions(share=1, candidates=0)).loss(batch)
     assert whole.item() == plain.item()
 
 
 def test_simulation_walks_as_serving_does():
     """Against the plain loop: draft from each committed length, keep what is right, go on."""
     made, batch = tiny.objective(EagleOptions(depth=3)), tiny.batch((14, 11), first=[3, 5])
-    ids, net, parts = made.words.ids, made.network, made.target
+    ids, net, parts = made.draft_head.ids, made.network, made.target
     # A head that is right now and then: of two tokens only.
     batch.tokens[:] = ids[batch.tokens % 2]
-    made.words.ids, made.words.head = ids[:2], made.words.head[:2]
+    made.draft_head.ids, made.draft_head.head = ids[:2], made.draft_head.head[:2]
     found = made.simulate(batch)
-    runtime = serving(net, parts, made.words.ids)
+    runtime = serving(net, parts, made.draft_head.ids)
     steps = tokens = 0
     with torch.no_grad():
         for b in range(batch.sequences):
@@ -184,7 +186,7 @@ def test_simulation_walks_as_serving_does():
             at = [3, 5][b]
             while at + 2 < len(said):
                 depth = min(3, len(said) - at - 2)
-                drafted = made.words.ids[served(runtime, batch, b, at, depth).argmax(-1)].tolist()
+                drafted = made.draft_head.ids[served(runtime, batch, b, at, depth).argmax(-1)].tolist()
                 right = 0
                 while right < depth and drafted[right] == said[at + 2 + right]:
                     right += 1

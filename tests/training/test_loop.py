@@ -12,8 +12,8 @@ import torch
 
 from outpace.errors import ParameterError, TrainingError
 from outpace.training import curves, loop, snapshots
-from outpace.training.loop import LoopOptions
 from outpace.training.optimisers import orthogonal, schedule
+from outpace.training.options import LoopOptions
 from tests.training import tiny_loop
 
 
@@ -129,7 +129,8 @@ def test_stops_without_gains(tmp_path):
         ({"steps": 1, "minutes": 2}, "give one of steps, epochs, minutes"),
         ({"epochs": 0}, "epochs=0 is out of range"),
         ({"steps": 1, "lr": 1.0}, "lr=1.0 is out of range"),
-        ({"steps": 1, "gather": 0}, "gather=0 is out of range"),
+        ({"steps": 1, "gather": 0}, r"gather=0 is out of range: give a number in \[1, inf\)"),
+        ({"steps": 1, "optimiser": "sgd"}, "optimiser='sgd' is not known: use one of muon, adamw"),
     ],
 )
 def test_options(options, said):

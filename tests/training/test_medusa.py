@@ -12,7 +12,8 @@ from outpace.drafters.learned.configs import tensor_shapes
 from outpace.drafters.learned.medusa import filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.picks import likeliest
-from outpace.training.objectives.medusa import NEVER, MedusaObjective, MedusaOptions
+from outpace.training.methods.medusa import NEVER, MedusaObjective
+from outpace.training.options import MedusaOptions
 from tests.training import small
 
 PARTS = small.target()
@@ -40,7 +41,7 @@ def test_it_learns_to_count_and_its_tree_is_what_it_accepts() -> None:
     first, last = small.fit(made, given_, 40, 0.03)
     assert last < 0.6 * first
     chain = made.simulate(given_)
-    tree = made.plant([given_])
+    tree = made.find_tree([given_])
     assert chain.tokens_per_step > 1.8
     assert made.simulate_tree(given_, tree).tokens_per_step >= chain.tokens_per_step
     assert tree[0] == (0,)
@@ -64,7 +65,7 @@ def test_it_learns_to_count_and_its_tree_is_what_it_accepts() -> None:
             right = [p for p in tree if [said[p[: d + 1]] for d in range(len(p))] == after[: len(p)]]
             runs.append(max(map(len, right), default=0))
         accepted.append(runs)
-        parents = trees.parents(config.tree)
+        parents = trees.parents(tree)
         assert all(its.parents == parents for its in grown)
         assert all(its.gains[i] <= its.gains[p] for its in grown for i, p in enumerate(parents) if p >= 0)
     assert small.same(made.simulate_tree(given_, tree), *small.served(given_, accepted))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.learned import medusa as trees
-from outpace.training.prefixes import best_prefix
+from outpace.training.methods.parallel import best_prefix
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from outpace.training.data import Answer
-from outpace.training.loop import Loop, LoopOptions
-from outpace.training.objectives.eagle import EagleOptions
+from outpace.training.loop import Loop
+from outpace.training.options import EagleOptions, LoopOptions
 from outpace.training.packing import Packing
 from outpace.training.processes import Team
 from tests.training import eagle_helpers as tiny

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import pytest
 
 from outpace.cli import app
-from outpace.cli.command import Command, Group, UsageError, argument, option
+from outpace.cli.command import Command, Group, UsageError
+from outpace.common.option import argument, option
 from outpace.params import PARAMETERS
 
 

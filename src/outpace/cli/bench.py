@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outpace.cli.command import Command, Interrupted, option
+from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import ACCEPTANCE, RECORD, SIZE, BenchCommon, Load, recorded
+from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json as json_
 from typing import Annotated
 
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common
+from outpace.common.option import option
 
 
 def run(

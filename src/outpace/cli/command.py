@@ -17,7 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from outpace.common.option import spelling_of
 
 
 class Interrupted(Exception):
@@ -26,31 +28,6 @@ class Interrupted(Exception):
 
 class UsageError(Exception):
     """A command line that means nothing; the message says why, and is empty where help was shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """How a parameter is spelled on the command line. ``names``: none for an argument."""
-
-    names: tuple[str, ...]
-    help: str | Callable[[], str]  # a function where making it takes imports
-    metavar: str | None = None
-    parser: Callable[[str], Any] | None = None
-
-
-def option(
-    *names: str,
-    help: str | Callable[[], str],
-    metavar: str | None = None,
-    parser: Callable[[str], Any] | None = None,
-) -> Spelling:
-    """An option's names and its help; ``parser`` makes its value of a text, and raises ValueError with a message."""
-    return Spelling(names, help, metavar, parser)
-
-
-def argument(*, help: str, metavar: str | None = None) -> Spelling:
-    """An argument's help."""
-    return Spelling((), help, metavar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +161,7 @@ class _Parser:
 
     def add(self, name: str, hint: Any, default: Any) -> None:
         """A parameter annotated with ``Annotated[type, Spelling]``."""
-        kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        spelling = next((part for part in rest if isinstance(part, Spelling)), None)
+        kind, spelling = spelling_of(hint)
         assert spelling is not None, f"{name} is annotated with neither option nor argument"
         if get_origin(kind) is UnionType:
             (kind,) = (each for each in get_args(kind) if each is not NoneType)

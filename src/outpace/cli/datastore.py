@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, Group, argument, option
+from outpace.cli.command import Command, Group
 from outpace.cli.options import Load
 from outpace.cli.terminal import progress
+from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
 

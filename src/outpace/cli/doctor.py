@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from outpace import _fast
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common, Load, spell
+from outpace.common.option import option
 from outpace.errors import OutpaceError
 from outpace.measure import machine
 

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outpace.cli.command import Command, argument, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common
+from outpace.common.option import argument, option
 
 if TYPE_CHECKING:
     from outpace.measure.replay import Target

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, Group, argument, option
+from outpace.cli.command import Command, Group
 from outpace.cli.options import Common
+from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
 

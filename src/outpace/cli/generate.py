@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outpace.cli.command import Command, argument, option
+from outpace.cli.command import Command
 from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
+from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from outpace.cli.command import option
+from outpace.common.option import option
 from outpace.common.parameter import Biases, Texts, TokenIds, Words
 from outpace.errors import Argument, ParameterError
 from outpace.params import PARAMETERS, SamplingParams

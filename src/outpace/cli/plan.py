@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
+from outpace.common.option import option
 from outpace.errors import ParameterError
 
 

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
 from outpace.cli.options import RECORD, Common, Draft, Load
+from outpace.common.option import option
 from outpace.errors import Argument, MissingExtraError, ParameterError
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")

@@ -6,8 +6,9 @@ import json as json_
 from pathlib import Path
 from typing import Annotated, Any
 
-from outpace.cli.command import Command, Group, option
+from outpace.cli.command import Command, Group
 from outpace.cli.options import Common, Load
+from outpace.common.option import option
 from outpace.errors import ParameterError
 
 _TRIED = 7  # numbers of layers, unless they are given

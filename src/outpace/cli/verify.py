@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.common.option import option
 from outpace.errors import Argument, ParameterError
 
 _KEY = "OUTPACE_API_KEY"

@@ -32,7 +32,7 @@ class DraftHead:
     def __init__(
         self, target: TargetParts, vocabulary: DraftVocabulary, counts: npt.NDArray[np.int64] | None, candidates: int
     ) -> None:
-        """``candidates``: rows a batch (0: all); ``counts`` int64 [V]: how often tokens are said (None: not known)."""
+        """``candidates``: rows a batch (0: all); ``counts`` int64 [V]: how often tokens occur (None: not known)."""
         self.vocabulary = vocabulary
         device = target.head.device
         self.ids = torch.from_numpy(vocabulary.ids).to(device)
@@ -43,7 +43,7 @@ class DraftHead:
         self._frequent = torch.from_numpy(np.argsort(-frequency, kind="stable").copy()).to(device)
 
     def draw(self, tokens: Tensor, draw: torch.Generator) -> Candidates:
-        """What ``tokens`` int64 [N] say, what is said most, and others drawn evenly.
+        """The rows of ``tokens`` int64 [N], of the most frequent tokens, and of others drawn evenly.
 
         Those that were drawn stand for all that were not, so the logarithm of how many each stands for is added, for
         p and q alike: then sums over candidates are near sums over all.
@@ -52,8 +52,8 @@ class DraftHead:
         if not count or count >= size:
             return Candidates(self.head)
         chosen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
-        said = self.place[tokens]
-        chosen[said[said >= 0]] = True
+        present = self.place[tokens]
+        chosen[present[present >= 0]] = True
         chosen[self._frequent[: count // 4]] = True
         rest = torch.nonzero(~chosen).flatten()
         wanted = max(count - (size - len(rest)), count // 8)
@@ -66,5 +66,5 @@ class DraftHead:
 
     def tensors(self, network: nn.Module) -> Mapping[str, Any]:
         """A checkpoint's: the network's, copied to numpy, and the maps of the vocabulary."""
-        its = {name: value.detach().cpu().numpy().copy() for name, value in network.state_dict().items()}
-        return {**its, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+        own = {name: value.detach().cpu().numpy().copy() for name, value in network.state_dict().items()}
+        return {**own, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}

@@ -11,7 +11,6 @@ from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import ParameterError
 from outpace.training.target import TargetParts, TargetWeights
 
-INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
 _RIDGE = 1e-3  # of the mean square of the inputs
 
 
@@ -21,10 +20,8 @@ def initialise(
     """``layer``: the last layer's matrices read the features, and ``fc`` passes the top layer through. ``now``: ``fc``
     is the linear map from hidden states to what the target's head reads at that position, ``next``: at the one after,
     which is what the entry has to say; the network's norm scales it evenly then. ``states`` [L, T + 1, h]: a sample.
-    Raises ParameterError.
+    Raises ParameterError for layers of other shapes.
     """
-    if init not in INITS:
-        raise ParameterError(f"the initialisation {init!r} is not known: use one of {', '.join(INITS)}")
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in network.modules():
@@ -35,18 +32,18 @@ def initialise(
         network.norm.weight.copy_(parts.final_norm)
         if init == "fresh":
             return
-        sequences = [its.float() for its in states]
-        sample = torch.cat([its[:-1] for its in sequences])
+        sequences = [sequence.float() for sequence in states]
+        sample = torch.cat([sequence[:-1] for sequence in sequences])
         if init.startswith("layer"):
             _from_layer(network, weights, sample)
         if init.endswith("now"):
             _fit(network, sample[:, :-1], parts.norm(sample[:, -1]))
         elif init.endswith("next"):
-            _fit(network, sample[:, :-1], parts.norm(torch.cat([its[1:, -1] for its in sequences])))
+            _fit(network, sample[:, :-1], parts.norm(torch.cat([sequence[1:, -1] for sequence in sequences])))
 
 
 def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -> None:
-    its, layer = network.config.decoder, network.layer
+    hidden, layer = network.config.decoder.hidden, network.layer
     last = weights.layer(weights.decoder.layers - 1)
     attention, mlp = layer.self_attn, layer.mlp
     targets = {
@@ -57,14 +54,14 @@ def _from_layer(network: EagleNetwork, weights: TargetWeights, sample: Tensor) -
         if matrix.weight[:, -last[name].shape[1] :].shape != last[name].shape:
             raise ParameterError(f"the drafter's {name} has another shape than the target's: initialise it fresh")
         if name in "qkv":
-            matrix.weight[:, : its.hidden] *= 0.1
+            matrix.weight[:, :hidden] *= 0.1
         matrix.weight[:, -last[name].shape[1] :] = last[name]
     layer.hidden_norm.weight.copy_(last["attn_norm"])
     layer.post_attention_layernorm.weight.copy_(last["ffn_norm"])
     top = sample[:, -2]
     size = top.square().mean(-1).sqrt().median() if network.fc_norm is not None else 1.0
     network.fc.weight.mul_(0.1)
-    network.fc.weight[:, -its.hidden :] += torch.eye(its.hidden) * size
+    network.fc.weight[:, -hidden:] += torch.eye(hidden) * size
 
 
 def _fit(network: EagleNetwork, hidden_states: Tensor, wanted: Tensor) -> None:

@@ -13,62 +13,18 @@ from typing import Any
 import torch
 
 from outpace.common.files import write_json
-from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.errors import Argument, ParameterError, TrainingError
+from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
 from outpace.training.devices import on_cpu
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
+from outpace.training.options import LoopOptions
 from outpace.training.packing import Packing
 from outpace.training.processes import Team
 
 _MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
-# Folder; method, config and tensors as the objective exports them; the target's facts; the recipe.
-Write = Callable[[Path, str, Any, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], None]
 CURVE = "curve.json"
 PICTURE = "curve.png"
-
-
-@dataclass(frozen=True, slots=True)
-class LoopOptions:
-    """How long and how fast. One of ``steps``, ``epochs`` and ``minutes`` says when it ends.
-
-    ``gather``: batches a step, of all processes together. ``evaluate``: steps between two evaluations, ``snapshot``:
-    seconds between two snapshots (an evaluation makes one, too). ``patience``: evaluations without a gain until it
-    stops (0: never). ``report``: seconds between two lines.
-    """
-
-    steps: int | None = None
-    epochs: float | None = None
-    minutes: float | None = None
-    lr: float = 1e-3
-    optimiser: str = "muon"
-    weight_decay: float = 0.01
-    warm_up: int = 40
-    clip: float = 1.0
-    gather: int = 1
-    bfloat16: bool = False
-    evaluate: int = 200
-    patience: int = 0
-    snapshot: float = 300.0
-    report: float = 10.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ParameterError(
-                "how long to train is said once: give one of ",
-                Argument("steps"), ", ", Argument("epochs"), ", ", Argument("minutes"),
-            )  # fmt: skip
-        if getattr(self, given[0]) <= 0:
-            raise ParameterError(Argument(given[0], getattr(self, given[0])), " is out of range: give more than 0")
-        for name, low in (("gather", 1), ("evaluate", 1), ("warm_up", 1), ("patience", 0)):
-            if getattr(self, name) < low:
-                raise ParameterError(Argument(name, getattr(self, name)), f" is out of range: give at least {low}")
-        if not 0 < self.lr < 1:
-            raise ParameterError(Argument("lr", self.lr), " is out of range: give more than 0 and less than 1")
 
 
 @dataclass(slots=True)
@@ -90,8 +46,7 @@ class Loop:
     """Trains ``objective`` on ``train``, keeps the best by simulated tokens per step on ``held_out`` in ``out``.
 
     ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
-    ``say`` hears a line now and then; ``write`` keeps the best: by default, as a drafter's checkpoint.
-    ``pace`` is called after every step, and may wait.
+    ``say`` is called with a line now and then, ``pace`` after every step, and may wait.
     """
 
     def __init__(
@@ -105,14 +60,12 @@ class Loop:
         target: Mapping[str, Any],
         team: Team,
         say: Callable[[str], None] = lambda line: None,
-        write: Write = write_checkpoint,
         pace: Callable[[], None] = lambda: None,
     ) -> None:
-        options.check()
         self.objective, self.train, self.held_out = objective, train, held_out
         self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
-        self._write, self._pace = write, pace
+        self._pace = pace
         self.optimiser = Optimiser(objective.network, options.optimiser, options.lr, options.weight_decay)
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
@@ -174,30 +127,29 @@ class Loop:
             batch = self.train.batch(members, self._seed(j))
             tokens += len(batch)
             with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.options.bfloat16):
-                its, figures = self.objective.loss(batch)
+                own, figures = self.objective.loss(batch)
             share = len(members) / total
-            if its.requires_grad:
-                (its * share).backward()
-            loss += float(its.detach()) * share
+            if own.requires_grad:
+                (own * share).backward()
+            loss += float(own.detach()) * share
         loss, tokens_all = self.team.add([loss, tokens])
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} at step {self.at.step + 1}: give a smaller ", Argument("lr"),
-                f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
-            )  # fmt: skip
+        self._check_finite("loss", loss)
         self.team.add_gradients(network)
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.options.clip)
-        if not math.isfinite(float(norm)):
-            raise TrainingError(
-                f"the gradient is {float(norm)} at step {self.at.step + 1}: give a smaller ", Argument("lr"),
-                f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
-            )  # fmt: skip
+        self._check_finite("gradient", float(norm))
         known = self.at.total if self.at.total is not None else 1 << 30
         self.optimiser.step(schedule(self.at.step, known, self.options.warm_up))
         self.at.step, self.at.inside = self.at.step + 1, self.at.inside + 1
         self.at.tokens += int(tokens_all)
         self.at.loss = loss if math.isnan(self.at.loss) else 0.95 * self.at.loss + 0.05 * loss
         return figures
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the {what} is {value} at step {self.at.step + 1}: give a smaller ", Argument("lr"),
+                f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
+            )  # fmt: skip
 
     def _measure(self, begun: float | None, now: float) -> None:
         """With ``minutes``: how many steps fit, once the speed is known. Every process takes the same number."""
@@ -231,7 +183,7 @@ class Loop:
             write_json(self.out / CURVE, self.rows)
             curves.draw(self.out / PICTURE, self.rows)
         by_position = " ".join(f"{value:.3f}" for value in found.acceptance)
-        line = curves.sparkline([its["tokens_per_step"] for its in self.rows])
+        line = curves.sparkline([row["tokens_per_step"] for row in self.rows])
         self._say(
             f"step {self.at.step}: {found.tokens_per_step:.3f} tokens a step on held-out answers (accepted "
             f"{by_position}) {line}{'' if better else ', no gain'}"
@@ -242,12 +194,12 @@ class Loop:
         """Held-out answers, shared among the processes."""
         self.objective.network.eval()
         batches = self.held_out.cut(range(len(self.held_out.answers)))
-        mine = batches[self.team.rank :: self.team.size]
-        self.held_out.plan(mine)
+        own = batches[self.team.rank :: self.team.size]
+        self.held_out.plan(own)
         found: Simulated | None = None
-        for members in mine:
-            its = self.objective.simulate(self.held_out.batch(members))
-            found = its if found is None else found + its
+        for members in own:
+            part = self.objective.simulate(self.held_out.batch(members))
+            found = part if found is None else found + part
         # A process may have had none.
         count, depths = self.team.add([found is not None, 0 if found is None else len(found.tried)])
         nothing = [0.0] * (2 + 2 * round(depths / max(count, 1)))
@@ -260,7 +212,7 @@ class Loop:
             "tokens_per_step": self.at.best,
         }  # fmt: skip
         assert not (hidden := {*done} & {*self.identity}), f"{hidden} means two things in a recipe"
-        self._write(self.out, method, config, tensors, self.target, {**self.identity, **done})
+        self.objective.write(self.out, method, config, tensors, self.target, {**self.identity, **done})
 
     def _snapshot(self) -> None:
         state = {"network": self.objective.network.state_dict(), "optimiser": self.optimiser.state()}
@@ -270,8 +222,8 @@ class Loop:
         total = self.at.total
         seconds = 0.0 if total is None else (total - self.at.step) * self.at.seconds / self.at.step
         left = "" if total is None else f", {timedelta(seconds=round(seconds))} left"
-        said = " ".join(f"{name} {value:.3f}" for name, value in figures.items() if name.startswith("agree"))
-        self._say(f"step {self.at.step}/{total or '?'}: loss {self.at.loss:.3f}, {said}, {speed:,.0f} tokens/s{left}")
+        shown = " ".join(f"{name} {value:.3f}" for name, value in figures.items() if name.startswith("agree"))
+        self._say(f"step {self.at.step}/{total or '?'}: loss {self.at.loss:.3f}, {shown}, {speed:,.0f} tokens/s{left}")
 
     def _steps_in(self, epoch: int) -> int:
         if self._epoch[0] != epoch:

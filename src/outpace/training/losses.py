@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.errors import ParameterError
-
 _DECAY = 3.0  # of the hybrid's weight in the acceptance: arXiv 2602.23881
 _LEAST = 1e-12
 
@@ -97,8 +95,7 @@ def _hybrid_slope(q: Tensor, p: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-LENGTH = "length"  # of a chain's steps together: see ``expected_length``; a step's slope is total variation's
-LOSSES: dict[str, tuple[Loss, Loss]] = {
+LOSSES: dict[str, tuple[Loss, Loss]] = {  # of (logits, p), and the slope of (q, p)
     "ce": (soft_cross_entropy, _cross_entropy_slope),
     "kl": (kl, _cross_entropy_slope),
     "reverse": (reverse_kl, _reverse_slope),
@@ -106,13 +103,6 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     "lk": (likelihood, _likelihood_slope),
     "hybrid": (hybrid, _hybrid_slope),
 }
-
-
-def loss_named(name: str) -> tuple[Loss, Loss]:
-    """The loss as a function of (logits, p), and its slope as a function of (q, p). Raises ParameterError."""
-    if name not in LOSSES:
-        raise ParameterError(f"the loss {name!r} is not known: use one of {', '.join(LOSSES)}")
-    return LOSSES[name]
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -137,7 +127,7 @@ class FrozenHead(torch.autograd.Function):
         name: str,
         block: int,
     ) -> tuple[Tensor, Tensor]:
-        _, slope = loss_named(name)
+        _, slope = LOSSES[name]
         grads = torch.empty_like(hidden)
         figures, values = p.new_empty(len(hidden), 2), p.new_empty(len(hidden))
         device = hidden.device.type
@@ -147,17 +137,18 @@ class FrozenHead(torch.autograd.Function):
         rows, offset = head.T, None if offset is None else offset.to(kind)
         with torch.autocast(device, enabled=False):
             for i in range(0, len(hidden), block):
-                its = slice(i, i + block)
-                logits = widened(states[its] @ rows if offset is None else torch.addmm(offset, states[its], rows))
-                q, theirs = torch.softmax(logits, -1), p[its]
+                chunk = slice(i, i + block)
+                state, target = states[chunk], p[chunk]
+                logits = widened(state @ rows if offset is None else torch.addmm(offset, state, rows))
+                q = torch.softmax(logits, -1)
                 # log q at its greatest, from which the normaliser follows: a second pass of exponentials is saved.
                 top = q.max(-1)
                 log_total = logits.gather(1, top.indices[:, None])[:, 0] - top.values.log()
-                figures[its, 0] = accepted = torch.minimum(q, theirs).sum(-1)
-                figures[its, 1] = (top.indices == theirs.argmax(-1)).to(q.dtype)
-                cross = log_total * theirs.sum(-1) - torch.linalg.vecdot(theirs, logits)
-                values[its] = _value(name, cross, q, theirs, accepted)
-                grads[its] = slope(q, theirs).to(kind) @ head
+                figures[chunk, 0] = accepted = torch.minimum(q, target).sum(-1)
+                figures[chunk, 1] = (top.indices == target.argmax(-1)).to(q.dtype)
+                cross = log_total * target.sum(-1) - torch.linalg.vecdot(target, logits)
+                values[chunk] = _value(name, cross, q, target, accepted)
+                grads[chunk] = slope(q, target).to(kind) @ head
             grads *= weight[:, None]
             total = torch.dot(values, weight)
         ctx.save_for_backward(grads)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,8 +57,8 @@ class TrainBatch:
         if device == self.device:
             return self
 
-        def moved(its: Tensor) -> Tensor:
-            return its.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else its.to(device)
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
         return replace(
             self, tokens=moved(self.tokens), position=moved(self.position), loss_mask=moved(self.loss_mask),
@@ -69,15 +70,15 @@ class TrainBatch:
         """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; ``first[b]``: from where the loss counts."""
         starts = [0]
         masks = []
-        for its, begin in zip(tokens, first, strict=True):
-            starts.append(starts[-1] + len(its))
-            mask = torch.zeros(len(its), dtype=torch.bool)
-            mask[max(begin, 0) : len(its) - 1] = True
+        for sequence, begin in zip(tokens, first, strict=True):
+            starts.append(starts[-1] + len(sequence))
+            mask = torch.zeros(len(sequence), dtype=torch.bool)
+            mask[max(begin, 0) : len(sequence) - 1] = True
             masks.append(mask)
         return TrainBatch(
             tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
             starts=tuple(starts),
-            position=torch.cat([torch.arange(len(its)) for its in tokens]),
+            position=torch.cat([torch.arange(len(sequence)) for sequence in tokens]),
             loss_mask=torch.cat(masks),
             states=torch.cat(list(states)),
             seed=seed,
@@ -118,10 +119,15 @@ class Simulated:
         return [float(value) for value in self.right / np.maximum(self.tried, 1)]
 
 
+# Folder; method, config and tensors as an objective exports them; the target's facts; the recipe.
+Write = Callable[[Path, str, Any, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], None]
+
+
 class Objective(Protocol):
-    """A network and what it is trained for."""
+    """A network and what it is trained for. ``write`` writes the checkpoint of what ``export`` gives."""
 
     network: nn.Module
+    write: Write
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         """A scalar, the mean over sequences of each one's mean; and figures to print."""

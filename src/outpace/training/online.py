@@ -23,11 +23,10 @@ from outpace.models.processors import usable_cores
 from outpace.training import folder as folders
 from outpace.training import snapshots
 from outpace.training.data import Answer, Answers
-from outpace.training.eagle import EagleShape, open_run
-from outpace.training.loop import LoopOptions
-from outpace.training.objectives.eagle import EagleOptions
+from outpace.training.methods import open_run
+from outpace.training.options import EagleOptions, LoopOptions
 from outpace.training.record import write_answers
-from outpace.training.setup import Basics, Job
+from outpace.training.setup import Run
 from outpace.training.versions import Versions
 
 _REPLAYED = "replayed"
@@ -136,13 +135,11 @@ def run_round(
     config = read(start).config
     loop_options = LoopOptions(
         steps=options.steps, lr=options.lr, warm_up=max(1, options.steps // 6), evaluate=options.evaluate,
-        snapshot=math.inf, seed=options.seed,
+        snapshot=math.inf, draft_vocab=config.draft_vocab, tokens=options.tokens, longest=options.longest,
+        held_out=options.held_out, judged=options.judged, seed=options.seed,
     )  # fmt: skip
-    basics = Basics(
-        config.draft_vocab, options.tokens, options.longest, True, options.held_out, options.judged, options.seed
-    )
-    job = Job(work / "data", work / "best", loop_options, basics, model, threads, say=say, pace=pace, split=_split)
-    with open_run(job, EagleShape(start=str(start)), EagleOptions(share=0.5, candidates=2048)) as loop:
+    run = Run(work / "data", work / "best", loop_options, model, threads, say=say, pace=pace, split=_split)
+    with open_run(run, EagleOptions(start=str(start))) as loop:
         before = loop.simulate().tokens_per_step
         say(f"{before:.3f} tokens a step on held-out recorded answers before this round")
         loop.at.best = before + options.gain
@@ -152,13 +149,13 @@ def run_round(
     if kept:
         (work / "best" / snapshots.NAME).unlink(missing_ok=True)
         versions.publish(work / "best")
-    said = Round(
+    done = Round(
         recorded, replayed, before, best, kept, at.step, at.tokens, round(time.perf_counter() - begun, 1),
         round(time.process_time() - cpu, 1),
     )  # fmt: skip
-    versions.note(asdict(said))
+    versions.note(asdict(done))
     shutil.rmtree(work, ignore_errors=True)
-    return said
+    return done
 
 
 def watch(
@@ -185,11 +182,11 @@ def watch(
                 continue
             pace.idle()
             known = keys
-            its = run_round(data, drafter, out, options, pace=pace, say=say, **given)
-            done.append(its)
+            last = run_round(data, drafter, out, options, pace=pace, say=say, **given)
+            done.append(last)
             say(
-                f"round {len(done)}: {its.before:.3f} to {its.after:.3f} tokens a step, "
-                f"{'kept' if its.kept else 'no gain'}; {its.cpu_seconds:.0f} CPU seconds in {its.seconds:.0f} s"
+                f"round {len(done)}: {last.before:.3f} to {last.after:.3f} tokens a step, "
+                f"{'kept' if last.kept else 'no gain'}; {last.cpu_seconds:.0f} CPU seconds in {last.seconds:.0f} s"
             )
     return done
 
@@ -209,14 +206,14 @@ def _fresh(data: Path, known: frozenset[str]) -> tuple[frozenset[str], int]:
 def _merged(data: Path, replay: Path | None, out: Path, options: OnlineOptions) -> tuple[int, int]:
     """A folder of the recorded answers and, drawn by chance, older ones; how many of each."""
     recorded = Answers.open(data)
-    its = [replace(answer, source="") for answer in recorded]
+    newer = [replace(answer, source="") for answer in recorded]
     older: list[Answer] = []
     if replay is not None:
         pool = Answers.open(replay)
         if pool.target["fingerprint"] != recorded.target["fingerprint"]:
             raise DataError(f"{replay} has answers of another target than {data}: replay answers of this one")
-        known, room = {answer.id for answer in its}, options.replay_share * int(recorded.lengths().sum())
-        for i in np.random.default_rng([options.seed, len(its)]).permutation(len(pool)).tolist():
+        known, room = {answer.id for answer in newer}, options.replay_share * int(recorded.lengths().sum())
+        for i in np.random.default_rng([options.seed, len(newer)]).permutation(len(pool)).tolist():
             answer = pool[i]
             if room < len(answer.tokens):
                 break
@@ -224,17 +221,17 @@ def _merged(data: Path, replay: Path | None, out: Path, options: OnlineOptions) 
                 room -= len(answer.tokens)
                 older.append(replace(answer, source=_REPLAYED))
     out.mkdir(parents=True, mode=0o700)
-    write_answers(folders.shard_path(out, 0), [*its, *older], recorded.target["fingerprint"])
+    write_answers(folders.shard_path(out, 0), [*newer, *older], recorded.target["fingerprint"])
     meta = {name: value for name, value in recorded.meta.items() if name != "hidden_states"}
-    folders.write_meta(out, {**meta, "counts": {**meta["counts"], "answers": len(its) + len(older)}})
-    return len(its), len(older)
+    folders.write_meta(out, {**meta, "counts": {**meta["counts"], "answers": len(newer) + len(older)}})
+    return len(newer), len(older)
 
 
-def _split(answers: Answers, basics: Basics) -> tuple[Answers, Answers]:
+def _split(answers: Answers, options: LoopOptions) -> tuple[Answers, Answers]:
     """Judged on recorded answers alone. Sampled ones count, too: where nobody asks greedily, they are what there is."""
     old = np.array([answer.source == _REPLAYED for answer in answers], bool)
-    train, out = answers.select(np.flatnonzero(~old)).split(basics.held_out, basics.seed)
-    count = int(np.searchsorted(np.cumsum(out.lengths()), basics.judged)) + 1
+    train, out = answers.select(np.flatnonzero(~old)).split(options.held_out, options.seed)
+    count = int(np.searchsorted(np.cumsum(out.lengths()), options.judged)) + 1
     older = answers.select(np.flatnonzero(old))
     everything = Answers(answers.path, answers.meta, answers.columns, np.concatenate([train.index, older.index]))
     return everything, out.select(np.arange(min(count, len(out))))

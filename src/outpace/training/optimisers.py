@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from outpace.errors import ParameterError
-
-OPTIMISERS = ("adamw", "muon")
 _BETAS = (0.9, 0.95)
 _MOMENTUM = 0.95
 State = dict[int, dict[str, Tensor]]  # by the parameter's number
@@ -67,12 +64,12 @@ class AdamW:
             start += size
             for i in here:
                 if i not in self.state:
-                    its = self.params[i]
-                    zeros = {name: torch.zeros_like(its) for name in ("exp_avg", "exp_avg_sq")}
-                    self.state[i] = {"step": torch.zeros((), device=its.device), **zeros}
+                    param = self.params[i]
+                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[i] = {"step": torch.zeros((), device=param.device), **zeros}
             first, second, steps = ([self.state[i][n] for i in here] for n in ("exp_avg", "exp_avg_sq", "step"))
             adamw(
-                [self.params[i] for i in here], [its for i in here if (its := self.params[i].grad) is not None],
+                [self.params[i] for i in here], [grad for i in here if (grad := self.params[i].grad) is not None],
                 first, second, [], steps, fused=True, amsgrad=False, beta1=_BETAS[0], beta2=_BETAS[1], lr=lr,
                 weight_decay=decay, eps=1e-8, maximize=False,
             )  # fmt: skip
@@ -85,8 +82,6 @@ class Optimiser:
     """
 
     def __init__(self, network: nn.Module, kind: str, lr: float, weight_decay: float) -> None:
-        if kind not in OPTIMISERS:
-            raise ParameterError(f"the optimiser {kind!r} is not known: use one of {', '.join(OPTIMISERS)}")
         self.lr = lr
         params = [p for p in network.parameters() if p.requires_grad]
         matrices = [p for p in params if p.ndim == 2]
@@ -107,10 +102,10 @@ class Optimiser:
         return [{"state": part.state} for part in self._parts]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        for part, its in zip(self._parts, state, strict=True):
+        for part, saved in zip(self._parts, state, strict=True):
             part.state = {
                 i: {name: value.to(part.params[i].device) for name, value in own.items()}
-                for i, own in its["state"].items()
+                for i, own in saved["state"].items()
             }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -71,10 +71,16 @@ class Packing:
         """Say what ``batch`` will be asked for, so that states can be computed ahead."""
         self._states.plan([i for batch in batches for i in batch])
 
+    def batches(self, members: Sequence[int] | None = None) -> Iterator[TrainBatch]:
+        """The answers ``members`` (None: all), batch by batch."""
+        groups = self.cut(range(len(self.answers)) if members is None else members)
+        self.plan(groups)
+        return (self.batch(group) for group in groups)
+
     def batch(self, members: Sequence[int], seed: int = 0) -> TrainBatch:
         """The answers ``members``, with their states."""
-        its = [self.answers[i] for i in members]
+        answers = [self.answers[i] for i in members]
         states = [self._states.states(i)[: self.longest] for i in members]
-        first = [0 if self.prompts else answer.prompt_length - 1 for answer in its]
-        packed = TrainBatch.pack([answer.tokens[: self.longest] for answer in its], states, first, seed)
+        first = [0 if self.prompts else answer.prompt_length - 1 for answer in answers]
+        packed = TrainBatch.pack([answer.tokens[: self.longest] for answer in answers], states, first, seed)
         return packed.to(self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from outpace.common.allocator import keep_freed
-from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
@@ -21,8 +20,9 @@ from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
 from outpace.training.devices import device_named
-from outpace.training.loop import Loop, LoopOptions, Write
+from outpace.training.loop import Loop
 from outpace.training.objective import Objective
+from outpace.training.options import LoopOptions
 from outpace.training.packing import Packing
 from outpace.training.processes import Team
 from outpace.training.states import HiddenStateSource
@@ -33,45 +33,30 @@ I64 = np.typing.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Basics:
-    """What is made of the data, whatever is trained. ``tokens`` a batch, answers cut at ``longest``; ``prompts``: loss
-    there, too; ``held_out``: the share of prompts of whose greedy answers at most ``judged`` tokens are simulated on.
-    """
-
-    draft_vocab: int = 8192
-    tokens: int = 3072
-    longest: int = 2048
-    prompts: bool = True
-    held_out: float = 0.05
-    judged: int = 12_000
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
+class Run:
     """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
-    it); ``threads``: None: the cores; ``device``: where the network is trained; ``say`` hears a line now and then;
-    ``pace`` is called after every step, and may wait; ``split``: what is trained on, and what it is judged on."""
+    it); ``threads``: None: the cores; ``device``: where the network is trained; ``say`` is called with a line now and
+    then; ``pace`` is called after every step, and may wait; ``split``: the answers to train on, and those to judge on.
+    """
 
     data: Path
     out: Path
-    loop: LoopOptions
-    basics: Basics = field(default_factory=Basics)
+    options: LoopOptions
     model: str | None = None
     threads: int | None = None
     device: str = "cpu"
     say: Callable[[str], None] = lambda line: None
     pace: Callable[[], None] = lambda: None
-    split: Callable[[Answers, Basics], tuple[Answers, Answers]] = lambda answers, basics: split(answers, basics)
+    split: Callable[[Answers, LoopOptions], tuple[Answers, Answers]] = lambda answers, options: split(answers, options)
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Setup:
     """A target and its answers, ready to train beside. ``states``: of the answers to train on; ``counts`` int64 [V]: of
     tokens in these answers and their prompts. ``parts`` are on the CPU, where a network begins; batches on ``device``.
     """
 
-    job: Job
+    run: Run
     answers: Answers
     source: Source
     weights: TargetWeights
@@ -88,92 +73,88 @@ class Bench:
     def device(self) -> torch.device:
         return self.team.device
 
-    def loop(
-        self, method: str, objective: Objective, recipe: Mapping[str, Any], write: Write = checkpoint.write
-    ) -> Loop:
+    def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any]) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
-        target, basics and the loop's options."""
-        job, options = self.job, self.job.loop
-        free = ("snapshot", "report", "patience")
+        target and the loop's options."""
+        run, free = self.run, ("snapshot", "report", "patience")
         shared = {
             "method": method, "data": self.answers.hash, "target": self.answers.target["fingerprint"],
-            **asdict(job.basics), **{n: v for n, v in asdict(options).items() if n not in free},
+            **{name: value for name, value in asdict(run.options).items() if name not in free},
             "hidden_layers": self.hidden_layers,
         }  # fmt: skip
         # A name that is the method's and the loop's would hide one of them; "hidden_layers" are the resolved ones.
         assert not (hidden := {*recipe} & {*shared} - {"hidden_layers"}), f"{hidden} means two things in a recipe"
-        identity = {**recipe, **shared}
         return Loop(
-            objective, self.train, self.held_out, job.out, options, identity, self.answers.target, self.team, job.say,
-            write, job.pace,
+            objective, self.train, self.held_out, run.out, run.options, {**recipe, **shared}, self.answers.target,
+            self.team, run.say, run.pace,
         )  # fmt: skip
 
 
 @contextmanager
 def prepared(
-    job: Job, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
-) -> Iterator[Bench]:
+    run: Run, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
+) -> Iterator[Setup]:
     """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many;
     ``vocabulary``: what can be drafted (None: the most frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
-    job.loop.check()
-    device = device_named(job.device)
-    basics, threads = job.basics, job.threads
-    answers = Answers.open(job.data)
-    options = LoadOptions(**answers.meta["load"])
-    source = resolve(job.model or answers.meta["model"], options)
+    run.options.check()
+    device = device_named(run.device)
+    settings, threads = run.options, run.threads
+    answers = Answers.open(run.data)
+    load_options = LoadOptions(**answers.meta["load"])
+    source = resolve(run.model or answers.meta["model"], load_options)
     if (found := fingerprint(source.path)) != answers.target["fingerprint"]:
         raise DataError(
-            f"{job.data} has answers of the target {answers.target['fingerprint']}, but {source.name} is {found}: make "
+            f"{run.data} has answers of the target {answers.target['fingerprint']}, but {source.name} is {found}: make "
             "answers of this one, or give theirs as ", Argument("model"),
         )  # fmt: skip
     torch.set_num_threads(threads or usable_cores())
     keep_freed()
-    job.out.mkdir(parents=True, exist_ok=True)
+    run.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         team = Team(device)
         stack.callback(team.close)
         weights = TargetWeights(source)
         layers = hidden_layers(weights.decoder.layers)
-        train, held_out = job.split(answers, basics)
-        states = [stack.enter_context(HiddenStateSource(its, layers, threads=threads)) for its in (train, held_out)]
+        train, held_out = run.split(answers, settings)
+        states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None:
-            vocabulary = DraftVocabulary.by_frequency(counts, basics.draft_vocab)
+            vocabulary = DraftVocabulary.by_frequency(counts, settings.draft_vocab)
         if team.rank == 0:
             covered = vocabulary.coverage(held_out.token_counts(prompts=False))
-            job.say(
+            run.say(
                 f"{len(train):,} answers of {int(train.lengths().sum()):,} tokens to train on, {len(held_out):,} to be "
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
-        yield Bench(
-            job, answers, source, weights, weights.parts(), layers, states[0],
-            Packing(train, states[0], basics.tokens, basics.longest, basics.prompts, basics.seed, team.device),
-            Packing(held_out, states[1], basics.tokens, basics.longest, False, basics.seed, team.device),
+        yield Setup(
+            run, answers, source, weights, weights.parts(), layers, states[0],
+            Packing(train, states[0], settings.tokens, settings.longest, settings.prompts, settings.seed, team.device),
+            Packing(held_out, states[1], settings.tokens, settings.longest, False, settings.seed, team.device),
             counts, vocabulary, team,
         )  # fmt: skip
 
 
-def split(answers: Answers, basics: Basics) -> tuple[Answers, Answers]:
+def split(answers: Answers, options: LoopOptions) -> tuple[Answers, Answers]:
     """To train on, and to be judged on: held-out greedy answers. Raises ParameterError when there are none."""
-    train, out = answers.split(basics.held_out, basics.seed)
+    train, out = answers.split(options.held_out, options.seed)
     greedy = np.flatnonzero(np.array([answer.temperature == 0 for answer in out], bool))
     if not len(greedy):
         raise ParameterError(
             f"no greedy answer is held out: make some (outpace train data -T 0), or more than {len(answers)} answers"
         )
-    count = int(np.searchsorted(np.cumsum(out.lengths()[greedy]), basics.judged)) + 1
+    count = int(np.searchsorted(np.cumsum(out.lengths()[greedy]), options.judged)) + 1
     return train, out.select(greedy[:count])
 
 
 def shaped_as(weights: TargetWeights, layers: int, qk_norm: bool = False) -> Decoder:
     """A decoder of ``layers`` layers like the target's."""
-    its = weights.decoder
+    target = weights.decoder
     # To four digits, which undoes rounding; of stretched frequencies, the base of their second is near enough.
-    base = float(f"{float(its.ropes[0].frequencies[1]) ** (-its.head_dim / 2):.4g}")
+    base = float(f"{float(target.ropes[0].frequencies[1]) ** (-target.head_dim / 2):.4g}")
     return Decoder(
-        hidden=its.hidden, layers=layers, heads=its.heads, kv_heads=its.kv_heads, head_dim=its.head_dim, ffn=its.inner,
-        eps=its.eps, rope_theta=base, max_length=its.max_length, qk_norm=qk_norm,
+        hidden=target.hidden, layers=layers, heads=target.heads, kv_heads=target.kv_heads, head_dim=target.head_dim,
+        ffn=target.inner, eps=target.eps, rope_theta=base, max_length=target.max_length, qk_norm=qk_norm,
     )  # fmt: skip

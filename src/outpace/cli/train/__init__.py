@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outpace.cli.command import Group
-from outpace.cli.train import cache, data, distil, eagle, foreign, medusa, online, parallel
+from outpace.cli.train import cache, data, foreign, methods, online
 
 COMMAND = Group(
     "train",
     "Train drafters that know the target: data, then the network.",
     "outpace train data --model demo --prompts prompts.jsonl --out DIR",
-    tuple(module.COMMAND for module in (data, cache, foreign, eagle, parallel, medusa, distil, online)),
+    (data.COMMAND, cache.COMMAND, foreign.COMMAND, *methods.COMMANDS, online.COMMAND),
 )

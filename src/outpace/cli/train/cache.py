@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, Interrupted, argument, option
+from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.terminal import progress
 from outpace.cli.train.shared import say
+from outpace.common.option import argument, option
 
 
 def run(

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.common.option import option
 from outpace.errors import ParameterError
 
 

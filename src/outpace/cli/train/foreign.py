@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, argument, option
+from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
 

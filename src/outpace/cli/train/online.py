@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from outpace.cli.command import Command, Interrupted, option
+from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
+from outpace.common.option import option
 
 
 def run(

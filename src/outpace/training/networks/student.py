@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,6 @@ from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rop
 from outpace.errors import Argument, ParameterError
 
 Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, kv_heads, n, head_dim]
-Choice = Literal["first", "last", "even"]
-CHOICES = ("first", "last", "even")
 
 
 class Student(nn.Module):
@@ -107,7 +104,7 @@ class Student(nn.Module):
         return torch.cat((prompt, *said))
 
 
-def chosen_layers(layers: int, wanted: int, how: Choice) -> list[int]:
+def chosen_layers(layers: int, wanted: int, how: str) -> list[int]:
     """Which of ``layers`` layers a student of ``wanted`` begins as; "even" has the first and the last.
 
     Raises ParameterError when there are not so many.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,66 +17,48 @@ from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwo
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses
 from outpace.training.chunks import in_chunks, sequence_weights
-from outpace.training.draft_head import DraftHead
+from outpace.training.hidden_states import default_layers
+from outpace.training.loop import Loop
+from outpace.training.methods.base import HeadMethod
 from outpace.training.objective import Simulated, TrainBatch
-from outpace.training.prefixes import best_prefix
+from outpace.training.options import ParallelOptions
+from outpace.training.setup import Setup, shaped_as
 from outpace.training.simulate import walk
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
 
+_COST = 0.1  # of a plain step: what verifying a token more is taken to cost where the confidence cuts drafts
 _ANCHORS = 32  # blocks whose logits are held at a time
 _TOGETHER = 512  # blocks that are drafted at a time
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelOptions:
-    """``anchors``: blocks for each position that counts; slot k weighs e^(-k / ``slope``). ``candidates``: rows of the
-    head a batch is trained against (0: all). The others weigh losses.
+class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
+    """See ``Objective``."""
 
-    ``length``: of what is missing of the expected accepted length (D-PACE's aim, arXiv 2605.18810), a share of a
-    block's slots. ``confidence_of``: what the confidence head learns: "agreement", whether greedy decoding accepts a
-    slot, or "overlap", how often sampling does, which is DSpark's.
-    """
+    @classmethod
+    def layers(cls, options: ParallelOptions, count: int) -> tuple[int, ...]:
+        return default_layers(count)
 
-    anchors: float = 0.25
-    candidates: int = 2048
-    slope: float = 4.0
-    cross_entropy: float = 0.1
-    l1: float = 0.9
-    length: float = 0.0
-    confidence: float = 1.0
-    confidence_of: str = "agreement"
-
-    def check(self) -> None:
+    @classmethod
+    def begin(cls, setup: Setup, options: ParallelOptions) -> ParallelObjective:
         """Raises ParameterError."""
-        if not 0 < self.anchors <= 1:
-            raise ParameterError(Argument("anchors", self.anchors), " is out of range: give more than 0, at most 1")
-        if self.candidates < 0:
-            raise ParameterError(Argument("candidates", self.candidates), " is out of range: give 0 for all, or more")
-        if not self.slope > 0:
-            raise ParameterError(Argument("slope", self.slope), " is out of range: give more than 0")
-        for name in ("cross_entropy", "l1", "length", "confidence"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ParameterError(Argument(name, getattr(self, name)), " is no weight: give 0 or more")
-        if self.confidence_of not in ("agreement", "overlap"):
-            raise ParameterError(Argument("confidence_of", self.confidence_of), ": use agreement or overlap")
+        vocab, mask = setup.parts.vocab, options.mask_token
+        mask = int(np.argmin(setup.counts)) if mask is None else mask
+        if not 0 <= mask < vocab:
+            raise ParameterError(Argument("mask_token", mask), f" is out of range: give 0 to {vocab - 1}")
+        config = ParallelConfig(
+            shaped_as(setup.weights, options.layers, qk_norm=True), vocab, setup.run.options.draft_vocab,
+            setup.hidden_layers, options.block, mask, options.rank, confidence=True,
+        )  # fmt: skip
+        network = ParallelNetwork(config, setup.run.options.seed).to(setup.device)
+        return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
 
-
-class ParallelObjective:
-    """See ``Objective``. ``target``: embedding, head and norm, all frozen."""
-
-    def __init__(
-        self,
-        network: ParallelNetwork,
-        target: TargetParts,
-        vocabulary: DraftVocabulary,
-        options: ParallelOptions,
-        counts: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """``counts`` int64 [V]: how often tokens are said; the likeliest ones are candidates then."""
-        options.check()
-        self.network, self.target, self.options = network, target, options
-        self.words = DraftHead(target, vocabulary, counts, options.candidates)
+    def finish(self, loop: Loop) -> dict[str, float]:
+        """What the network is worth on held-out answers where its confidence cuts drafts, and the mean of tokens that
+        are drafted then."""
+        pieces = [self.simulate_prefixes(batch, _COST) for batch in loop.held_out.batches()]
+        found = [simulated for simulated, _, _ in pieces]
+        drafted, starts = sum(tokens for _, tokens, _ in pieces), sum(starts for _, _, starts in pieces)
+        total = sum(found[1:], found[0])
+        return {"cut_tokens_per_step": total.tokens_per_step, "cut_drafted": drafted / max(starts, 1)}
 
     def anchors(self, batch: TrainBatch) -> Tensor:
         """Where blocks begin: packed indices int64 [A], ascending, drawn anew for every batch's seed."""
@@ -98,7 +78,7 @@ class ParallelObjective:
         normed = self._normed(batch, at)
         index, there = self._slots(batch, at)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
-        counts = there & batch.loss_mask[index] & (self.words.place[following] >= 0)
+        counts = there & batch.loss_mask[index] & (self.draft_head.place[following] >= 0)
         raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts
         weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
             raw
@@ -106,7 +86,7 @@ class ParallelObjective:
         before = network.before(batch.tokens[index])
         with torch.no_grad():
             heard = self.target.norm(batch.states[:, -1])
-        drawn = self.words.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        drawn = self.draft_head.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
         head, offset = drawn.head, drawn.offset
 
         def piece(start: int, stop: int, normed: Tensor, *markov: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,12 +130,12 @@ class ParallelObjective:
 
     @torch.no_grad()
     def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
         found = torch.zeros(len(batch), self.network.slots, device=batch.device)
         for at in self._starts(batch):
             index, there = self._slots(batch, at)
             normed = self._normed(batch, at)
-            logits, before = normed @ self.words.head.T, self.network.before(batch.tokens[index])
+            logits, before = normed @ self.draft_head.head.T, self.network.before(batch.tokens[index])
             if before is not None and self.network.markov_head is not None:
                 logits += self.network.markov_head.markov_w2(before)
             found[at - 1] = losses.acceptance(logits, p[index]) * there
@@ -169,9 +149,6 @@ class ParallelObjective:
         cut = best_prefix(confidence, cost)
         sent = np.arange(right.shape[1])[None, :] < cut[:, None]
         return walk(batch, right & sent, tried & sent), int((sent & tried).sum()), int(tried[:, 0].sum())
-
-    def export(self) -> tuple[str, ParallelConfig, Mapping[str, Any]]:
-        return "parallel", self.network.config, self.words.tensors(self.network)
 
     @torch.no_grad()
     def _tried(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -200,7 +177,9 @@ class ParallelObjective:
 
     def _draft(self, batch: TrainBatch, at: Tensor) -> BlockDraft:
         normed = self._normed(batch, at)
-        draft: BlockDraft = self.network.decide(batch.tokens[at], normed, normed @ self.words.head.T, self.words.ids)
+        draft: BlockDraft = self.network.decide(
+            batch.tokens[at], normed, normed @ self.draft_head.head.T, self.draft_head.ids
+        )
         return draft
 
     def _normed(self, batch: TrainBatch, at: Tensor) -> Tensor:
@@ -223,6 +202,19 @@ class ParallelObjective:
         last = batch.ends[at][:, None] - 1
         index = at[:, None] + torch.arange(self.network.slots, device=at.device)
         return torch.minimum(index, last), index < last
+
+
+def best_prefix(confidence: npt.NDArray[np.floating], cost: float) -> npt.NDArray[np.int64]:
+    """How much of each draft to verify: int64 [n], of ``confidence`` [n, K], each given that those before are accepted.
+
+    The length that has most expected tokens a second, where each token of the draft makes a step ``cost`` of a plain
+    one's time longer; the shorter one on ties.
+    """
+    path = np.cumprod(np.asarray(confidence, np.float64), 1)
+    tokens = 1 + np.concatenate((np.zeros((len(path), 1)), np.cumsum(path, 1)), 1)
+    seconds = 1 + cost * np.arange(tokens.shape[1])
+    best: npt.NDArray[np.int64] = (tokens / seconds).argmax(1)
+    return best
 
 
 def _figures(facts: Tensor, counts: Tensor) -> dict[str, float]:

@@ -2,79 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.configs import MedusaConfig
 from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
-from outpace.errors import Argument, ParameterError
 from outpace.training import losses
 from outpace.training.chunks import in_chunks, sequence_weights
-from outpace.training.draft_head import DraftHead
+from outpace.training.loop import Loop
+from outpace.training.methods.base import HeadMethod
 from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.options import MedusaOptions
+from outpace.training.setup import Setup
 from outpace.training.simulate import walk
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
 
+_MEASURED = 40_000  # tokens of training answers that the tree is searched on
 _ROWS = 128  # positions whose logits are held at a time
 NEVER = 1 << 30  # the rank of what is no candidate
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaOptions:
-    """Head k weighs ``decay``^k. ``candidates``: rows of the head a batch is trained against (0: all). ``nodes``: of
-    the tree that is searched; ``ranks``: candidates of each head there.
-    """
+class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
+    """See ``Objective``. Chains are simulated; ``find_tree`` searches a tree."""
 
-    decay: float = 0.8
-    candidates: int = 2048
-    nodes: int = 32
-    ranks: int = 10
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        if not 0 < self.decay <= 1:
-            raise ParameterError(Argument("decay", self.decay), " is out of range: give more than 0, at most 1")
-        if self.candidates < 0:
-            raise ParameterError(Argument("candidates", self.candidates), " is out of range: give 0 for all, or more")
-        for name in ("nodes", "ranks"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ParameterError(Argument(name, getattr(self, name)), " is out of range: give 1 to 1024")
-
-
-class MedusaObjective:
-    """See ``Objective``. ``target``: head and norm, frozen. Chains are simulated; ``plant`` finds a tree."""
-
-    def __init__(
-        self,
-        network: MedusaNetwork,
-        target: TargetParts,
-        vocabulary: DraftVocabulary,
-        options: MedusaOptions,
-        counts: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """``counts`` int64 [V]: how often tokens are said; the likeliest ones are candidates then."""
-        options.check()
-        self.network, self.target, self.options = network, target, options
-        self.words = DraftHead(target, vocabulary, counts, options.candidates)
-        self.tree = network.config.tree
+    @classmethod
+    def begin(cls, setup: Setup, options: MedusaOptions) -> MedusaObjective:
+        parts = setup.parts.to(setup.device)
+        draft_vocab = setup.run.options.draft_vocab
+        network = MedusaNetwork(MedusaConfig(parts.hidden, parts.vocab, draft_vocab, options.heads, options.layers))
+        return cls(network.to(setup.device), parts, setup.vocabulary, options, setup.counts)
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         heads = self.network.config.heads
-        index, said = self._said(batch)
+        index, said = self._wanted(batch)
         counts = (said >= 0) & batch.loss_mask[index]
         raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
         normed = self.target.norm(batch.states[:, -1])
-        drawn = self.words.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        drawn = self.draft_head.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
         head, offset = drawn.head, drawn.offset
 
         def piece(start: int, stop: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +74,12 @@ class MedusaObjective:
 
     @torch.no_grad()
     def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        index, _ = self._said(batch)
-        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        index, _ = self._wanted(batch)
+        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
         states = self.network(self.target.norm(batch.states[:, -1]))
-        heads = [losses.head_acceptance(states[:, k], self.words.head, None, p[its]) for k, its in enumerate(index.T)]
+        heads = [
+            losses.head_acceptance(states[:, k], self.draft_head.head, None, p[at]) for k, at in enumerate(index.T)
+        ]
         overlaps: np.ndarray = torch.stack(heads, 1).double().cpu().numpy() * self._tried(batch)
         return overlaps
 
@@ -115,12 +89,30 @@ class MedusaObjective:
         right = np.arange(self.network.config.heads)[None, :] < reached[:, None]
         return walk(batch, right, self._tried(batch))
 
-    def plant(self, batches: Iterable[TrainBatch]) -> tuple[Path, ...]:
-        """Search the tree that is best on ``batches``, and keep it for ``export``."""
+    def find_tree(self, batches: Iterable[TrainBatch]) -> tuple[Path, ...]:
+        """The tree that gains most tokens on ``batches``."""
         ranks = [self.ranks(batch)[batch.loss_mask.cpu().numpy()] for batch in batches]
         gain = gains_of_ranks(np.concatenate(ranks))
-        self.tree = search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
-        return self.tree
+        return search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
+
+    def finish(self, loop: Loop) -> dict[str, float]:
+        """Search the best checkpoint's tree on answers that it was trained on, and write it again with the tree.
+
+        What the tree is worth is measured on held-out answers, so not on those that it was chosen by.
+        """
+        best = checkpoint.read(loop.out)
+        self.network.load_state_dict({name: torch.from_numpy(best.tensors[name]) for name in self.network.state_dict()})
+        members, tokens = list[int](), 0
+        for group in loop.train.cut(range(len(loop.train.answers))):
+            members += group
+            tokens += int(loop.train.answers.lengths()[group].sum())
+            if tokens >= _MEASURED:
+                break
+        tree = self.find_tree(loop.train.batches(members))
+        method, config, tensors = self.export()
+        checkpoint.write(loop.out, method, replace(config, tree=tree), tensors, best.target, best.recipe)
+        found = [self.simulate_tree(batch, tree) for batch in loop.held_out.batches()]
+        return {"tree_tokens_per_step": sum(found[1:], found[0]).tokens_per_step}
 
     @torch.no_grad()
     def ranks(self, batch: TrainBatch) -> npt.NDArray[np.int64]:
@@ -128,10 +120,10 @@ class MedusaObjective:
 
         ``NEVER`` beyond the options' ranks, for tokens outside the draft vocabulary, and beyond the answer's end.
         """
-        _, said = self._said(batch)
+        _, said = self._wanted(batch)
         found = []
         for part in torch.arange(len(batch), device=batch.device).split(_ROWS):
-            logits = self.network(self.target.norm(batch.states[part, -1])) @ self.words.head.T
+            logits = self.network(self.target.norm(batch.states[part, -1])) @ self.draft_head.head.T
             own = said[part][..., None]
             mine = logits.gather(-1, own.clamp_min(0))
             lower = torch.arange(logits.shape[-1], device=batch.device) < own
@@ -140,11 +132,7 @@ class MedusaObjective:
         ranks: npt.NDArray[np.int64] = torch.cat(found).cpu().numpy()
         return ranks
 
-    def export(self) -> tuple[str, MedusaConfig, Mapping[str, Any]]:
-        config = replace(self.network.config, tree=self.tree)
-        return "medusa", config, self.words.tensors(self.network)
-
-    def _said(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _wanted(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """For heads [N, K]: the position after which the target says what a head is to say, as a packed index, and the
         draft id of what the answer has there; -1 beyond its end and outside of the draft vocabulary."""
         last = batch.ends[:, None] - 1
@@ -152,7 +140,7 @@ class MedusaObjective:
         there = index < last
         index = torch.minimum(index, last)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
-        return index, self.words.place[following].masked_fill(~there, -1)
+        return index, self.draft_head.place[following].masked_fill(~there, -1)
 
     def _tried(self, batch: TrainBatch) -> npt.NDArray[np.bool_]:
         tried: npt.NDArray[np.bool_] = (self._ahead(batch, 2) < batch.ends[:, None]).cpu().numpy()

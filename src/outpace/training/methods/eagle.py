@@ -3,82 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import ParameterError
 from outpace.training.chunks import sequence_weights
-from outpace.training.draft_head import Candidates, DraftHead
-from outpace.training.losses import (
-    LENGTH,
-    LOSSES,
-    expected_length,
-    frozen_head_loss,
-    head_acceptance,
-    length_slope,
-    widened,
-)
+from outpace.training.draft_head import Candidates
+from outpace.training.hidden_states import default_layers
+from outpace.training.initial import initialise
+from outpace.training.losses import expected_length, frozen_head_loss, head_acceptance, length_slope, widened
+from outpace.training.methods.base import HeadMethod
 from outpace.training.networks.unroll import unroll
 from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.options import LENGTH, EagleOptions
+from outpace.training.setup import Setup, shaped_as
 from outpace.training.simulate import walk
-from outpace.training.target import TargetParts
 from outpace.training.vocabulary import DraftVocabulary
 
-
-@dataclass(frozen=True, slots=True)
-class EagleOptions:
-    """``loss``: of ``LOSSES``, or ``LENGTH``: of the expected accepted length of the unrolled chain.
-
-    ``steps_ttt``: unrolled, the first included (training-time test); ``share`` of the anchors go on after the first.
-    ``decay``: step i counts decay^i. ``candidates``: rows of the head a batch is trained against (0: the whole draft
-    vocabulary). ``noise``: of hidden states, as a share of their root mean square; ``dropout``: of whole layers.
-    ``depth``: tokens of a simulated chain.
-    """
-
-    steps_ttt: int = 3
-    share: float = 1.0
-    decay: float = 0.9
-    loss: str = "ce"
-    candidates: int = 0
-    noise: float = 0.0
-    dropout: float = 0.0
-    depth: int = 4
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        if self.loss not in (*LOSSES, LENGTH):
-            raise ParameterError(f"the loss {self.loss!r} is not known: use one of {', '.join((*LOSSES, LENGTH))}")
-        for name, low, high in (("steps_ttt", 1, 16), ("share", 0.05, 1), ("decay", 0.05, 1), ("depth", 1, 16)):
-            if not low <= getattr(self, name) <= high:
-                raise ParameterError(f"{name} {getattr(self, name)} is out of range: give {low} to {high}")
-        for name in ("noise", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ParameterError(f"{name} {getattr(self, name)} is out of range: give 0 to below 1")
-        if self.candidates < 0:
-            raise ParameterError(f"candidates {self.candidates} is out of range: give 0 for all, or a number")
+_SAMPLE = 20_000  # tokens whose states the initialisation is fitted to
 
 
-class EagleObjective:
-    """See ``Objective``. ``target``: embedding, head and norm, all frozen."""
+class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
+    """See ``Objective``."""
 
-    def __init__(
-        self,
-        network: EagleNetwork,
-        target: TargetParts,
-        vocabulary: DraftVocabulary,
-        options: EagleOptions,
-        counts: np.ndarray | None = None,
-    ) -> None:
-        """``counts`` int64 [V]: how often tokens are said; with them, the likeliest wrong candidates come along."""
-        options.check()
-        self.network, self.target, self.options = network, target, options
-        self.words = DraftHead(target, vocabulary, counts, options.candidates)
+    @classmethod
+    def layers(cls, options: EagleOptions, count: int) -> tuple[int, ...]:
+        return tuple(options.hidden_layers or default_layers(count))
+
+    @classmethod
+    def vocabulary(cls, options: EagleOptions) -> DraftVocabulary | None:
+        if options.start is None:
+            return None
+        start = _start(options.start)
+        return DraftVocabulary.of(start.tensors["d2t"] + np.arange(len(start.tensors["d2t"])), start.config.vocab)
+
+    @classmethod
+    def begin(cls, setup: Setup, options: EagleOptions) -> EagleObjective:
+        """Raises ParameterError for a drafter to begin with that is another target's or has another shape."""
+        config = EagleConfig(
+            decoder=shaped_as(setup.weights, 1), vocab=setup.parts.vocab, draft_vocab=setup.run.options.draft_vocab,
+            hidden_layers=setup.hidden_layers, norm_before_residual=False, fc_norm=True, norm_output=True,
+            norm_before_fc=False,
+        )  # fmt: skip
+        network = EagleNetwork(config)
+        if options.start is None:
+            initialise(network, options.init, setup.weights, setup.parts, _sample(setup), setup.run.options.seed)
+        else:
+            _begin_with(options.start, network, setup.answers.target)
+        network.to(setup.device)
+        return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         draw = torch.Generator().manual_seed(batch.seed)
@@ -86,7 +66,7 @@ class EagleObjective:
         counts = self._counts(batch)
         # Where the target may be heard: p at position i is of token i + 1.
         anchors = self._anchors(batch, counts, draw)
-        rows = self.words.draw(batch.tokens, draw)
+        rows = self.draft_head.draw(batch.tokens, draw)
         heard = torch.nonzero(counts).flatten()
         with torch.no_grad():
             logits = widened(self.target.norm(batch.states[heard, -1]) @ rows.head.T)
@@ -150,17 +130,17 @@ class EagleObjective:
         right = torch.zeros(len(batch), self.options.depth, dtype=torch.bool, device=batch.device)
         tried = torch.zeros_like(right)
         for s, (kept, normed) in enumerate(self._chain(batch)):
-            best = torch.cat([(part @ self.words.head.T).argmax(-1) for part in normed.split(256)] or [kept])
-            right[kept, s] = self.words.ids[best] == batch.tokens[kept + s + 2]
+            best = torch.cat([(part @ self.draft_head.head.T).argmax(-1) for part in normed.split(256)] or [kept])
+            right[kept, s] = self.draft_head.ids[best] == batch.tokens[kept + s + 2]
             tried[kept, s] = True
         return walk(batch, right[:, :depth].cpu().numpy(), tried[:, :depth].cpu().numpy())
 
     @torch.no_grad()
     def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        p = self.target.probabilities(batch.states[:, -1], self.words.ids)
+        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
         found = torch.zeros(len(batch), self.options.depth, device=batch.device)
         for s, (kept, normed) in enumerate(self._chain(batch)):
-            found[kept, s] = head_acceptance(normed, self.words.head, None, p[kept + s + 1])
+            found[kept, s] = head_acceptance(normed, self.draft_head.head, None, p[kept + s + 1])
         overlaps: np.ndarray = found.double().cpu().numpy()
         return overlaps
 
@@ -179,16 +159,13 @@ class EagleObjective:
             inside = at + s + 2 < ends[at]
             yield at[inside], normed[inside]
 
-    def export(self) -> tuple[str, EagleConfig, Mapping[str, Any]]:
-        return "eagle", self.network.config, self.words.tensors(self.network)
-
     def _counts(self, batch: TrainBatch) -> Tensor:
         """bool [N]: positions after which the target is listened to; what it says there is in the draft vocabulary.
 
         What was said stands for the target's likeliest token: forming all logits costs more than the whole network.
         """
         following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
-        return batch.loss_mask & (self.words.place[following] >= 0)
+        return batch.loss_mask & (self.draft_head.place[following] >= 0)
 
     def _anchors(self, batch: TrainBatch, counts: Tensor, draw: torch.Generator) -> list[Tensor]:
         every, ends = torch.arange(len(batch), device=batch.device), batch.ends
@@ -216,3 +193,29 @@ class EagleObjective:
             kept = torch.rand(hidden_states.shape[:2], generator=draw).to(hidden_states.device) >= self.options.dropout
             hidden_states = hidden_states * (kept / (1 - self.options.dropout))[..., None]
         return hidden_states
+
+
+def _start(path: str) -> Checkpoint:
+    start = read(Path(path))
+    if start.method != "eagle":
+        raise ParameterError(f"{path} is a drafter of the method {start.method}: begin with one of eagle")
+    return start
+
+
+def _begin_with(path: str, network: EagleNetwork, target: Mapping[str, Any]) -> None:
+    """Give the network the weights of a drafter of the same shape beside the same target. Raises ParameterError."""
+    start = _start(path)
+    if start.target.get("fingerprint") != target["fingerprint"]:
+        raise ParameterError(f"{path} was trained beside another target: begin with one of this target")
+    if start.config != network.config:
+        raise ParameterError(f"{path} is {start.config}, not {network.config}: begin with one of the same shape")
+    network.load_state_dict({name: torch.from_numpy(start.tensors[name]) for name in network.state_dict()})
+
+
+def _sample(setup: Setup) -> Iterator[Tensor]:
+    """The hidden states that the initialisation is fitted to: of answers drawn at random."""
+    answers, states = setup.train.answers, setup.states
+    order = np.random.default_rng(setup.run.options.seed).permutation(len(answers))
+    chosen = order[: int(np.searchsorted(np.cumsum(answers.lengths()[order]), _SAMPLE)) + 1].tolist()
+    states.plan(chosen)
+    return (states.states(i) for i in chosen)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.common.files import write_json
 from outpace.drafters.learned.configs import Decoder
 from outpace.errors import Argument, ParameterError
+from outpace.models.base import Model
+from outpace.models.load import Source
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.weights import safetensors
 from outpace.training.chunks import in_chunks, sequence_weights
-from outpace.training.losses import acceptance, loss_named
-from outpace.training.networks.student import Student
+from outpace.training.hidden_states import forward_states, open_target
+from outpace.training.losses import LOSSES, acceptance
+from outpace.training.methods.base import Method
+from outpace.training.networks.student import Student, chosen_layers
 from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.options import DistilOptions
+from outpace.training.setup import Setup, shaped_as
 from outpace.training.simulate import walk
 from outpace.training.target import TargetParts
 from outpace.training.vocabulary import DraftVocabulary
 
+RECIPE = "training.json"
 _ROWS = 128  # positions whose logits are held at a time
 
 
@@ -30,33 +41,28 @@ class Teacher(Protocol):
     def states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Of tokens int64 [L]: the states before the final norm [L, h], one of each sequence."""
 
-
-@dataclass(frozen=True, slots=True)
-class DistilOptions:
-    """``loss``: a name of losses.LOSSES: kl (forward), reverse, tv (1 - acceptance: wants a warm start), hybrid, ...
-
-    ``on_policy``: the share of sequences that go on with ``on_policy_tokens`` words of the student's own from a place
-    drawn at random; the target says what it thinks of them. ``depth``: tokens of a simulated chain.
-    """
-
-    loss: str = "kl"
-    on_policy: float = 0.0
-    on_policy_tokens: int = 32
-    depth: int = 4
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        loss_named(self.loss)
-        if not 0 <= self.on_policy <= 1:
-            raise ParameterError(Argument("on_policy", self.on_policy), " is no share: give 0 to 1")
-        for name in ("on_policy_tokens", "depth"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ParameterError(Argument(name, getattr(self, name)), " is out of range: give 1 to 1024")
+    def close(self) -> None: ...
 
 
-class DistilObjective:
-    """See ``Objective``. ``vocabulary``: the loss looks at these tokens alone, with both distributions renormalised
-    (None: at all). ``teacher``: needed for words of the student's own."""
+class NativeTeacher:
+    """The target as it serves, computing states for sequences that a student continued."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Teacher``: bfloat16."""
+        tokens = [sequence.cpu().numpy().astype(np.int32) for sequence in sequences]
+        found = forward_states(self.model, tokens, (self.model.info.layers - 1,))
+        return [torch.from_numpy(states[:, 0].view(np.int16)).view(torch.bfloat16) for states in found]
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class DistilObjective(Method[Student, DistilOptions]):
+    """See ``Objective``. ``vocabulary``: the loss covers these tokens alone, with both distributions renormalised
+    (None: all). ``teacher``: needed for sequences that the student continues."""
 
     def __init__(
         self,
@@ -77,6 +83,20 @@ class DistilObjective:
             self._inside = torch.from_numpy(vocabulary.t2d).to(device)
         self._rows = target.head if self.ids is None else target.head[self.ids].contiguous()
 
+    @classmethod
+    def begin(cls, setup: Setup, options: DistilOptions) -> DistilObjective:
+        """Raises ParameterError where the target's layers are no Llama's, ModelError."""
+        student, parts = _student(setup, options).to(setup.device), setup.parts.to(setup.device)
+        vocabulary = None if options.all_tokens else setup.vocabulary
+        target = open_target(setup.answers.meta, setup.run.threads) if options.on_policy else None
+        made = cls(student, parts, options, vocabulary, None if target is None else NativeTeacher(target))
+        made.write = partial(write_model, _tokenizer(setup.source))
+        return made
+
+    def close(self) -> None:
+        if self.teacher is not None:
+            self.teacher.close()
+
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         student, name = self.network, self.options.loss
         if self.options.on_policy:
@@ -89,7 +109,7 @@ class DistilObjective:
         normed = student(batch.tokens, batch.position, batch.starts)[at]
         heard = self.target.norm(batch.states[at, -1])
         rows = student.lm_head if self.ids is None else student.lm_head[self.ids]
-        measure = loss_named(name)[0]
+        measure = LOSSES[name][0]
 
         def piece(start: int, stop: int, normed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             logits = normed @ rows.T
@@ -162,11 +182,11 @@ class DistilObjective:
         heard = dict(zip(cuts, self.teacher.states([sequences[b] for b in cuts]), strict=True))
         states, masks, starts = [], [], [0]
         for b, own in enumerate(sequences):
-            its = slice(batch.starts[b], batch.starts[b + 1])
+            own_rows = slice(batch.starts[b], batch.starts[b + 1])
             starts.append(starts[-1] + len(own))
             if b not in cuts:
-                states.append(batch.states[its, -1:])
-                masks.append(batch.loss_mask[its])
+                states.append(batch.states[own_rows, -1:])
+                masks.append(batch.loss_mask[own_rows])
                 continue
             states.append(heard[b][:, None].to(batch.states))
             masks.append(torch.arange(len(own), device=own.device) >= cuts[b] - 1)
@@ -179,3 +199,74 @@ class DistilObjective:
             states=torch.cat(states),
             seed=batch.seed,
         )
+
+
+def _student(setup: Setup, options: DistilOptions) -> Student:
+    """A student at its beginning. Raises ParameterError where the target's layers are no Llama's."""
+    weights, parts = setup.weights, setup.parts
+    last = weights.decoder.layers - 1
+    qk_norm = options.init != "scratch" and weights.vector(last, "q_norm") is not None
+    embedding = parts.embedding if parts.embedding_scale == 1 else parts.embedding * parts.embedding_scale
+    head = parts.head
+    if options.free:  # the target keeps its own
+        tied = head is embedding
+        embedding = embedding.clone()
+        head = embedding if tied else head.clone()
+    decoder = shaped_as(weights, options.layers, qk_norm)
+    student = Student(decoder, embedding, head, frozen=not options.free, seed=setup.run.options.seed)
+    if options.init == "scratch":
+        return student
+    if weights.decoder.family.name not in ("llama", "mistral", "qwen3") or weights.vector(last, "q_bias") is not None:
+        raise ParameterError(
+            f"a student cannot begin as layers of {setup.source.name}, which are no Llama's: give ",
+            Argument("init", "scratch"),
+        )
+    layers = []
+    for i in chosen_layers(weights.decoder.layers, options.layers, options.init):
+        norms = {name: weights.vector(i, name) for name in ("q_norm", "k_norm")}
+        layers.append({**weights.layer(i), **{name: norm for name, norm in norms.items() if norm is not None}})
+    student.take(layers, parts.final_norm)
+    return student
+
+
+def _tokenizer(source: Source) -> Tokenizer:
+    """Raises ModelError."""
+    return Tokenizer.from_folder(source.path) if source.gguf is None else Tokenizer.from_gguf(source.gguf)
+
+
+def write_model(
+    tokenizer: Tokenizer,
+    folder: Path,
+    method: str,
+    shape: Decoder,
+    tensors: Mapping[str, Any],
+    target: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+) -> None:
+    """A model folder in Hugging Face's layout, bfloat16; config.json last, so that it is whole or none.
+
+    ``method``, ``target`` and ``recipe`` go beside it: see ``loop.Write``. Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    safetensors.write(folder / "model.safetensors", tensors, "BF16")
+    write_json(folder / RECIPE, {"method": method, "target": dict(target), "recipe": dict(recipe)})
+    config = {
+        "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "dtype": "bfloat16",
+        "vocab_size": len(tensors["model.embed_tokens.weight"]),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_length,
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "eos_token_id": list(tokenizer.eos_ids),
+    }
+    write_json(folder / "config.json", config)

@@ -1,0 +1,91 @@
+"""``outpace train eagle|parallel|medusa|distil``: options are defined in ``outpace.training.options``."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from outpace.cli.command import Command, Interrupted
+from outpace.cli.options import Common
+from outpace.cli.train.shared import say
+from outpace.common.option import option
+from outpace.errors import ParameterError
+from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, Options, ParallelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is read and written, and where it is computed."""
+
+    data: Annotated[Path, option("--data", help="A folder that outpace train data or import made.")]
+    out: Annotated[Path, option("--out", help="The folder to make: what is trained, its curve, snapshots.")]
+    model: Annotated[
+        str | None, option("--model", "-m", help="The target; checked against the data. Default: the data's.")
+    ] = None
+    resume: Annotated[bool, option("--resume", help="Go on from the last snapshot in OUT.")] = False
+    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
+    device: Annotated[str, option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
+
+
+def eagle(place: Place, options: EagleOptions, loop: LoopOptions, common: Common) -> int:
+    """Train one decoder layer that drafts from the target's hidden states (EAGLE-3.1). Several processes:
+    accelerate launch -m outpace train eagle ...
+    """
+    return _train(place, options, loop, common)
+
+
+def parallel(place: Place, options: ParallelOptions, loop: LoopOptions, common: Common) -> int:
+    """Train two decoder layers that draft a block at once (DSpark)."""
+    return _train(place, options, loop, common)
+
+
+def medusa(place: Place, options: MedusaOptions, loop: LoopOptions, common: Common) -> int:
+    """Train heads that each predict a token further ahead (Medusa-1), and search the tree of their candidates."""
+    return _train(place, options, loop, common)
+
+
+def distil(place: Place, options: DistilOptions, loop: LoopOptions, common: Common) -> int:
+    """Distil the target into a small decoder, which drafts as --drafter model:OUT."""
+    return _train(place, options, loop, common)
+
+
+def _train(place: Place, options: Options, settings: LoopOptions, common: Common) -> int:
+    """Run a training to its end, and print what came of it."""
+    from outpace.training.methods import finish, open_run
+    from outpace.training.setup import Run
+    from outpace.training.snapshots import NAME
+
+    if not place.resume and (place.out / NAME).exists():
+        raise ParameterError(f"{place.out} has a training that can go on: give --resume, or another folder as --out")
+    begun = time.perf_counter()
+    run = Run(place.data, place.out, settings, place.model, place.threads, place.device, say)
+    with open_run(run, options) as loop:
+        try:
+            if place.resume and loop.resume():
+                say(f"going on at step {loop.at.step}")
+            at = loop.run()
+        except KeyboardInterrupt as error:
+            raise Interrupted(
+                f"interrupted: the best so far and a snapshot are in {place.out}; --resume goes on"
+            ) from error
+        if loop.team.rank:
+            return 0
+        figures = finish(loop)
+    seconds = time.perf_counter() - begun
+    if common.json:
+        found = {"out": str(place.out), "steps": at.step, "tokens": at.tokens, "tokens_per_step": at.best}
+        print(json.dumps({**found, "seconds": round(seconds, 1), "loss": at.loss, **figures}))
+        return 0
+    print(f"{place.out}: {at.best:.3f} tokens a step on held-out answers after {at.tokens:,} tokens")
+    for name, value in figures.items():
+        print(f"  {name.replace('_', ' ')}: {value:.3f}")
+    return 0
+
+
+COMMANDS = tuple(
+    Command(function.__name__, function, f"outpace train {function.__name__} --data answers --out drafter --epochs 4")
+    for function in (eagle, parallel, medusa, distil)
+)

@@ -1,1 +1,0 @@
-"""What each method of learned drafter is trained for."""
