@@ -180,10 +180,8 @@ def opened(port: int, body: Mapping[str, Any], buffer: int | None = None) -> Ite
         if buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         connection.connect(("127.0.0.1", port))
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-        )
-        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
         yield connection
 
 

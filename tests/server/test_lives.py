@@ -50,7 +50,7 @@ def guarded() -> Iterator[Running]:
 def raw(running: Running, body: dict[str, Any], **headers: str) -> socket.socket:
     """A request that was sent; its answer is not read."""
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     connection = socket.create_connection(("127.0.0.1", running.server.address[1]), timeout=30)
     connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
@@ -129,7 +129,7 @@ def test_a_reader_that_takes_nothing_is_let_go(small: Running) -> None:
     connection.connect(("127.0.0.1", small.server.address[1]))
     body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 2}
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     until(small, 2)
     other = post(small, SHORT)  # others are served meanwhile

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from outpace import Engine
+from outpace.server.engines.generation import Observer
+from outpace.server.errors import APIError
+from tests import fake_hub
+from tests.native.native_helpers import Tiny
 from tests.server.serving import Running, serving
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
@@ -31,7 +35,8 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed: scripts/browser looks for one")
     with api.sync_playwright() as its:
-        started = its.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--host-resolver-rules=MAP rebound.example 127.0.0.1"]
+        started = its.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield started
         started.close()
 
@@ -294,3 +299,39 @@ def test_two_tabs_keep_each_others_chats(page: Any) -> None:
 def kept_chats(page: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = page.evaluate("JSON.parse(localStorage.getItem('outpace.chats'))")
     return found
+
+
+class Codes(Observer):
+    """Of the requests that were refused."""
+
+    def __init__(self) -> None:
+        self.found: list[str | None] = []
+
+    def refused(self, error: APIError) -> None:
+        self.found.append(error.code)
+
+
+def test_pages_of_other_origins_and_names_made_to_mean_this_machine_get_no_answer(browser: Any) -> None:
+    codes = Codes()
+    post = """async ([url, type]) => {
+        const body = JSON.stringify({prompt: "a", max_tokens: 1});
+        await fetch(url, {method: "POST", mode: "no-cors", headers: {"content-type": type}, body});
+        return await fetch(url).then(() => "read", () => "not read");
+    }"""
+    with (
+        Tiny() as tiny,
+        serving(Engine.load(str(tiny.path("Q8_0", layers=1, tokenizer=1, vocab=180))), observers=[codes]) as running,
+        fake_hub.serving(lambda request: fake_hub.send(request, b"<title>elsewhere</title>")) as elsewhere,
+    ):
+        page = browser.new_page()
+        page.goto(elsewhere)
+        for kind in ("text/plain", "application/json"):
+            assert page.evaluate(post, [f"{running.url}/v1/completions", kind]) == "not read"
+        assert codes.found == ["origin_not_allowed"] * 4
+        rebound = page.goto(running.url.replace("127.0.0.1", "rebound.example"))
+        assert rebound.status == 403
+        assert page.evaluate("fetch('/v1/models').then(answer => answer.status)") == 403
+        assert set(codes.found[4:]) == {"host_not_allowed"}
+        assert running.service.came == 0
+        assert page.goto(running.url.replace("127.0.0.1", "localhost")).status == 200
+        page.close()

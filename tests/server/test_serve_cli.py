@@ -29,10 +29,11 @@ BODY = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "
 
 
 @contextmanager
-def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server and its port. ``variables``: of its environment."""
+def process(*options: str, files: int = 1024, **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server and its port. ``files``: that it may open; ``variables``: of its environment."""
     environment = {**os.environ, "OUTPACE_API_KEYS": "", **variables}
     command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--max-length", "1024", "--drafter", "ngram"]
+    command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as its:
         try:
             assert its.stderr is not None

@@ -88,7 +88,7 @@ def test_higher_priorities_and_deadlines_come_first_among_those_who_wait(single:
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for(single: Running) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", single.server.address[1]), timeout=30) as connection:
         connection.sendall(head.encode())
         said = connection.recv(65536)

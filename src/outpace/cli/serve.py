@@ -54,6 +54,11 @@ def run(
     max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
     max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
     max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
+    max_values: Annotated[int, option("--max-values", help="Values in a request's JSON.")] = 1 << 17,
+    max_connections: Annotated[int, option("--max-connections", help="Connections at once.")] = 1024,
+    max_connections_each: Annotated[
+        int, option("--max-connections-each", help="Connections of one address; a proxy is one.")
+    ] = 512,
     record: Annotated[Path | None, RECORD] = None,
     reload_every: Annotated[
         float | None, option("--reload-every", metavar="SECONDS", help="Look so often for newer weights of a drafter.")
@@ -64,6 +69,13 @@ def run(
     cors: Annotated[
         list[str] | None, option("--cors", metavar="ORIGIN", help="Pages of this origin may ask. Repeatable.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        option("--allow-host", metavar="NAME", help="Also a name of this server, as a proxy calls it. Repeatable."),
+    ] = None,
+    control_tokens: Annotated[
+        bool, option("--control-tokens", help="Texts of chats may spell control tokens, such as <|im_end|>.")
+    ] = False,
 ) -> int:
     """Serve a model with OpenAI's API."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
@@ -81,6 +93,8 @@ def run(
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),
+        max_values=max_values, max_connections=max_connections, max_connections_each=max_connections_each,
+        allow_hosts=tuple(allow_host or ()), control_tokens=control_tokens,
     )  # fmt: skip
     from outpace.server.engines.generation import Observer
     from outpace.server.observe.logs import RequestLog, configure

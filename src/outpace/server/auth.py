@@ -1,12 +1,16 @@
-"""What every request passes first: its id, and its API key.
+"""What every request passes first: its id, whether a web page of another's sent it, and its API key.
 
-Keys are compared in constant time and never logged; each is a scope of its own for what requests may share.
+A page that a browser shows may send requests here, and a name of its own that it has made to mean this machine lets it
+read the answers (DNS rebinding). So a server that listens on loopback is called by names of this machine alone, and no
+page of another origin is answered unless it is allowed. Keys are compared in constant time and never logged; each is a
+scope of its own for what requests may share.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import uuid
@@ -23,6 +27,7 @@ from outpace.server.streaming import Receive, Scope, Send
 
 if TYPE_CHECKING:
     from outpace.server.engines.service import Service
+    from outpace.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,44 @@ class Keys:
         return f"key-{found}"
 
 
+class Web:
+    """Which requests of web pages are answered."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._origins = settings.cors
+        self._own = {settings.host.lower(), "localhost", *(host.lower() for host in settings.allow_hosts)}
+        self._by_name = settings.loopback or bool(settings.allow_hosts)
+        self._by_origin = settings.loopback or not settings.api_keys  # a page of another's has no key
+
+    def check(self, host: str | None, origin: str | None) -> None:
+        """Raise APIError (403) for a Host header that names another machine, or an Origin header of another page."""
+        found = _HOST.fullmatch(host or "")
+        name = found[1].lower() if found else ""
+        own = name in self._own or name.endswith(".localhost") or _is_address(name)
+        if self._by_name and host is not None and not own:
+            raise APIError(
+                403, f"this server is not called {name[:100]!r}: allow it with --allow-host", code="host_not_allowed"
+            )
+        if origin is None or not self._by_origin or origin in self._origins or "*" in self._origins:
+            return
+        if origin.lower().partition("://")[2] != (host or "").lower():
+            raise APIError(
+                403, f"pages of {origin[:100]!r} may not ask: allow them with --cors", code="origin_not_allowed"
+            )
+
+
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?", re.ASCII)
+
+
+def _is_address(name: str) -> bool:
+    """A number is no name that another could have made to mean this machine."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def refusal(error: Exception, service: Service, what: str) -> Response:
     """The answer to a request that failed: all that its client can mend, and nothing internal."""
     refused = errors.of(error)
@@ -73,12 +116,13 @@ class Guard:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._keys = app, service, Keys(service.settings.api_keys)
+        self._web = Web(service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: dict[bytes, list[str]] = {}
+        headers: dict[bytes, list[Any]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value.decode("latin-1"))
         given = headers.get(b"x-request-id", [""])[-1]
@@ -95,6 +139,7 @@ class Guard:
             await send(message)
 
         try:
+            self._web.check(headers.get(b"host", [None])[-1], headers.get(b"origin", [None])[-1])
             scope["outpace.scope"] = self._keys.scope(scope["path"], headers.get(b"authorization", ()))
             await self._app(scope, receive, send_with_id)
         except Exception as error:

@@ -1,0 +1,89 @@
+"""Connections that say nothing, half of a request, or crumbs: they are let go, and never in the way of others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from outpace import Engine
+from outpace.server.engines.connections import accept_errors
+from tests.native.native_helpers import Tiny
+from tests.server.serving import Running, serving
+from tests.server.test_serve_cli import ask, process
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+ENDLESS = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def few() -> Iterator[Running]:
+    """Six connections, four of one address; headers have 0.2 s to arrive."""
+    bounds = {"max_connections": 6, "max_connections_each": 4, "header_timeout": 0.2}
+    with Tiny() as its:
+        engine = Engine.load(str(its.path("Q8_0", layers=1, tokenizer=1, vocab=180)), drafter="none", max_rows=4)
+        with serving(engine, name="tiny", **bounds) as running:
+            yield running
+
+
+def connect(running: Running, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(running.server.address, timeout=30, source_address=(source, 0))
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", HEAD, b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"])
+def test_who_does_not_ask_is_let_go(few: Running, sent: bytes) -> None:
+    """Silent, half of the headers, and a body that nobody waits for."""
+    with connect(few) as connection:
+        connection.sendall(sent)
+        while connection.recv(4096):
+            pass
+
+
+def test_who_asks_is_served_beside_any_number_who_do_not(few: Running) -> None:
+    """Silent ones make room, those that are answered never do; where all are answered, the next one is told."""
+    with ExitStack() as held:
+        for source in ("127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"):
+            assert httpx.get(f"{few.url}/health").status_code == 200
+            for _ in range(9):
+                held.enter_context(connect(few, source))
+            client = httpx.Client(base_url=few.url, transport=httpx.HTTPTransport(local_address=source))
+            stream = held.enter_context(held.enter_context(client).stream("POST", "/v1/completions", json=ENDLESS))
+            assert stream.status_code == 200
+            assert few.server.connections.count <= 6
+        refused = httpx.get(f"{few.url}/health")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+    few.at_rest()
+
+
+def test_a_body_in_crumbs_is_cut_off(few: Running) -> None:
+    with connect(few) as connection:
+        connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            connection.sendall(b"1\r\na\r\n" * 10_000_000)
+
+
+def test_few_files_are_enough_to_serve_beside_silent_connections() -> None:
+    with ExitStack() as held:
+        its, port = held.enter_context(process(files=256))
+        for _ in range(300):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        for _ in range(3):
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+        assert ask(port)[0] == 200
+        its.terminate()
+        assert its.stderr is not None
+        assert len(its.stderr.read()) < 4096
+
+
+def test_failures_to_accept_are_logged_once_and_make_room(few: Running, caplog: pytest.LogCaptureFixture) -> None:
+    handle = accept_errors(few.server.connections, seconds=60)
+    with connect(few) as silent:
+        assert httpx.get(f"{few.url}/health").status_code == 200  # it was accepted before this
+        for _ in range(1000):
+            few.loop.call_soon_threadsafe(handle, few.loop, {"message": "socket.accept() out of system resource"})
+        assert silent.recv(1) == b""
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
