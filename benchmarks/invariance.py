@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import servers
-from outpace.cli.terminal import progress, table
+from outpace.cli.terminal import table
+from outpace.common.progress import progress
 from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts

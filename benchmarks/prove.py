@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from outpace.cli.terminal import progress
 from outpace.common.files import write_json
+from outpace.common.progress import progress
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.learned.shipped import SPEC
 from outpace.drafters.registry import build, parse

@@ -24,8 +24,9 @@ from typing import Any
 from benchmarks.peers import report
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
-from outpace.cli.terminal import progress, table
+from outpace.cli.terminal import table
 from outpace.common.files import cache_dir, check_writable, write_json
+from outpace.common.progress import progress
 from outpace.errors import OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import encode_turns, read_prompts

@@ -238,6 +238,12 @@ class SamplingParams:
             wanted = (Argument("logprobs", True), " and ", Argument("top_logprobs", int(self.logprobs)))
             raise ParameterError(Argument("logprobs", self.logprobs), " is neither True nor False: use ", *wanted)
 
+    def __repr__(self) -> str:
+        values = {name: (getattr(self, name), its.checked(its.default)) for name, its in PARAMETERS.items()}
+        return (
+            f"SamplingParams({', '.join(f'{name}={own!r}' for name, (own, usual) in values.items() if own != usual)})"
+        )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -306,6 +312,6 @@ PARAMETERS: Mapping[str, Parameter] = definitions(SamplingParams)
 FILTERS = tuple(name for name, parameter in PARAMETERS.items() if parameter.stage == "filter")
 
 
-def refusal(unknown: Collection[str]) -> ParameterError:
+def refusal(unknown: Collection[str], *, of_request: bool = False) -> ParameterError:
     """The error for parameters that there are none of, with what stands for the first of them here."""
-    return habits.refusal(unknown, PARAMETERS)
+    return habits.refusal(unknown, PARAMETERS, of_request=of_request)

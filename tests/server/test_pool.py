@@ -237,7 +237,7 @@ def test_two_real_models_in_the_memory_of_one() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
 
     async def said(engine: AsyncEngine) -> tuple[int, ...]:
-        return (await engine.generate([5, 6, 7], params))[0].token_ids
+        return (await engine.generate([5, 6, 7], params)).token_ids
 
     async def scenario() -> None:
         with Tiny() as tiny:

@@ -49,13 +49,13 @@ async def replay(
 ) -> list[Departure | None]:
     """What ``POST /v1/replay`` does, on an engine."""
     again, options = prepared(serving.engine, params, recorded, acceptance)
-    results = await serving.generate(prompt, again, **options)
+    results = await serving.generate_many([prompt], again, errors="return", **options)
     found = [departure(answer, Recorded.of(result)) for answer, result in zip(recorded, results, strict=True)]
     second = watching(serving.engine, params, recorded, found)
     if second is None:
         return found
     closer, drafted = second
-    await serving.generate(prompt, closer, **options)
+    await serving.generate_many([prompt], closer, errors="return", **options)
     return [
         its and measured(i, its, drafted, params, result)
         for i, (its, result) in enumerate(zip(found, results, strict=True))

@@ -52,7 +52,7 @@ def test_concurrent_streams_equal_single_runs() -> None:
 
     async def scenario() -> None:
         async with AsyncEngine(make(max_rows=4)) as engine:
-            found = await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in requests))
+            found = await asyncio.gather(*(engine.generate_many([prompt], params) for prompt, params in requests))
             assert [[r.token_ids for r in rs] for rs in found] == [[r.token_ids for r in rs] for rs in expected]
             assert (await engine.stats()).requests == sum(params.n for _, params in requests)
             await quiet(engine)
@@ -122,7 +122,7 @@ def test_a_task_cancelled_while_its_request_is_being_added(monkeypatch: pytest.M
             go_on.set()
             await asyncio.sleep(0.05)
             await quiet(engine)
-            assert len(await engine.generate([1], LONG.with_(max_tokens=3))) == 1
+            assert (await engine.generate([1], LONG, max_tokens=3)).completion_tokens == 3
 
     run(scenario())
 
@@ -138,7 +138,7 @@ def test_cancelling_what_waits_for_the_engine_does_not_kill_it() -> None:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(engine.stats(), 0.02)
             go_on.set()
-            assert (await engine.generate([1], LONG.with_(max_tokens=3)))[0].completion_tokens == 3
+            assert (await engine.generate([1], LONG, max_tokens=3)).completion_tokens == 3
 
     run(scenario())
 
@@ -151,7 +151,7 @@ def test_errors_of_add_reach_the_caller_alone() -> None:
                 await engine.generate([], LONG)
             with pytest.raises(ParameterError, match="size=9"):
                 await engine.generate([1], LONG, size=9)
-            assert (await other)[0].completion_tokens == 50
+            assert (await other).completion_tokens == 50
 
     run(scenario())
 
@@ -186,7 +186,7 @@ def test_a_failing_step_reaches_every_running_stream_and_the_engine_goes_on() ->
                 with pytest.raises(ToyError):
                     _ = [delta async for delta in stream]
             model.forward = forward
-            assert (await engine.generate([1], LONG.with_(max_tokens=9)))[0].completion_tokens == 9
+            assert (await engine.generate([1], LONG, max_tokens=9)).completion_tokens == 9
             engine.engine.check()
 
     run(scenario())
@@ -242,7 +242,7 @@ def test_a_loop_that_is_gone_does_not_stop_the_engine() -> None:
 
         asyncio.run(leave())
         del engine._cancel  # type: ignore[method-assign]
-        assert asyncio.run(engine.generate([2], LONG.with_(max_tokens=5)))[0].completion_tokens == 5
+        assert asyncio.run(engine.generate([2], LONG, max_tokens=5)).completion_tokens == 5
         assert heard[0].token_ids
     finally:
         engine.close()

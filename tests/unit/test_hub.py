@@ -182,8 +182,8 @@ def test_offline(fake: FakeHub) -> None:
 def test_resolve_and_the_command_line_take_names(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{REPO}:q8_0"
     with pytest.raises(ModelError, match="local cache"):
-        Load(model=name, offline=True).fetch()
-    Load(model=name).fetch()
+        resolve(name, LoadOptions(offline=True))
+    resolve(name)
     source = resolve(name, LoadOptions(offline=True))
     assert (source.kind, source.name) == ("gguf", name)
     assert fingerprint_of(name, LoadOptions()) is not None

@@ -37,8 +37,8 @@ def run(
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
     from outpace.cli.bench_table import show
-    from outpace.cli.terminal import progress
     from outpace.common.files import check_writable, write_json
+    from outpace.common.progress import progress
     from outpace.measure.bench import Bench, Configuration
     from outpace.measure.compare import promises_tokens
     from outpace.measure.prompts import read_prompts

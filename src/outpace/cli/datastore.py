@@ -9,8 +9,8 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import Load
-from outpace.cli.terminal import progress
 from outpace.common.option import argument, option
+from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -164,7 +164,7 @@ def scored(entry: TokenLogprob) -> dict[str, Any]:
 def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool) -> list[Result]:
     results = []
     alone = params.n == 1
-    for delta in engine.stream(tokens.tolist(), params):
+    for delta in engine.stream(tokens.tolist(), params, errors="return"):
         if not quiet and alone:
             print(delta.text, end="", flush=True)
         if delta.result is not None:
@@ -220,7 +220,7 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         }
         print(json.dumps({**report(engine, drafted), "compare": compared}, ensure_ascii=False))
     else:
-        for piece, source in pieces(engine, drafted, skip_special=params.skip_special_tokens):
+        for piece, source in drafted.pieces:
             print(piece if source == "target" else coloured(piece, "green"), end="")
         print("\n")
         green = coloured("green", "green")
@@ -235,20 +235,6 @@ def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool)
         same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
         print(coloured(same, "bold green" if difference is None else "yellow" if difference.near_tie else "red"))
     return 0 if difference is None or difference.near_tie else 1
-
-
-def pieces(engine: Engine, result: Result, *, skip_special: bool = True) -> Iterator[tuple[str, str]]:
-    """``(text, source)`` of the result's tokens, in order: whole characters, credited to the token that ended them."""
-    from outpace.engine.text import TextReader, TextState
-
-    reader, state = TextReader(engine.tokenizer, skip_special=skip_special), TextState()
-    left = result.text
-    for token, source in zip(result.token_ids, result.sources, strict=True):
-        state, text = reader.add(state, token)
-        piece = text[: len(left)]  # what stopped it is cut off
-        left = left[len(piece) :]
-        yield piece, source
-    yield left, "target"
 
 
 COMMAND = Command("generate", run, "outpace generate 'Write a haiku about rivers.' --compare")

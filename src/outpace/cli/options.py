@@ -81,7 +81,6 @@ class Load:
         from outpace.engine.engine import Engine
         from outpace.engine.load import load_engines
 
-        self.fetch()
         return load_engines(Engine, self.model, drafters, self.given(**options), more)
 
     def given(self, **options: Any) -> dict[str, Any]:
@@ -92,15 +91,6 @@ class Load:
     def engine(self, drafter: str, more: Sequence[str] = (), **options: Any) -> Engine:
         """Load the target with one drafter, and ``more`` that requests may choose."""
         return self.engines([drafter], more, **options)[0]
-
-    def fetch(self) -> None:
-        """Download a model that is named as in a hub, with a bar. Raises ModelError."""
-        from outpace.models.weights.hub import from_name, is_name
-
-        if is_name(self.model) and not Path(self.model).expanduser().exists():
-            from outpace.cli.terminal import progress
-
-            from_name(self.model, revision=self.revision, offline=self.load_options().offline, progress=progress)
 
     def load_options(self) -> LoadOptions:
         """Raises ParameterError."""

@@ -28,7 +28,7 @@ def layers(
     ] = None,
 ) -> int:
     """How many of the target's first layers should draft (--drafter layers:N), or that none of them pay."""
-    from outpace.cli.terminal import progress
+    from outpace.common.progress import progress
     from outpace.measure.bench import Bench, Configuration
     from outpace.measure.prompts import read_prompts
     from outpace.measure.theory import from_bench, outlook

@@ -19,6 +19,9 @@ _NO_FILTER = (
     "can do it)"
 )
 _ENGINE = "an argument of Engine.add, generate and stream, not of SamplingParams"
+OF_REQUESTS = (  # keywords of Engine.generate and stream beside the sampling parameters
+    "raw", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline", "priority", "owner", "errors",
+)  # fmt: skip
 
 ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words than a parameter's own aliases
     "max_length": "max_tokens, which counts the answer alone (the whole context: Engine.load(max_length=...))",
@@ -40,7 +43,7 @@ ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words th
     "stream": "Engine.stream",
     "echo": "prompt_logprobs, and the prompt that you have",
     "truncate_prompt_tokens": "nothing: shorten the prompt",
-    **dict.fromkeys(("size", "acceptance", "drafter", "raw", "priority", "deadline"), _ENGINE),
+    **dict.fromkeys(OF_REQUESTS, _ENGINE),
     "num_speculative_tokens": "Engine.load(size=N)",
     "num_assistant_tokens": "Engine.load(size=N)",
     "prompt_lookup_num_tokens": 'Engine.load(drafter="ngram", size=N)',
@@ -48,16 +51,22 @@ ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words th
 }
 
 
-def refusal(unknown: Collection[str], parameters: Mapping[str, Parameter]) -> ParameterError:
-    """The error for parameters that there are none of, with what stands for the first of them here."""
+def refusal(
+    unknown: Collection[str], parameters: Mapping[str, Parameter], *, of_request: bool = False
+) -> ParameterError:
+    """The error for parameters that there are none of, with what stands for the first of them here.
+
+    ``of_request``: they were given to a request, which takes ``OF_REQUESTS``, too.
+    """
+    what, own = ("a request", OF_REQUESTS) if of_request else ("SamplingParams", ())
     aliases = {alias: name for name, parameter in parameters.items() for alias in parameter.names}
-    elsewhere = aliases | dict(ELSEWHERE)
+    elsewhere = {name: text for name, text in (aliases | dict(ELSEWHERE)).items() if name not in own}
     name = sorted(unknown)[0]
     if name in elsewhere:
-        return ParameterError(f"SamplingParams has no {name}: use {elsewhere[name]}")
-    close = difflib.get_close_matches(name, [*parameters, *elsewhere], 1)
+        return ParameterError(f"{what} has no {name}: use {elsewhere[name]}")
+    close = difflib.get_close_matches(name, [*parameters, *own, *elsewhere], 1)
     hint = f": did you mean {elsewhere.get(close[0], close[0])}?" if close else ""
-    return ParameterError(f"SamplingParams has no {name}{hint or ': it takes ' + ', '.join(parameters)}")
+    return ParameterError(f"{what} has no {name}{hint or ': it takes ' + ', '.join([*parameters, *own])}")
 
 
 # -- a model's generation_config.json --------------------------------------------------------------------------------

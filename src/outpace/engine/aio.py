@@ -13,9 +13,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from outpace.common.arrays import I32
+from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.engine import Engine
-from outpace.engine.results import Delta, Result
+from outpace.engine.request import Request
+from outpace.engine.results import Delta, Errors, Result
 from outpace.engine.sequence import Prepared
+from outpace.engine.snapshot import Snapshot
 from outpace.engine.statistics import Stats
 from outpace.engine.watch import Watch
 from outpace.errors import OutpaceError
@@ -27,9 +31,10 @@ T = TypeVar("T")
 
 
 class AsyncEngine:
-    """Serves requests from any number of asyncio tasks (and threads). The engine itself lives in one thread.
+    """``Engine`` for any number of asyncio tasks (and threads): the same methods, awaited. One thread runs the engine's
+    steps; ``ask`` reaches what else an engine has.
 
-    ``add`` and ``cancel`` take effect between steps. Closing a stream cancels its request. A step that fails leaves
+    Requests begin and end between steps. Closing a stream cancels its request. A step that fails leaves
     everything as it was, so it is tried once more; if that fails too, every request gets the error, and the engine goes
     on with the next.
     """
@@ -45,9 +50,11 @@ class AsyncEngine:
         self._thread.start()
 
     @classmethod
-    async def load(cls, model: str = "demo", **options: Any) -> AsyncEngine:
+    async def load(
+        cls, model: str = "demo", *, drafter: str | None = "auto", drafters: Sequence[str] = (), **options: Any
+    ) -> AsyncEngine:
         """``Engine.load`` off the event loop."""
-        return cls(await asyncio.to_thread(lambda: Engine.load(model, **options)))
+        return cls(await asyncio.to_thread(Engine.load, model, drafter=drafter, drafters=drafters, **options))
 
     @property
     def engine(self) -> Engine:
@@ -59,15 +66,22 @@ class AsyncEngine:
         """Whether its thread runs."""
         return self._thread.is_alive()
 
+    async def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
+        """``Engine.encode`` off the event loop."""
+        return await asyncio.to_thread(self._engine.encode, prompt, raw=raw)
+
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
     ) -> AsyncIterator[Delta]:
-        """Deltas of one request as they come. Options as in ``Engine.prepare``; raises what it raises."""
+        """``Engine.stream``: deltas of one request as they come."""
+        raises = checked_errors(errors)
         prepared = await asyncio.to_thread(self._engine.prepare, prompt, params, **options)
         async with contextlib.aclosing(await self.open([prepared])) as running:
             while running.left:
                 for delta in await running.get():
                     yield delta
+                    if delta.result is not None and raises:
+                        delta.result.raise_for_error()
 
     async def open(self, requests: Sequence[Prepared]) -> Running:
         """Queue requests together, between two steps; what comes of them. Whoever opens it closes it."""
@@ -80,10 +94,61 @@ class AsyncEngine:
             raise
         return running
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> list[Result]:
-        """Run one request to its end; one result a sample."""
-        results = [delta.result async for delta in self.stream(prompt, params, **options) if delta.result is not None]
-        return sorted(results, key=lambda result: result.sample)
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+    ) -> Result:
+        """``Engine.generate``: run one request with one sample to its end."""
+        prepared = await asyncio.to_thread(prepared_one, self._engine.prepare, prompt, params, options)
+        return (await self._collected([prepared], errors, False))[0]
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        errors: Errors = "raise",
+        progress: bool | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """``Engine.generate_many``: results in the order of the prompts, and of the samples within one."""
+        prepared = await asyncio.to_thread(prepared_many, self._engine.prepare, prompts, params, options)
+        return await self._collected(prepared, errors, progress)
+
+    async def _collected(self, requests: Sequence[Prepared], errors: Errors, progress: bool | None) -> list[Result]:
+        with bar(sum(len(prepared.sequences) for prepared in requests), progress) as advance:
+            collected = Collected(requests, errors, advance)
+            async with contextlib.aclosing(await self.open(requests)) as running:
+                while running.left:
+                    for delta in await running.get():
+                        collected.take(delta)
+        return collected.results
+
+    async def cancel(self, request: int) -> list[Delta]:
+        """``Engine.cancel``: end a request's samples; its stream gets their last deltas, too."""
+
+        def cancel() -> list[Delta]:
+            deltas = self._engine.cancel(request)
+            self._deliver(deltas)
+            return deltas
+
+        deltas: list[Delta] = await asyncio.wrap_future(self._call(cancel))
+        return deltas
+
+    async def request(self, request: int) -> Request:
+        """``Engine.request``: what was asked, of a request that runs or waits."""
+        return await self.ask(lambda engine: engine.request(request))
+
+    async def reload(self) -> bool:
+        """``Engine.reload``: let drafters take weights that were saved since they were loaded."""
+        return await self.ask(Engine.reload)
+
+    async def snapshot(self) -> Snapshot:
+        """``Engine.snapshot``: what runs and waits, and all that was done so far."""
+        return await self.ask(Engine.snapshot)
+
+    async def check(self) -> None:
+        """``Engine.check``: assert the engine's invariants."""
+        await self.ask(Engine.check)
 
     async def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
@@ -101,6 +166,9 @@ class AsyncEngine:
                 self._closed = True
                 self._inbox.put(None)
         self._thread.join()
+
+    def __repr__(self) -> str:
+        return f"Async{self._engine!r}"
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -167,6 +235,10 @@ class AsyncEngine:
             self._failing = not self._failing
             return
         self._failing = False
+        self._deliver(deltas)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Deltas go to those who wait for them."""
         whose: dict[Running, list[Delta]] = {}
         for delta in deltas:
             running = self._running.get(delta.request)

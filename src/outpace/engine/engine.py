@@ -23,19 +23,20 @@ from outpace.control.policy import Fixed, Policy
 from outpace.drafters.base import Drafter
 from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
+from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.core import Core
 from outpace.engine.drafting import Drafting
 from outpace.engine.intake import EngineOptions
 from outpace.engine.pace import Pace
 from outpace.engine.request import Request, Size, StepRecord
-from outpace.engine.results import Delta, Result
+from outpace.engine.results import Delta, Errors, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Prepared, Sequence
 from outpace.engine.snapshot import Snapshot, snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.step import advance
 from outpace.engine.text import TextReader
-from outpace.errors import Argument, ParameterError
+from outpace.errors import ParameterError
 from outpace.exact.noise import Noise, fresh_seed
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
@@ -133,6 +134,7 @@ class Engine:
         deadline: float | None = None,
         priority: int = 0,
         owner: str = "",
+        **sampling: Any,
     ) -> Prepared:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
 
@@ -141,12 +143,12 @@ class Engine:
         ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither takes nor leaves KV that other
         requests share, since sharing shows in timing; ``cache_scope``: it is shared within one such name alone.
         ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first;
-        ``owner``: within it, owners take turns. Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or
-        RuleError.
+        ``owner``: within it, owners take turns. ``sampling``: fields of ``SamplingParams``, which take the place of
+        those in ``params``. Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
-        params = params or SamplingParams()
+        params = intake.sampling(params, sampling)
         info = self.model.info
         name = intake.drafter_of(drafter, self.drafter.name, self.drafters)
         acceptance = self.options.acceptance if acceptance is None else intake.checked_acceptance(acceptance)
@@ -248,13 +250,17 @@ class Engine:
 
     # -- conveniences ------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
-        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``add``.
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+    ) -> Iterator[Delta]:
+        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``prepare``.
 
-        Other requests of this engine run along, and keep their deltas: streams may be interleaved.
+        Other requests of this engine run along, and keep their deltas: streams may be interleaved. A request that ends
+        in an error raises it after its last delta; with ``errors="return"`` that delta's result has it.
         """
-        request = self.add(prompt, params, **options)
-        left = (params or SamplingParams()).n
+        raises = checked_errors(errors)
+        prepared = self.prepare(prompt, params, **options)
+        request, left = self.submit(prepared), len(prepared.sequences)
         mail = self._mailboxes[request] = deque()
         try:
             while left:
@@ -263,44 +269,52 @@ class Engine:
                 delta = mail.popleft()
                 left -= delta.result is not None
                 yield delta
+                if delta.result is not None and raises:
+                    delta.result.raise_for_error()
         finally:
             self._forget(request)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
-        """Run one request with one sample to its end. Options as in ``add``."""
-        if params is not None and params.n != 1:
-            raise ParameterError(Argument("n", params.n), " samples make several results: use generate_many")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            raise ParameterError(f"generate takes one prompt, and this is a list of {len(prompt)}: use generate_many")
-        return self.generate_many([prompt], params, **options)[0]
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+    ) -> Result:
+        """Run one request with one sample to its end: ``engine.generate("Hi", max_tokens=8)``.
+
+        ``options``: as in ``prepare``, or fields of ``SamplingParams``. A request that ends in an error raises it;
+        with ``errors="return"`` its result has it.
+        """
+        return self._run([prepared_one(self.prepare, prompt, params, options)], errors, False)[0]
 
     def generate_many(
         self,
         prompts: SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        errors: Errors = "raise",
+        progress: bool | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Run requests together; results in the order of the prompts, and of the samples within one."""
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, SequenceOf) else list(params)
-        if len(each) != len(prompts):
-            raise ParameterError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one each")
+        """Run requests together; results in the order of the prompts, and of the samples within one.
+
+        ``errors``, ``options``: as in ``generate``; the first error that is raised cancels the others. ``progress``:
+        a bar on standard error; None: in a notebook.
+        """
+        return self._run(prepared_many(self.prepare, prompts, params, options), errors, progress)
+
+    def _run(self, requests: SequenceOf[Prepared], errors: Errors, progress: bool | None) -> list[Result]:
         mail: deque[Delta] = deque()
-        requests: list[int] = []
-        results: dict[tuple[int, int], Result] = {}
         try:
-            for prompt, its in zip(prompts, each, strict=True):
-                requests.append(self.add(prompt, its, **options))
-                self._mailboxes[requests[-1]] = mail
-            while len(results) < sum(its.n for its in each):
-                while not mail:
-                    self._pump()
-                delta = mail.popleft()
-                if delta.result is not None:
-                    results[delta.request, delta.sample] = delta.result
+            with bar(sum(len(prepared.sequences) for prepared in requests), progress) as advance:
+                collected = Collected(requests, errors, advance)
+                for prepared in requests:
+                    self._mailboxes[self.submit(prepared)] = mail
+                while not collected.complete:
+                    while not mail:
+                        self._pump()
+                    collected.take(mail.popleft())
         finally:
-            for request in requests:
-                self._forget(request)
-        return [results[key] for key in sorted(results)]
+            for prepared in requests:
+                self._forget(prepared.request.id)
+        return collected.results
 
     def _pump(self) -> None:
         """A step; deltas go to those who wait for them, and stay where nobody does."""
@@ -356,6 +370,12 @@ class Engine:
             closing.callback(self._core.scheduler.close)
             for request in list(self._core.requests):
                 closing.callback(self.cancel, request)
+
+    def __repr__(self) -> str:
+        info, work = self.model.info, self._core.scheduler
+        state = "closed" if self._closed else f"{len(work.running)} running, {work.waiting} waiting"
+        drafter, size = self.drafter.name, self.options.size
+        return f"Engine({info.name!r}, {info.backend} {info.dtype}, drafter={drafter!r}, size={size!r}, {state})"
 
     def __enter__(self) -> Engine:
         return self

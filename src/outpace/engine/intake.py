@@ -15,7 +15,7 @@ from outpace.drafters.base import Drafter
 from outpace.engine.request import Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.models.base import ModelInfo
-from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams
+from outpace.params import ACCEPTANCES, PARAMETERS, Acceptance, Prompt, SamplingParams, refusal
 
 if TYPE_CHECKING:
     from outpace.models.text.tokenizer import Tokenizer
@@ -62,6 +62,19 @@ class EngineOptions:
     def nodes(self) -> int:
         """The most nodes a step."""
         return checked_size(self.size)
+
+
+def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> SamplingParams:
+    """``params``, or the defaults, with ``keywords`` in their places. Raises ParameterError."""
+    if params is not None and not isinstance(params, SamplingParams):
+        example = Argument("max_tokens", 8)
+        raise ParameterError(
+            Argument("params", params), " is no SamplingParams: give one, or keywords such as ", example
+        )
+    unknown = keywords.keys() - PARAMETERS.keys()
+    if unknown:
+        raise refusal(unknown, of_request=True)
+    return (params or SamplingParams()).with_(**keywords)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, raw: bool = False) -> I32:

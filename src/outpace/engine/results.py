@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from typing import Literal
 
 from outpace.engine.statistics import Stats
+from outpace.engine.text import TextReader, TextState
 from outpace.errors import OutpaceError
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import Acceptance
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+Errors = Literal["raise", "return"]
 TARGET = "target"  # the source of recovered and bonus tokens
+_COLOURS = ("46, 160, 67", "9, 105, 218", "191, 135, 0", "130, 80, 223")  # of drafters, in the order of their tokens
+_SHOWN = 60  # characters of a text in a repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,57 @@ class Result:
     error: str | None = None
     cause: OutpaceError | None = field(default=None, repr=False, compare=False)  # the error, where one was raised
     notes: tuple[str, ...] = ()  # what was turned off or lossy, and why
+    reader: TextReader | None = field(default=None, repr=False, compare=False)  # how its tokens became text
 
     @property
     def completion_tokens(self) -> int:
         return len(self.token_ids)
+
+    def raise_for_error(self) -> Result:
+        """The result itself. Raises the error that ended it, where one did."""
+        if self.error is not None:
+            raise self.cause or OutpaceError(self.error)
+        return self
+
+    @property
+    def pieces(self) -> list[tuple[str, str]]:
+        """The text in order as ``(piece, source)``: whole characters, credited to the token that ended them.
+
+        Neighbours of one source are one piece; "target" wrote what no drafter did.
+        """
+        if self.reader is None:
+            return [(self.text, TARGET)]
+        reader, state, left = self.reader.without_stops(), TextState(), self.text
+        found: list[tuple[str, str]] = []
+        for token, source in zip(self.token_ids, self.sources, strict=True):
+            state, text = reader.add(state, token)
+            piece = text[: len(left)]  # what stopped it is cut off
+            left = left[len(piece) :]
+            if found and found[-1][1] == source:
+                found[-1] = found[-1][0] + piece, source
+            elif piece:
+                found.append((piece, source))
+        return [*found, (left, TARGET)] if left else found
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 3] + "..."
+        end = f"error: {self.error}" if self.error is not None else self.finish_reason
+        return f"Result({text!r}, {end}, {self.drafter}, {self.stats.summary}, seed {self.seed})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text, what drafters wrote in colour, and the figures."""
+        drafters = [source for source in dict.fromkeys(self.sources) if source != TARGET]
+        colour = {source: f"rgba({_COLOURS[i % len(_COLOURS)]}, 0.3)" for i, source in enumerate(drafters)}
+
+        def marked(text: str, source: str) -> str:
+            text = escape(text)
+            return f'<span style="background: {colour[source]}">{text}</span>' if source in colour else text
+
+        text = "".join(marked(*piece) for piece in self.pieces)
+        who = ", ".join([*(marked(source, source) for source in drafters), "the rest: the target's own"])
+        said = "; ".join([self.finish_reason, self.stats.summary, f"seed {self.seed}", *self.notes])
+        said = f"error: {self.error}; {said}" if self.error is not None else said
+        return (
+            f'<div style="white-space: pre-wrap">{text}</div>'
+            f'<div style="opacity: 0.7; font-size: smaller">{who}<br>{escape(said)}</div>'
+        )

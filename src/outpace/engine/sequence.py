@@ -277,6 +277,7 @@ class Sequence:
             error=self.error,
             cause=self.cause,
             notes=tuple(self.notes),
+            reader=self._reader,
         )
 
 

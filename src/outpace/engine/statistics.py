@@ -138,6 +138,16 @@ class Stats:
             said.append(f"off: {means.get('off', 'nothing was proposed')}")
         return "; ".join(said)
 
+    @property
+    def summary(self) -> str:
+        """The main figures, in a line."""
+        accepted = f"; {self.acceptance_rate:.0%} of {self.drafted} drafted accepted" if self.drafted else ""
+        speed = f"{self.tokens} tokens at {self.decode_tokens_per_second:.0f} tokens/s"
+        return f"{speed}; {self.tokens_per_step:.2f} tokens a step{accepted}"
+
+    def __repr__(self) -> str:
+        return f"Stats({self.requests} {'answer' if self.requests == 1 else 'answers'}, {self.summary})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the counts, and the figures derived from them."""
         return {

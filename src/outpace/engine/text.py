@@ -60,6 +60,10 @@ class TextReader:
         self._texts = texts[skip_special] if texts is not None else {}
         self._longest = max((len(stop) for stop in stops), default=1)
 
+    def without_stops(self) -> TextReader:
+        """One that holds back and cuts nothing."""
+        return TextReader(self._decoder, skip_special=self._skip_special)
+
     def add(self, state: TextState, token: int, *, may_stop: bool = True) -> tuple[TextState, str]:
         """The state one token further, and the text that may be shown now. Raises TextError.
 

@@ -6,8 +6,10 @@ a new state and leaves the old one as it was.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ __all__ = [
     "AllowedTokens",
     "BadWords",
     "Bias",
+    "FunctionRule",
     "MinTokens",
     "Penalties",
     "ProcessorRule",
@@ -189,16 +192,12 @@ class BadWords(Forbids):
         return self._usual if ids is self._single else self._without(ids)
 
 
-class ProcessorRule:
-    """Any ``transformers.LogitsProcessor``: called with the tokens so far [1, S] and the logits [1, V].
+class FunctionRule:
+    """A function of the tokens so far, prompt and output, int32 [S], and the logits, float32 [V]: it changes these in
+    place, or returns others. It must be pure: it sees draft prefixes that may never be committed."""
 
-    The processor must be a pure function of its arguments: it sees draft prefixes that may never be committed.
-    """
-
-    def __init__(self, processor: Any) -> None:
-        if not callable(processor):
-            raise ParameterError(f"{processor!r} is not a LogitsProcessor: give an object that can be called")
-        self._processor = processor
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
     def start(self, prompt: I32) -> tuple[int, ...]:
         return tuple(int(token) for token in prompt)
@@ -207,13 +206,24 @@ class ProcessorRule:
         return (*state, token)
 
     def apply(self, state: tuple[int, ...], logits: F32) -> None:
+        try:
+            changed = self._call(state, logits)
+            if changed is not None:
+                logits[:] = changed
+        except Exception as error:
+            raise fault(getattr(self._function, "__name__", type(self._function).__name__), error) from error
+
+    def _call(self, state: tuple[int, ...], logits: F32) -> Any:
+        return self._function(np.array(state, np.int32), logits)
+
+
+class ProcessorRule(FunctionRule):
+    """Any ``transformers.LogitsProcessor``: called with tensors of the tokens so far [1, S] and the logits [1, V]."""
+
+    def _call(self, state: tuple[int, ...], logits: F32) -> Any:
         import torch
 
-        ids = torch.tensor([state], dtype=torch.long)
-        try:
-            logits[:] = self._processor(ids, torch.from_numpy(logits.copy())[None])[0].numpy()
-        except Exception as error:
-            raise fault(type(self._processor).__name__, error) from error
+        return self._function(torch.tensor([state]), torch.from_numpy(logits.copy())[None])[0].numpy()
 
 
 def rules_for(
@@ -246,8 +256,12 @@ def rules_for(
     for rule in params.rules:
         if isinstance(rule, LogitRule):
             rules.append(rule)
-        else:
+        elif inspect.isroutine(rule) or isinstance(rule, partial):
+            rules.append(FunctionRule(rule))
+        elif callable(rule):
             rules.append(ProcessorRule(rule))
+        else:
+            raise ParameterError(f"{rule!r} is no LogitRule: give one, a function, or a transformers LogitsProcessor")
     return tuple(rules)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.common.files import cache_dir
+from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import demo, families
 from outpace.models.options import LoadOptions
@@ -77,7 +78,8 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
             raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "gguf", path)
     if is_name(spec):
-        return Source(spec, "gguf", from_name(spec, revision=options.revision, offline=options.offline))
+        path = from_name(spec, revision=options.revision, offline=options.offline, progress=progress)
+        return Source(spec, "gguf", path)
     if path.suffix.lower() == ".gguf" or spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or "\\" in spec:
         raise ModelError(f"{spec} does not exist: check the path, or use ", Argument("model", "demo"))
     return Source(

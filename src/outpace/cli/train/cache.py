@@ -9,9 +9,9 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
-from outpace.cli.terminal import progress
 from outpace.cli.train.shared import say
 from outpace.common.option import argument, option
+from outpace.common.progress import progress
 
 
 def run(

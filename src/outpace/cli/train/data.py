@@ -9,9 +9,9 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
-from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
 from outpace.common.option import option
+from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
-from outpace.cli.terminal import progress
 from outpace.cli.train.shared import kept, say, told, writer_for
 from outpace.common.option import argument, option
+from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
 
