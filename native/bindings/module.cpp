@@ -202,7 +202,7 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 15;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 16;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);

@@ -6,8 +6,10 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/chooser.h"
+#include "model/ranks.h"
 #include "model/walk.h"
 #include "runtime/cpu.h"
+#include "sampling/shortlist.h"
 
 namespace outpace {
 namespace {
@@ -72,6 +74,44 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
         });
     }
     return nb::make_tuple(gained.object, accepted.object, path.object);
+}
+
+// exact.sampling.token_logprob of `tokens` [n] and the `top` [n] likeliest, where the logits lie: a number and [(token, number)]
+// for each packed token of `at` [n].
+nb::list logprobs_of(const Result& result, const nb::object& at, const nb::object& tokens, const std::vector<int>& top) {
+    const IntCopy nodes(at.ptr()), token(tokens.ptr());
+    const size_t n = static_cast<size_t>(nodes.size());
+    if (static_cast<size_t>(token.size()) != n || top.size() != n) throw std::invalid_argument("at, tokens and top differ in length");
+    struct Found {
+        int place;
+        double log_sum;
+        std::vector<int32_t> best;
+    };
+    std::vector<Found> found(n);
+    for (size_t i = 0; i < n; ++i) {
+        if (token.data()[i] < 0 || token.data()[i] >= result.vocab || top[i] < 0)
+            throw std::out_of_range("a token is not in the vocabulary, or top is below 0");
+        found[i] = {result.find(nodes.data()[i]), 0.0, std::vector<int32_t>(static_cast<size_t>(std::min(top[i], result.vocab)))};
+    }
+    {
+        nb::gil_scoped_release release;
+        decide_all(result.runtime.get(), static_cast<int>(n), static_cast<int>(n), [&](int i, Workspace&) {
+            const DenormalsAsZero mode;
+            Found& its = found[static_cast<size_t>(i)];
+            const float* logits = result.logits(its.place);
+            its.log_sum = log_sum(logits, result.vocab, result.best[static_cast<size_t>(its.place)], *result.kernels);
+            if (!its.best.empty()) likeliest(logits, result.vocab, static_cast<int>(its.best.size()), *result.kernels, its.best.data());
+        });
+    }
+    nb::list each;
+    for (size_t i = 0; i < n; ++i) {
+        const auto of = [&](int32_t id) { return static_cast<double>(result.logits(found[i].place)[id]) - found[i].log_sum; };
+        nb::list best;
+        for (const int32_t id : found[i].best)
+            if (id >= 0) best.append(nb::make_tuple(id, of(id)));
+        each.append(nb::make_tuple(of(token.data()[i]), best));
+    }
+    return each;
 }
 
 nb::object logits_of(const Result& result, const Ints& at) {
@@ -170,6 +210,7 @@ void bind_output(nb::module_& m) {
         .def("choose", &choose_after, "at"_a, "chooser"_a)
         .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a)
         .def("logits", &logits_of, "at"_a)
+        .def("logprobs", &logprobs_of, "at"_a, "tokens"_a, "top"_a)
         .def("hidden_places", &hidden_places, "at"_a)
         .def("hidden_states", &hidden_states);
     m.def("embed", &embed, "model"_a, "tokens"_a);

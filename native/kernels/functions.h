@@ -15,7 +15,7 @@ constexpr double kRoundAt = 6755399441055744.0;  // 1.5 * 2^52: adding and takin
 static inline double exponential(double x) {
     constexpr double log2e = 1.4426950408889634, high = 6.93147180369123816490e-01, low = 1.90821492927058770002e-10;
     const double least = x > -700.0 ? x : -700.0, v = least < 700.0 ? least : 700.0;
-    const double k = (v * log2e + kRoundAt) - kRoundAt;
+    const double shifted = v * log2e + kRoundAt, k = shifted - kRoundAt;
     const double r = (v - k * high) - k * low;
     double p = 1.0 / 6227020800.0;  // Taylor to the 13th term: |r| <= 0.35
     p = p * r + 1.0 / 479001600.0;
@@ -31,7 +31,9 @@ static inline double exponential(double x) {
     p = p * r + 0.5;
     p = p * r + 1.0;
     p = p * r + 1.0;
-    const int64_t bits = (static_cast<int64_t>(k) + 1023) << 52;
+    uint64_t bits;
+    std::memcpy(&bits, &shifted, 8);  // k stands in its lowest bits: no path has to convert it
+    bits = (bits + 1023) << 52;
     double scale;
     std::memcpy(&scale, &bits, 8);
     return x > -700.0 ? p * scale : 0.0;

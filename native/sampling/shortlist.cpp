@@ -84,6 +84,13 @@ Mass whole(const Mass* stretches, int count) {
     return all;
 }
 
+double log_sum(const float* logits, int n, const Best& best, const Kernels& kernels) {
+    if (best.nan || std::isinf(best.value)) return std::numeric_limits<double>::quiet_NaN();
+    double sum = 0.0;
+    for (int first = 0; first < n; first += kStretch) sum += weight_of(logits + first, std::min(kStretch, n - first), best.value, kernels);
+    return best.value + natural_log(sum);
+}
+
 std::vector<double> Shortlist::shares(const Mass& whole, bool sampled) const {
     double top = whole.top, total = whole.sum;
     if (sampled && !entries_.empty()) {

@@ -21,6 +21,10 @@ struct Mass {
 // Of all stretches together, added in their order. A top of NaN: a logit is NaN or infinite.
 Mass whole(const Mass* stretches, int count);
 
+// log of the sum of e^logit over logits [n], whose argmax is `best`: what log-softmax takes away from each (`token_logprob` of
+// sampling.py). NaN where a logit is NaN or infinity, or all are -infinity.
+double log_sum(const float* logits, int n, const Best& best, const Kernels& kernels);
+
 // The first few by score (logit, or, with a temperature, logit / temperature + the request's noise), ties to the lower place.
 class Shortlist {
 public:

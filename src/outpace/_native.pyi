@@ -81,6 +81,9 @@ class Result:
         """A token; -1: none is allowed; -2: NaN or infinity; -3: too close to top-p's edge to decide here."""
 
     def logits(self, at: _I32) -> _F32: ...
+    def logprobs(self, at: _I32, tokens: _I32, top: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Of each of ``tokens`` [n], and of the ``top`` [n] likeliest: see exact.sampling.token_logprob."""
+
     def hidden_places(self, at: _I32) -> _I32:
         """Where packed indices stand among the tokens of ``hidden_states``. Raises IndexError, ValueError without."""
 

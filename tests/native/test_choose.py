@@ -15,7 +15,7 @@ from outpace import _native
 from outpace.errors import NoTokenAllowedError, RuleError
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
-from outpace.exact.sampling import Chooser
+from outpace.exact.sampling import Chooser, token_logprob
 from outpace.models.base import Batch
 from outpace.models.native.output import _UNDECIDED, NativeOutput, describe, describe_rules
 from outpace.params import SamplingParams
@@ -145,6 +145,46 @@ def test_a_mask_that_forbids_all_or_does_not_fit_is_an_error() -> None:
             output.choose(at, [chooser_for(nothing, 40, 0, [], [])])
     with pytest.raises(RuleError, match=r"Grammar\.mask gave 1 words, but 40 tokens take 2"):
         output.choose(at, [chooser_for(SamplingParams(rules=[Grammar(30, 1.0)]), 40, 0, [], [])])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from([1, 3, 100, 255, 256, 257, 1000, 5000]), st.integers(0, 9999), st.integers(0, 30), st.booleans())
+def test_log_probabilities_are_their_definitions_and_the_same_on_every_path(
+    vocab: int, seed: int, top: int, forbidden: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(0, 4, (2, vocab)), seed % 3).astype(np.float32)
+    if forbidden:
+        logits[:, 1::2] = -np.inf
+    at, tokens = np.array([7, 9], np.int32), rng.integers(0, vocab, 2).astype(np.int32)
+    found = [
+        NativeOutput(_native.Result.of(logits, at, isa)).logprobs(at, tokens, [top, 0]) for isa in _native.usable_isas()
+    ]
+    assert all(one == found[0] for one in found)
+    for mine, row, token, n in zip(found[0], logits, tokens.tolist(), (top, 0), strict=True):
+        defined = token_logprob(row, token, n)
+        assert (mine.token, [one.token for one in mine.top]) == (token, [one.token for one in defined.top])
+        for a, b in zip([mine, *mine.top], [defined, *defined.top], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_log_probabilities_of_logits_that_are_not_finite_are_nan(bad: float) -> None:
+    logits = np.array([[1, 2, bad]], np.float32)
+    at = np.zeros(1, np.int32)
+    (found,) = NativeOutput(_native.Result.of(logits, at)).logprobs(at, np.ones(1, np.int32), [2])
+    assert math.isnan(found.logprob)
+    assert all(math.isnan(one.logprob) for one in found.top)
+
+
+ABSENT = [([0], [3], [0]), ([0], [-1], [0]), ([0], [1], [-1]), ([1], [1], [0])]
+
+
+@pytest.mark.parametrize(("at", "tokens", "top"), ABSENT)
+def test_log_probabilities_of_what_is_not_there_are_refused(at: list[int], tokens: list[int], top: list[int]) -> None:
+    output = NativeOutput(_native.Result.of(np.zeros((1, 3), np.float32), np.zeros(1, np.int32)))
+    with pytest.raises(IndexError):
+        output.logprobs(np.array(at, np.int32), np.array(tokens, np.int32), top)
 
 
 def test_an_output_chooses_as_its_logits_say(tiny: Tiny, rng: np.random.Generator) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,9 @@ class Step:
     the model in C++, where it is there.
 
     What completing a row in Python leaves is kept by row: ``q`` [k, V], what each node was drawn from; ``dead``, why
-    its rules left no token after what was accepted; ``broken``, what else of its own failed; ``logprobs`` of all tokens
-    of its verdict; ``choices`` int32 [k + 1], the target's choice after every node; ``lost``, why its KV is in doubt.
+    its rules left no token after what was accepted; ``choices`` int32 [k + 1], the target's choice after every node;
+    ``logprobs`` of all tokens of its verdict, or of the prompt's that follow those of a chunk, by row of the batch;
+    ``lost``, why its KV is in doubt.
     """
 
     plan: Plan
@@ -48,18 +50,21 @@ class Step:
     drafting: Drafting
     native: Any
     stages: Any
-    output: Output | None = None
+    computed: Output | None = None  # by a model in Python
     views: SequenceOf[RowView] = ()  # as a policy in Python saw them
     decisions: SequenceOf[Decision] | None = None  # of such a policy
     learns: bool = True  # whether the policy hears of the step
     asked: dict[int, Draft] = field(default_factory=dict)  # where a drafter reads choices: its own proposal
     q: dict[int, F64] = field(default_factory=dict)
     dead: dict[int, Exception] = field(default_factory=dict)
-    broken: dict[int, Exception] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     choices: dict[int, I32] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by chunk
     lost: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Output:
+        """Of the step's forward. Raises ValueError where there was none."""
+        return NativeOutput(self.native.result) if self.computed is None else self.computed
 
     def hears_natively(self, sequence: Sequence) -> bool:
         """Whether the row's drafter hears in C++ what becomes final."""
@@ -85,7 +90,7 @@ def admit(step: Step, sequence: Sequence) -> Any:
         drafts=drafter is not None, reads=bool(needs.hidden_layers),
         ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
         acceptance=request.acceptance,
-        watched=request.params.wants_logprobs or needs.choices or step.ranks(sequence) > 0,
+        watched=needs.choices or step.ranks(sequence) > 0,
         chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
     )  # fmt: skip
     return sequence.native
@@ -204,12 +209,11 @@ def forward(step: Step) -> None:
     needed = step.drafting.needs.hidden_layers if hidden_rows.any() else ()
     token, row, position, parent, starts, wanted = step.native.batch
     batch = Batch(token, row, position, parent, starts, wanted, needed, hidden_rows if needed else None)
-    step.output = step.model.forward(batch)
+    step.computed = step.model.forward(batch)
 
 
 def rank(step: Step, i: int, sequence: Sequence, ranks: int) -> None:
     """Row i's drafter gets the target's likeliest tokens after the pending token and every node."""
-    assert step.output is not None
     starts, token = step.native.starts, step.native.batch[0]
     at = np.arange(starts[i], starts[i + 1], dtype=np.int32)
     ids = np.full((len(at), ranks), -1, np.int32)
@@ -223,9 +227,7 @@ def verify(step: Step) -> None:
     """Rows that were not decided, or whose verdict has to be looked at, are walked here; log-probabilities are read."""
     native, decoding = step.native, step.plan.decoding
     starts = native.starts
-    if step.output is None:
-        step.output = NativeOutput(native.result)
-    elif decoding:  # a model in Python
+    if step.stages is None and decoding:
         choosers = [s.chooser.free if s.request.acceptance == "coupled" else None for s in decoding]
         found = (
             step.output.verify(drafts(step, kept=True), starts[: len(decoding)], choosers) if any(choosers) else None
@@ -241,25 +243,36 @@ def verify(step: Step) -> None:
         if ranks := step.ranks(sequence):
             rank(step, i, sequence, ranks)
         if walk.failure is not None:
-            step.dead[i], tokens = walk.failure, tokens[:-1]
+            step.dead[i] = walk.failure
         if i in step.asked:
             step.choices[i] = numbered(step.asked[i], walk.draft, walk.every())
-        if sequence.request.params.wants_logprobs and tokens:
-            at = int(starts[i]) + np.array([0, *(node + 1 for node in path)], np.int32)[: len(tokens)]
-            top = [sequence.request.params.top_logprobs] * len(tokens)
-            try:
-                step.logprobs[i] = sequence.spelled(step.output.logprobs(at, np.array(tokens, np.int32), top))
-            except TextError as error:
-                step.broken[i] = error
-    for j, chunk in enumerate(step.plan.chunks):
+
+
+def logprobs(step: Step) -> None:
+    """Log-probabilities for all rows and chunks that ask for them, in one call."""
+    starts, rows = step.native.starts, step.plan.decoding
+    asked: dict[int, tuple[Sequence, I32, I32, int]] = {}  # after which packed tokens, of which, and how many others
+    for i, sequence in enumerate(rows):
+        if sequence.request.params.wants_logprobs:
+            tokens, path = step.native.verdict(i)
+            n = len(tokens) - (i in step.dead)
+            at = starts[i] + np.array([0, *(node + 1 for node in path)], np.int32)[:n]
+            asked[i] = sequence, at, np.array(tokens[:n], np.int32), sequence.request.params.top_logprobs
+    for b, chunk in enumerate(step.plan.chunks, len(rows)):
         if chunk.wanted:
-            sequence, first = chunk.sequence, int(starts[len(decoding) + j])
+            sequence = chunk.sequence
             after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
-            at = np.arange(first, first + len(after), dtype=np.int32)
-            top = [sequence.request.params.prompt_logprobs or 0] * len(after)
-            step.prompt_logprobs[j] = step.output.logprobs(at, after, top)
-            with suppress(TextError):  # figures without words are better than none
-                step.prompt_logprobs[j] = sequence.spelled(step.prompt_logprobs[j])
+            at = starts[b] + np.arange(len(after), dtype=np.int32)
+            asked[b] = sequence, at, after, sequence.request.params.prompt_logprobs or 0
+    if not asked:
+        return
+    _, each, tokens, _ = zip(*asked.values(), strict=True)
+    tops = [top for _, at, _, top in asked.values() for _ in at]
+    found = iter(step.output.logprobs(np.concatenate(each), np.concatenate(tokens), tops))
+    for i, (sequence, at, _, _) in asked.items():
+        step.logprobs[i] = list(islice(found, len(at)))
+        with suppress(TextError):  # figures without words are better than none
+            step.logprobs[i] = sequence.spelled(step.logprobs[i])
 
 
 def settle(step: Step) -> None:
@@ -293,8 +306,6 @@ def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenSt
     for b, sequence in enumerate(rows):
         if not step.drafting.needs_of(sequence).hidden_layers or step.hears_natively(sequence):
             continue
-        if step.output is None:
-            step.output = NativeOutput(step.native.result)
         at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
         if b < len(ends):
             kept = max(len(ends[b].tokens), 1)

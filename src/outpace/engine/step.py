@@ -93,6 +93,9 @@ def compute(step: Step, clock: Clock) -> None:
         clock.start("other")
         stage = native.run()
     step.lost.update(native.lost)
+    clock.start("verify")
+    complete.logprobs(step)
+    clock.start("other")
 
 
 def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extension:
@@ -101,8 +104,6 @@ def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extensi
     if dead is not None:  # what was accepted before the dead end stays
         tokens = tokens[:-1]
     try:
-        if i in step.broken:
-            return sequence.ended("error", step.broken[i])
         extension = sequence.extended(tokens) if tokens else sequence.ended("error", dead)
     except (RuleError, TextError) as error:
         return sequence.ended("error", error)
@@ -137,7 +138,7 @@ def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], thread
     for j, chunk in enumerate(step.plan.chunks):
         chunk.sequence.cached = chunk.start + chunk.count
         if chunk.wanted:
-            known, found = chunk.sequence.prompt_logprobs, step.prompt_logprobs[j]
+            known, found = chunk.sequence.prompt_logprobs, step.logprobs[len(rows) + j]
             known.extend(found if known else [None, *found])  # the first token follows nothing
 
 

@@ -14,8 +14,8 @@ from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.masks import mask_of
 from outpace.exact.noise import Stream
 from outpace.exact.rules import AllowedTokens, Bias, Penalties
-from outpace.exact.sampling import Chooser, TokenLogprob
-from outpace.models.base import choose_on_host, logprobs_on_host
+from outpace.exact.sampling import Alternative, Chooser, TokenLogprob
+from outpace.models.base import choose_on_host
 from outpace.params import FILTERS
 
 # What the runtime returns in place of a token.
@@ -67,7 +67,11 @@ class NativeOutput:
         return values
 
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
-        return logprobs_on_host(self.logits(at), tokens, top)
+        found = self._result.logprobs(at, tokens, top)
+        return [
+            TokenLogprob(token, logprob, tuple(Alternative(*one) for one in best))
+            for token, (logprob, best) in zip(tokens.tolist(), found, strict=True)
+        ]
 
     def hidden_states(self, at: I32) -> NativeHiddenStates:
         """See ``Output.hidden_states``. Raises IndexError for tokens of other rows, ValueError without states."""
