@@ -1,6 +1,7 @@
 """A trained drafter made ready to ship: its files, its figures, and the model card that tells both.
 
     python -m benchmarks.ship RUN drafters/demo-eagle --evaluation OUT.json --data DATA [--bench BENCH.json] [--default]
+        [--package]
 
 RUN: what ``outpace train`` wrote. OUT.json: what ``benchmarks.acceptance`` measured of this very drafter. BENCH.json:
 ``outpace bench --json`` with plain decoding first, for speeds. ``--default``: ``auto`` uses it beside its target; give
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.common.files import write_bytes, write_json
-from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, read
+from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, read, write
+from outpace.drafters.learned.shipped import folder
 from outpace.errors import OutpaceError, ParameterError
 from outpace.models.weights.facts import read_config
 from outpace.training.data import Answers
@@ -35,9 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="what it was trained on, to tell of it")
     parser.add_argument("--bench", type=Path, action="append", default=[], help="repeatable")
     parser.add_argument("--default", action="store_true", help="auto uses it beside its target")
+    parser.add_argument("--package", action="store_true", help="it is the one that comes with Outpace, too")
     given = parser.parse_args(arguments)
     try:
         ship(given.run, given.out, given.evaluation, given.data, given.bench, default=given.default)
+        if given.package:
+            package(given.out, folder())
     except (OutpaceError, OSError) as error:
         print(f"ship: {error}", file=sys.stderr)
         return 2
@@ -69,6 +74,15 @@ def ship(
     write_json(out / "evaluation.json", summary)
     write_bytes(out / "README.md", card.encode("utf-8"))
     write_json(out / "config.json", config)  # last: it has the checksum of the weights
+
+
+def package(out: Path, folder: Path) -> None:
+    """What comes with the package: the drafter in ``out`` with 4-bit weights. Raises OutpaceError or OSError."""
+    made = read(out)
+    write(folder, made.method, made.config, made.tensors, made.target, made.recipe, dtype="q4_1")
+    config = read_config(folder)
+    config["outpace"]["default"] = read_config(out)["outpace"]["default"]
+    write_json(folder / "config.json", config)
 
 
 def lines(

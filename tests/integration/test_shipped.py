@@ -12,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from outpace import Engine, SamplingParams
+from outpace import Engine, SamplingParams, _native
+from outpace.cli import app
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned import shipped
+from outpace.drafters.learned.checkpoint import read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.registry import build, parse
@@ -49,8 +52,8 @@ def model(gguf: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the drafter would lie, and nothing does: this checkout's own is out of sight."""
-    monkeypatch.setattr(shipped, "places", lambda: (tmp_path / "none", tmp_path / "demo-eagle"))
+    """Where the drafter lies; the real one is out of sight."""
+    monkeypatch.setattr(shipped, "folder", lambda: tmp_path / "demo-eagle")
     return tmp_path / "demo-eagle"
 
 
@@ -93,13 +96,9 @@ def test_a_folder_of_that_name_is_one_by_its_path(
     drafter = built("eagle:./demo", model)
     assert drafter.name == "eagle:./demo"
     drafter.close()
-    with pytest.raises(DrafterError, match="eagle:demo is not here"):
-        built("eagle:demo", model)
 
 
-def test_it_is_refused_where_it_is_not_and_beside_another_model(model: Model, place: Path) -> None:
-    with pytest.raises(DrafterError, match=r"eagle:demo is not here: copy drafters/demo-eagle .* to .*demo-eagle, or"):
-        built("suffix+eagle:demo", model)
+def test_it_is_refused_beside_another_model(model: Model, place: Path) -> None:
     put(place, model, default=True, trained_for="0123456789abcdef")
     with pytest.raises(DrafterError, match=r"trained for the demo model \(0123456789abcdef\).*outpace train eagle"):
         built("eagle:demo", model)
@@ -158,14 +157,6 @@ def test_auto_does_without_and_says_why(
     drafter.close()
 
 
-def test_auto_without_the_folder_says_so_beside_the_demo_model_alone(model: Model, place: Path) -> None:
-    assert chosen(model) == shipped.Choice(AUTO)
-    demo = shipped.choose(replace(model.info, name="demo"), LoadOptions())
-    assert demo.spec == AUTO
-    assert "eagle:demo is not here: copy drafters/demo-eagle" in demo.why
-    assert built("auto", model).name == AUTO
-
-
 def test_on_the_other_backend_it_has_to_be_named(model: Model, place: Path) -> None:
     put(place, model, default=True)
     found = shipped.choose(replace(model.info, backend="transformers"), LoadOptions())
@@ -173,15 +164,19 @@ def test_on_the_other_backend_it_has_to_be_named(model: Model, place: Path) -> N
     assert "native backend alone" in found.why
 
 
-def test_a_checkout_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
-    root = Path(__file__).resolve().parents[2]
-    cached = tmp_path / "drafters" / "demo-eagle"
-    checkout = root / "drafters" / "demo-eagle"
-    assert shipped.places() in ((checkout, cached), (cached,))  # the second: what is tested is installed elsewhere
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "site-packages/outpace/drafters/learned/shipped.py"))
-    assert shipped.places() == (cached,)
-    assert shipped.folder() is None
-    cached.mkdir(parents=True)
-    (cached / "config.json").write_text("{}")
-    assert shipped.folder() == cached
+def test_four_bits_draft_what_the_original_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The package has the drafter of ``drafters/`` in 4 bits, and the native runtime makes the same of both."""
+    source, weights = Path(__file__).parents[2] / "drafters" / "demo-eagle", "model.safetensors"
+    assert app.parse(["export", "q4", str(source), "--out", str(tmp_path / "q4")])() == 0
+    assert "3.3 MB" in capsys.readouterr().out
+    assert (tmp_path / "q4" / weights).read_bytes() == (shipped.folder() / weights).read_bytes()
+    original, packed = read(source), read(shipped.folder())
+    assert (packed.config, packed.target, packed.recipe) == (original.config, original.target, original.recipe)
+    assert packed.tensors.keys() == original.tensors.keys()
+
+    def in_the_runtime(values: Any) -> Any:
+        raw, arena = np.ascontiguousarray(values).view(np.uint8).reshape(-1), _native.Arena()
+        return _native.pack(arena, raw, 0, *values.shape, 0, "int4", 1).unpack() if values.ndim == 2 else values
+
+    for name, values in original.tensors.items():
+        assert (in_the_runtime(packed.tensors[name]) == in_the_runtime(values)).all(), name

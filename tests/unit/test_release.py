@@ -84,6 +84,11 @@ def test_refusals(repository: Path, how: str) -> None:
         ("outpace-1-cp312-abi3-linux_x86_64.whl", ["outpace/_native.abi3.so", "outpace/a.py"], ""),
         ("outpace-1-cp312-abi3-win_amd64.whl", ["outpace/_native.pyd"], ""),
         ("outpace-1-cp312-abi3-win_amd64.whl", ["outpace/_native.pyd", "-drafters"], "such as outpace/drafters/"),
+        (
+            "outpace-1-cp312-abi3-win_amd64.whl",
+            ["outpace/_native.pyd", "-demo"],
+            "such as outpace/drafters/learned/demo/",
+        ),
         ("outpace-1-cp311-cp311-linux_x86_64.whl", ["outpace/a.py"], "no extension"),
         ("outpace-1-py3-none-any.whl", ["outpace/_native.x.so"], "for any platform"),
         ("outpace-1-cp312-abi3-linux_x86_64.whl", ["outpace/_native.cpython-312.so"], "named otherwise"),
@@ -95,10 +100,11 @@ def test_refusals(repository: Path, how: str) -> None:
     ],
 )
 def test_what_a_wheel_holds(tmp_path: Path, name: str, files: list[str], complaint: str) -> None:
-    modules = {its.relative_to(ROOT / "src").as_posix() for its in (ROOT / "src" / "outpace").rglob("*.py")}
-    left_out = {its for its in modules if f"-{Path(its).parent.name}" in files}
+    inside = (path for path in (ROOT / "src" / "outpace").rglob("*") if path.suffix in (".py", ".json", ".safetensors"))
+    needed = {path.relative_to(ROOT / "src").as_posix() for path in inside}
+    left_out = {file for file in needed if f"-{Path(file).parent.name}" in files}
     with zipfile.ZipFile(tmp_path / name, "w") as wheel:
-        for file in {*files, *modules} - left_out:
+        for file in {*files, *needed} - left_out:
             wheel.writestr(file, "")
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "check_dist.py", tmp_path], capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""``outpace export``: a learned drafter for other programs."""
+"""``outpace export``: a learned drafter for other programs, or with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -52,9 +52,30 @@ def vllm(
     return 0
 
 
+def q4(
+    common: Common,
+    path: Annotated[Path, argument(help="The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("--out", help="The folder to make. Default: PATH-q4.")] = None,
+) -> int:
+    """Write a drafter with 4-bit weights, a third of its size; beside a target of 4 bits it drafts the same."""
+    from outpace.drafters.learned.checkpoint import WEIGHTS, read, write
+
+    out = path.with_name(f"{path.resolve().name}-q4") if out is None else out
+    if out.exists() and out.resolve() == path.resolve():
+        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
+    drafter = read(path)
+    write(out, drafter.method, drafter.config, drafter.tensors, drafter.target, drafter.recipe, dtype="q4_1")
+    size = (out / WEIGHTS).stat().st_size
+    print(json_.dumps({"out": str(out), "bytes": size}) if common.json else f"{out}: {size / 1e6:.1f} MB")
+    return 0
+
+
 COMMAND = Group(
     "export",
-    "Write a learned drafter for other programs.",
+    "Write a learned drafter for other programs, or smaller.",
     "outpace export vllm drafter --model demo --out served",
-    (Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),),
+    (
+        Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),
+        Command("q4", q4, "outpace export q4 drafter --out small"),
+    ),
 )

@@ -5,7 +5,8 @@ Whatever the layout, what is read has one form: the tensors of ``tensor_shapes``
 (``head_shapes``) and the embedding where the file has them, otherwise they are the target's.
 
 Ours is speculators' layout (Medusa: vLLM's) with an object ``outpace`` in config.json: format, method, head ("target":
-the head is the target's rows ``d2t``, the embedding the target's), target, recipe, tree, and a checksum of the tensors.
+the head is the target's rows ``d2t``, the embedding the target's), target, recipe, tree, a checksum of the tensors, and
+quantized ("q4_1": matrices are uint8 [rows, cols / 32 * 20], see models/weights/q4_1.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from outpace.drafters.learned.configs import (
 )
 from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.base import ModelInfo
-from outpace.models.weights import safetensors
+from outpace.models.weights import q4_1, safetensors
 from outpace.models.weights.facts import Facts, read_config
 from outpace.models.weights.file_bytes import StoredTensor
 
@@ -56,7 +57,8 @@ __all__ = [
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q4_1": "BF16"}  # q4_1: of what is no matrix
+Q4_1 = "Q4_1"  # a stored tensor's type
 
 _Array = Any  # a numpy array: float32, int64 or bool
 
@@ -90,6 +92,8 @@ def read(path: str | Path) -> Checkpoint:
     own = facts.part("outpace")
     if config.get("outpace"):
         _check_own(own, folder)
+        if own.get("quantized") == "q4_1":
+            stored = {name: _quantized(tensor) for name, tensor in stored.items()}
     names = layouts.canonical(stored, config)
     found = {name: stored[its] for name, its in names.items()}
     method, described = _describe(facts, own, config, {name: tensor.shape for name, tensor in found.items()})
@@ -97,6 +101,12 @@ def read(path: str | Path) -> Checkpoint:
         raise own.fail(f"its method is {own.get('method')!r}, but its layout is of {method!r}: export it again")
     tensors = _tensors(facts, described, found, head_needed=_head_needed(own, described))
     return Checkpoint(method, described, tensors, _object(own, "target"), _object(own, "recipe"))
+
+
+def _quantized(tensor: StoredTensor) -> StoredTensor:
+    if tensor.type != "U8" or len(tensor.shape) != 2 or tensor.shape[1] % q4_1.BYTES:
+        return tensor
+    return replace(tensor, type=Q4_1, shape=(tensor.shape[0], tensor.shape[1] // q4_1.BYTES * q4_1.BLOCK))
 
 
 def fit(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None, *, training: bool = False) -> Checkpoint:
@@ -172,13 +182,14 @@ def put(
         if config.draft_vocab < config.vocab:
             arrays["token_map"] = arrays.pop("d2t") + np.arange(config.draft_vocab)
     else:
-        described = layouts.to_speculators(config, verifier, tokens, dtype)
+        described = layouts.to_speculators(config, verifier, tokens, "bfloat16" if dtype == "q4_1" else dtype)
     own = {
         "format": FORMAT,
         "method": checkpoint.method,
         "head": head,
         "target": dict(checkpoint.target),
         "recipe": dict(checkpoint.recipe),
+        **({"quantized": dtype} if dtype == "q4_1" else {}),
         **({"tree": [list(path) for path in config.tree]} if isinstance(config, MedusaConfig) else {}),
     }
     put_files(folder, arrays, described, own, dtype)
@@ -223,6 +234,8 @@ def put_files(
     """Weights, then config.json with ``own``, our object in it, which gets their checksum (None: without)."""
     if dtype not in DTYPES:
         raise ParameterError(f"a drafter is written as {', '.join(DTYPES)}, not {dtype!r}")
+    if dtype == "q4_1":
+        arrays = {name: _encoded(values) for name, values in arrays.items()}
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / f"{WEIGHTS}.index.json").exists():
         raise ParameterError(f"{folder} holds a model of several files: name a new folder")
@@ -230,6 +243,12 @@ def put_files(
     if own is not None:
         described = {**described, "outpace": {**own, "weights": checksum(folder / WEIGHTS)}}
     write_json(folder / "config.json", described)
+
+
+def _encoded(values: Any) -> Any:
+    """A matrix in Q4_1, whose rows have whole blocks; anything else as it is."""
+    matrix = values.dtype.kind == "f" and values.ndim == 2 and values.shape[1] % q4_1.BLOCK == 0
+    return q4_1.encode(values) if matrix else values
 
 
 def checksum(path: Path) -> str:
@@ -287,7 +306,7 @@ def _tensors(
             raise ModelError(f"{where} has no tensor {name!r}, so the drafter is incomplete: get all of its files")
         if not (name in heads and "token_map" in found and found[name].shape == (config.vocab, shape[1])):
             _shaped(where, name, found[name], shape)
-        if found[name].type not in safetensors.FLOATS:
+        if found[name].type not in (*safetensors.FLOATS, Q4_1):
             raise ModelError(f"{where}: {name} is of type {found[name].type}: use float32, float16 or bfloat16")
     for name, shape in optional.items():
         if name in found:
@@ -342,7 +361,10 @@ def _shaped(where: Path, name: str, tensor: StoredTensor, shape: tuple[int, ...]
 
 def _reader(tensor: StoredTensor, name: str, order: _Array | None) -> Callable[[], _Array]:
     def values() -> _Array:
-        read = safetensors.plain(tensor, name)
+        if tensor.type == Q4_1:
+            read = q4_1.decode(tensor.data.reshape(tensor.shape[0], -1))
+        else:
+            read = safetensors.plain(tensor, name)
         return read if order is None else read[order]
 
     return values

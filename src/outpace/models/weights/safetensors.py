@@ -171,6 +171,8 @@ def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32
 def _stored(name: str, values: npt.NDArray[Any], dtype: str) -> tuple[str, bytes]:
     if values.dtype == np.bool_:
         return "BOOL", values.tobytes()
+    if values.dtype == np.uint8:
+        return "U8", values.tobytes()
     if values.dtype.kind == "i":
         return "I64", values.astype("<i8").tobytes()
     numbers = np.ascontiguousarray(values, "<f4")
