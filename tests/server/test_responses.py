@@ -195,7 +195,7 @@ def test_a_fault_in_mid_stream_is_told(demo: Running, monkeypatch: pytest.Monkey
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools.0"),
         ({"tools": [TOOL], "include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -16,7 +16,7 @@ from tests.server.serving import Running
 
 OURS = {
     "prompt_token_ids", "reasoning_content", "seed", "speculation", "stop_reason", "system_fingerprint", "token_ids",
-    "max_model_len", "drafters",
+    "max_model_len", "drafters", "metrics",
     "store", "bytes", "name",  # OpenAI's answers and events have them, too
 }  # fmt: skip
 TOOL = {"name": "paint", "parameters": {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}}

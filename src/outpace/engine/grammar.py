@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.engine.grammar_rule import Grammar, reason
 from outpace.engine.grammar_tokens import Vocabulary
@@ -46,6 +46,8 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREELY = {"whitespace_flexible": True}
 _GAP = r"/[ \t\r\n]{0,8}/"  # between reasoning and JSON
+_WHAT = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and its text; a schema may be its JSON value
 
 
 class Grammars:
@@ -90,55 +92,44 @@ class Grammars:
         self, schema: str | dict[str, Any] | bool, *, after: str | None = None, whitespace: bool = False
     ) -> Grammar:
         """JSON that ``schema`` describes, with properties in its order. A keyword that is not supported is named."""
-        what = "JSON schema"
-        value: Any = schema
-        if isinstance(schema, str):
-            try:
-                value = json.loads(_checked(what, schema))
-            except (ValueError, RecursionError) as error:
-                raise GrammarError(f"the {what} is not JSON ({error}): mend it") from error
-        if value is True:
-            value = {}
-        own = value.get("x-guidance", {}) if isinstance(value, dict) else None
-        if not isinstance(own, dict):
-            raise GrammarError(f"the {what} is {str(value)[:80]}: give an object, such as {{'type': 'object'}}")
-        value = {**value, "x-guidance": {**(_FREELY if whitespace else _ONE_LINE), **own}}
-        try:
-            _checked(what, json.dumps(value))
-            _check_properties(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, GrammarError):
-                raise
-            raise GrammarError(f"the {what} cannot be written as JSON ({error}): mend it") from error
-        return self._compiled(what, {"json_schema": value}, after, gap=True)
+        return self._compiled(("json", schema), after, whitespace=whitespace)
 
     def regex(self, pattern: str, *, after: str | None = None) -> Grammar:
         """Text that all of ``pattern`` matches: the syntax of Rust's regex, without look-around."""
-        what = "regular expression"
-        its = self._native.regex_to_lark(_checked(what, pattern))
-        return self._compiled(what, {"lark_grammar": f"start: /{its}/\n{_OPTIONS}"}, after)
+        return self._compiled(("regex", pattern), after)
 
-    def lark(self, text: str, *, after: str | None = None, items: int = MOST_ITEMS) -> Grammar:
+    def lark(
+        self, text: str, *, after: str | None = None, items: int = MOST_ITEMS, part: Source | None = None
+    ) -> Grammar:
         """Text of a context-free grammar in Lark's syntax, with llguidance's extensions. ``items``: most of the parses
-        that may go on at once, after which a request ends with an error; an ambiguous grammar has many."""
-        its = _checked("grammar", text) + "\n" + _OPTIONS  # at its end, so that errors name the text's own lines
-        return self._compiled("grammar", {"lark_grammar": its}, after, items=items)
+        that may go on at once, after which a request ends with an error; an ambiguous grammar has many. ``part``: what
+        ``@part`` in the text stands for."""
+        return self._compiled(("lark", text), after, items=items, part=part)
 
     def _compiled(
-        self, what: str, answer: dict[str, Any], after: str | None, *, gap: bool = False, items: int | None = None
+        self,
+        source: Source,
+        after: str | None,
+        *,
+        whitespace: bool = False,
+        items: int | None = None,
+        part: Source | None = None,
     ) -> Grammar:
+        what, gap = _WHAT[source[0]], "json" in (source[0], part and part[0])
+        answer = self._native_grammar(source, whitespace)
+        parts = [] if part is None else [{"name": "part", **self._native_grammar(part, whitespace)}]
         vocabulary = self._vocabulary()
         start = "start: @answer\n" if after is None else _switch(vocabulary, after, gap)
-        grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}]
-        source = json.dumps({"grammars": grammars})
+        grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}, *parts]
+        text = json.dumps({"grammars": grammars})
         own = {} if items is None else {"max_items_in_row": items}
         with self._lock:
-            found = self._kept.get((source, items))
+            found = self._kept.get((text, items))
             if found is not None:
-                self._kept.move_to_end((source, items))
+                self._kept.move_to_end((text, items))
                 return found
         limits = self._native.LLParserLimits(**LIMITS | own)
-        matcher = self._native.LLMatcher(vocabulary.native, source, log_level=0, limits=limits)
+        matcher = self._native.LLMatcher(vocabulary.native, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"the {what} cannot be used ({reason(matcher)}): mend or simplify it")
         first = matcher.deep_copy()
@@ -148,10 +139,20 @@ class Grammars:
             log.warning("%s: %s", what, warning)
         made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell)
         with self._lock:
-            made = self._kept.setdefault((source, items), made)
+            made = self._kept.setdefault((text, items), made)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _native_grammar(self, source: Source, whitespace: bool) -> dict[str, Any]:
+        """As llguidance takes it. Raises GrammarError for what cannot be one."""
+        kind, text = source
+        what = _WHAT[kind]
+        if kind == "json":
+            return {"json_schema": _schema(what, text, whitespace)}
+        if kind == "regex":
+            return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
+        return {"lark_grammar": _checked(what, text) + "\n" + _OPTIONS}  # errors name the text's own lines
 
     def _vocabulary(self) -> Vocabulary:
         with self._reading:
@@ -170,6 +171,29 @@ def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
     else:
         free = f"free: /(?s:.*)/ <[{token}]>"
     return f"start: free gap @answer\n{free}\ngap: {_GAP}\n" if gap else f"start: free @answer\n{free}\n"
+
+
+def _schema(what: str, schema: Any, whitespace: bool) -> dict[str, Any]:
+    value = schema
+    if isinstance(schema, str):
+        try:
+            value = json.loads(_checked(what, schema))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the {what} is not JSON ({error}): mend it") from error
+    if value is True:
+        value = {}
+    own = value.get("x-guidance", {}) if isinstance(value, dict) else None
+    if not isinstance(own, dict):
+        raise GrammarError(f"the {what} is {str(value)[:80]}: give an object, such as {{'type': 'object'}}")
+    value = {**value, "x-guidance": {**(_FREELY if whitespace else _ONE_LINE), **own}}
+    try:
+        _checked(what, json.dumps(value))
+        _check_properties(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(f"the {what} cannot be written as JSON ({error}): mend it") from error
+    return value
 
 
 def _check_properties(schema: Any) -> None:

@@ -17,9 +17,10 @@ Items = Annotated[list[T], Field(fail_fast=True)]  # one error a list: a list of
 
 class Body(BaseModel):
     """A request, or a part of one. Nothing is coerced (``"1"`` is no number), and a field that is not known is refused
-    by name: nothing is ignored silently."""
+    by name unless it is null: nothing is ignored silently."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+    __pydantic_extra__: dict[str, None] = Field(init=False)
 
 
 class Answer(BaseModel):
@@ -36,45 +37,67 @@ class Answer(BaseModel):
         return self.model_dump(exclude_unset=True, by_alias=True)
 
 
-UNSUPPORTED: Mapping[str, str] = {  # fields of other servers that may only be null here, and why
+UNSUPPORTED: Mapping[str, str] = {  # fields of other servers, and why this one takes none but null
+    "access_programs": "this server has none",
     "audio": "this server writes text alone",
-    "background": "no answer is kept for later: stream it",
+    "background_options": "no answer is kept for later: stream it",
+    "chat_template": "a server runs no code of its clients",
+    "citations": "this server cites nothing",
+    "container": "this server runs no code",
+    "context": "no conversation is kept: send its messages",
+    "context_management": "no conversation is kept: send what is to count",
     "conversation": "no conversation is kept: send it as input",
+    "documents": "no template here is given any: put them into a message",
+    "encrypted_content": "no reasoning is encrypted here: send its text",
     "function_call": "it is deprecated: use tool_choice",
     "functions": "it is deprecated: use tools",
-    "guided_choice": "use response_format or grammar",
-    "guided_grammar": "use grammar",
-    "guided_json": "use response_format",
-    "guided_regex": "use grammar",
+    "image": "this server writes text alone",
+    "image_url": "this server reads text alone",
+    "images": "this server reads text alone",
     "logit_processors": "a server runs no code of its clients",
     "logits_processors": "a server runs no code of its clients",
-    "max_tool_calls": "this server calls nothing: it bounds calls of built-in tools",
+    "mcp_servers": "this server calls nothing",
+    "mm_processor_kwargs": "this server reads text alone",
+    "moderation": "this server moderates nothing",
     "prediction": "drafts are made by the server's drafters: choose one with speculation.drafter",
     "previous_response_id": "no answer is kept: send the conversation as input",
     "prompt": "no prompt is kept: send its text",
-    "reasoning": "a model's template says whether it thinks: use chat_template_kwargs",
-    "reasoning_effort": "a model's template says whether it thinks: use chat_template_kwargs",
-    "structured_outputs": "use response_format or grammar",
+    "prompt_logprobs": "use /v1/completions with echo",
+    "reasoning": "use reasoning_effort",
+    "structural_tag": "use grammar",
     "suffix": "these models do not fill in the middle",
-    "verbosity": "no model here knows it",
+    "truncate_prompt_tokens": "shorten the prompt",
     "web_search_options": "this server searches nothing",
+    "whitespace_pattern": "JSON stands on one line",
 }
 HARMLESS: Mapping[str, tuple[Any, str]] = {  # fields whose value changes nothing here: what is taken, else why not
+    "background": (Literal[False], "no answer is kept for later: stream it"),
     "best_of": (Literal[1], "use n, and choose among the answers"),
+    "cache_prompt": (bool, "use reuse_prefix"),
+    "early_stopping": (Literal[False], "it is of beams, which this server does not search"),
+    "guided_decoding_backend": (str, "give a string"),
+    "include_reasoning": (Literal[True], "answers have their reasoning in a field of its own: leave it unread"),
+    "length_penalty": (Annotated[float, Field(ge=1, le=1)], "it is of beams, which this server does not search"),
+    "max_tool_calls": (int, "give a number"),
     "metadata": (dict[str, str], "give strings by name"),
     "prompt_cache_key": (str, "give a string"),
+    "prompt_cache_options": (dict[str, Any], "give an object"),
     "prompt_cache_retention": (str, "give a string"),
+    "reasoning_format": (Literal["auto"], "reasoning has a field of its own"),
+    "request_id": (str, "give a string"),
+    "return_progress": (Literal[False], "use /v1/traces"),
     "safety_identifier": (str, "give a string"),
-    "service_tier": (Literal["auto", "default", "flex", "scale", "priority"], "this server has one tier"),
+    "service_tier": (
+        Literal["auto", "default", "flex", "scale", "priority", "standard_only"], "this server has one tier",
+    ),
+    "spaces_between_special_tokens": (Literal[True], "use skip_special_tokens"),
     "store": (bool, "no answer is kept"),
+    "timings_per_token": (bool, "use /v1/traces"),
     "use_beam_search": (Literal[False], "it samples, or takes the likeliest token (temperature 0)"),
-}
+    "verbosity": (Literal["low", "medium", "high"], "give low, medium or high"),
+}  # fmt: skip
 KNOWN: Mapping[str, Any] = {  # for pydantic's create_model
-    **{name: (None, Field(default=None, description=f"Not supported: {why}.")) for name, why in UNSUPPORTED.items()},
-    **{
-        name: (takes | None, Field(default=None, description="Changes nothing."))
-        for name, (takes, _) in HARMLESS.items()
-    },
+    name: (takes | None, Field(default=None, description="Changes nothing.")) for name, (takes, _) in HARMLESS.items()
 }
 
 
@@ -92,16 +115,16 @@ def refusal(error: ValidationError) -> APIError:
         return APIError(400, f"the body has {error.error_count()} mistakes: correct it", code="invalid_value")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # of a union's branches, the one that went furthest is what was meant
-    first = min(found, key=lambda its: (its["type"] != "extra_forbidden", -len(its["loc"])))
+    first = min(found, key=lambda its: (its["type"] != "none_required", -len(its["loc"])))
     kind, where = first["type"], first["loc"]
     place = [str(part) for part in where[:-1] if not _internal(part)]
-    if where and (kind == "extra_forbidden" or not _internal(where[-1])):  # an unknown name is the client's own
+    if where and (kind == "none_required" or not _internal(where[-1])):  # an unknown name is the client's own
         place.append(str(where[-1]))
     if not place:
         return APIError(400, f"the body is not a JSON object of this kind: {first['msg']}", code="invalid_json")
     param = ".".join(place)
     known = UNSUPPORTED.get(place[-1]) or HARMLESS.get(place[-1], (None, None))[1]
-    if kind == "extra_forbidden" or (known and kind != "missing"):
+    if kind == "none_required" or (known and kind != "missing"):
         why = known or "it is unknown: check its spelling, or leave it out"
         return APIError(400, f"{param} is not supported: {why}", param=param, code="unsupported_parameter")
     if kind == "missing":

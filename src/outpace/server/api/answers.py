@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pydantic import Field
@@ -37,12 +38,29 @@ class Choice(Answer):
     speculation: Written | None = None
 
 
+class AcceptedDrafts(Answer):
+    """As vLLM and AIPerf name it. ``acceptance_histogram``: of steps with a draft, how many had 0, 1, 2, ... tokens of
+    it accepted."""
+
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float = Field(description="Tokens gained in a step with a draft.")
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+
+
+class Metrics(Answer):
+    speculative_decoding: AcceptedDrafts
+
+
 class Completed(Answer):
     id: str
     created: int
     model: str
     system_fingerprint: str
     usage: Usage
+    metrics: Metrics | None = Field(default=None, description="Of a request with one choice that could be drafted.")
     seed: int | None
     prompt_token_ids: list[int] | None = None
 
@@ -53,6 +71,7 @@ class Chunk(Answer):
     model: str
     system_fingerprint: str
     usage: Usage | None = None
+    metrics: Metrics | None = None
     speculation: WrittenAtLast | Written | Speculation | None = None
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
@@ -81,7 +100,7 @@ def head(generation: Generation, streamed: Sampling | None = None) -> dict[str, 
 
 def tail(generation: Generation, body: Parameters) -> dict[str, Any]:
     """The last fields of an answer that is not streamed."""
-    fields: dict[str, Any] = {"usage": usage(generation), "seed": generation.work.params.seed}
+    fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
     if body.return_token_ids and len(generation.work.prompts) == 1:
         fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
     return fields
@@ -117,9 +136,28 @@ def last_events(
     async def last() -> bytes:
         if not body.wants_usage:
             return DONE
-        return event(chunk(**{**top, "choices": [], "usage": usage(generation)}).to_json()) + DONE
+        return event(chunk(**{**top, "choices": [], **_cost(generation)}).to_json()) + DONE
 
     return last
+
+
+def _cost(generation: Generation) -> dict[str, Any]:
+    """The fields ``usage`` and, where there is one choice that could be drafted, ``metrics``."""
+    results = generation.in_order
+    if len(results) > 1 or results[0].drafter == "none":
+        return {"usage": usage(generation)}
+    stats = results[0].stats
+    reached = [*stats.drafted_at[:1], *stats.accepted_at, 0]  # steps with a draft of which 0, 1, 2, ... or more stayed
+    steps = reached[0]
+    drafts = AcceptedDrafts(
+        num_spec_steps=steps,
+        num_draft_tokens=stats.drafted,
+        num_accepted_draft_tokens=stats.accepted,
+        mean_acceptance_length=1 + stats.accepted / steps if steps else 1.0,
+        draft_acceptance_rate=stats.acceptance_rate,
+        acceptance_histogram=[here - further for here, further in pairwise(reached)],
+    )
+    return {"usage": usage(generation), "metrics": Metrics(speculative_decoding=drafts)}
 
 
 def _written(choice: Whole | Part) -> Written:

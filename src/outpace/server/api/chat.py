@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,18 +11,15 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 
-from outpace.engine.grammar import LIMITS
-from outpace.errors import GrammarError
-from outpace.models.text.chat_template import variables_of
-from outpace.params import LogitRule
-from outpace.server.api import answers, sampling
+from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, ChosenToken, Chunk, Completed
+from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
-from outpace.server.api.sampling import Grammar, ResponseFormat, Sampling
+from outpace.server.api.sampling import Sampling
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
-from outpace.server.conversation.messages import Messages, conversation
+from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.pieces import OutputParser, Piece, Reasoning, Text, ToolStart
-from outpace.server.conversation.tools import ToolChoice, Tools, checked, names_of, tool_grammar
+from outpace.server.conversation.tools import ToolChoice, checked, names_of, tool_grammar
 from outpace.server.engines.generation import Generation, Part, Whole, Work, seeded
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
@@ -32,20 +29,14 @@ from outpace.server.streaming import EventStream, event
 
 router = APIRouter(route_class=Route)
 
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")  # of templates: they have fields
 
-
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, Prompt):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
     modalities: Items[Literal["text"]] | None = None
 
 
@@ -130,23 +121,19 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice == "auto":
         choice = "none"
-    talk = conversation(body.messages, template, tools, choice)
-    variables = template_variables(body.chat_template_kwargs, template)
-    prompt = model.tokenizer.render_chat(talk.messages, tools=talk.tools, **variables)
+    prompt = rendered(body, body.messages, tools, choice, model)
     tokens = model.tokenizer.encode(prompt, add_special=False, parse_special=True)
     sampling.check_length(tokens, model, "messages")
-    after = thoughts_end(template, prompt)
-    rules = sampling.grammar_rules(body.response_format, body.grammar, model, after)
+    thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
+    after = thoughts_end(template, prompt) if thinks else None
+    found = formats.wanted(body, body.response_format)
     offered = bool(tools) and choice != "none"
-    if rules and offered:
-        raise APIError(
-            400, "tools and a format of the whole answer exclude each other: leave one out, or say tool_choice none",
-            param="tools",
-        )  # fmt: skip
     if offered:
         parallel = body.parallel_tool_calls is not False
-        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel)
-        rules = [] if text is None else [_calls_rule(text, model, after)]
+        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=found is not None)
+        rules = [] if text is None else [formats.rule_of_calls(text, found, model, after)]
+    else:
+        rules = formats.rules(found, model, after)
     params = seeded(
         sampling.parameters(
             body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
@@ -161,7 +148,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
             return f"call_{its.hexdigest()[:24]}"
 
         names = names_of(tools) if offered else None
-        return parser_for(template, tools=offered, reasoning=True, tool_id=name, prompt=prompt, names=names)
+        return parser_for(template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt, names=names)
 
     return Work(
         prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
@@ -169,31 +156,11 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     )  # fmt: skip
 
 
-def _calls_rule(text: str, model: Served, after: str | None) -> LogitRule:
-    """The rule of ``tool_grammar``'s text, in which only the functions' schemas are the client's own."""
-    try:
-        return model.grammars.lark(text, after=after, items=LIMITS["max_items_in_row"])
-    except GrammarError as error:
-        raise APIError(400, f"tools cannot be used: {error}", param="tools") from error
-
-
 def _most_tokens(body: ChatRequest) -> int | None:
     both = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(both) > 1:
         raise APIError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    return both.pop() if both else None
-
-
-def template_variables(given: Mapping[str, Any] | None, template: str | None) -> Mapping[str, Any]:
-    """``chat_template_kwargs``. Raises APIError for what this template does not know."""
-    known = frozenset() if template is None else variables_of(template)
-    for name in given or ():
-        if name in _OWN_VARIABLES or name not in known:
-            raise APIError(
-                400, f"chat_template_kwargs.{name} is no variable of this model's chat template: leave it out",
-                param=f"chat_template_kwargs.{name}",
-            )  # fmt: skip
-    return given or {}
+    return sampling.bounded(both.pop()) if both else None
 
 
 def choice(generation: Generation, its: Whole, body: ChatRequest) -> ChatChoice:

@@ -11,10 +11,10 @@ from starlette.requests import Request
 
 from outpace.common.arrays import I32
 from outpace.exact.sampling import TokenLogprob
-from outpace.server.api import answers, sampling
+from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, Chunk, Completed
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
-from outpace.server.api.sampling import Grammar, ResponseFormat, Sampling
+from outpace.server.api.sampling import Sampling
 from outpace.server.conversation.pieces import Joined
 from outpace.server.engines.generation import Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
@@ -30,8 +30,6 @@ class CompletionRequest(Sampling):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | None = None
 
 
 class ListedLogprobs(Answer):
@@ -85,11 +83,11 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     nothing = body.max_tokens == 0 and echo
     params = sampling.parameters(
         body, settings,
-        max_tokens=1 if nothing else 16 if body.max_tokens is None else body.max_tokens,
+        max_tokens=1 if nothing else 16 if body.max_tokens is None else sampling.bounded(body.max_tokens),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         prompt_logprobs=body.logprobs if echo else None,
-        rules=sampling.grammar_rules(body.response_format, body.grammar, model, None),
+        rules=formats.rules(formats.wanted(body, body.response_format), model, None),
     )  # fmt: skip
     return Work(
         prompts=prompts, params=params, options=sampling.engine_options(body, settings, scope), trace=body.traced,

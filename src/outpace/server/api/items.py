@@ -38,7 +38,6 @@ class MessageItem(InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[Part]
-    phase: None = None
 
 
 class CallItem(InputItem):
@@ -47,7 +46,6 @@ class CallItem(InputItem):
     name: str = Field(min_length=1)
     arguments: str
     parsed_arguments: Any = None
-    namespace: None = None
 
 
 class CallOutputItem(InputItem):
@@ -70,7 +68,6 @@ class ReasoningItem(InputItem):
     type: Literal["reasoning"]
     summary: Items[SummaryText]
     content: Items[ReasoningText] | None = None
-    encrypted_content: None = None
 
 
 def _kind(item: Any) -> str | None:

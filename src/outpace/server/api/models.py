@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from outpace.common.arrays import I32
-from outpace.server.api.chat import template_variables
+from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import Route, service_of
-from outpace.server.conversation.messages import Messages, conversation
-from outpace.server.conversation.tools import Tools, checked
+from outpace.server.conversation.messages import Messages
+from outpace.server.conversation.tools import checked
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
@@ -62,16 +62,13 @@ def _model(service: Service, name: str) -> Model:
     return Model(id=name, object="model", created=service.started, owned_by="outpace", **more)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Prompt):
     """A text (``prompt``), or a conversation as the model's template writes it (``messages``)."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
@@ -121,7 +118,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
         return await service.work(detokenized)
 
 
-_OF_CHATS, _OF_TEXTS = ("tools", "chat_template_kwargs", "add_generation_prompt"), ("add_special_tokens",)
+_OF_CHATS, _OF_TEXTS = tuple(Prompt.model_fields), ("add_special_tokens",)
 
 
 def _tokens(body: TokenizeRequest, model: Served) -> I32:
@@ -134,9 +131,6 @@ def _tokens(body: TokenizeRequest, model: Served) -> I32:
             raise APIError(400, f"{name} means nothing beside {kind}: leave it out", param=name)
     if body.prompt is not None:
         return model.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
-    template, tools = model.tokenizer.chat_template, checked(body.tools)
-    talk = conversation(body.messages or (), template, tools, "auto" if tools else "none")
-    variables = template_variables(body.chat_template_kwargs, template)
-    return model.tokenizer.encode_chat(
-        talk.messages, tools=talk.tools, add_generation_prompt=body.add_generation_prompt, **variables
-    )
+    tools = checked(body.tools)
+    text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
+    return model.tokenizer.encode(text, add_special=False, parse_special=True)

@@ -14,9 +14,11 @@ from outpace.server import errors
 from outpace.server.api import chat
 from outpace.server.api.answers import chosen_tokens
 from outpace.server.api.chat import ChatRequest
+from outpace.server.api.formats import JsonSchema, ResponseFormat
 from outpace.server.api.items import AnyItem, Event, Output, OutputItem, messages_of
+from outpace.server.api.prompt import Effort
 from outpace.server.api.route import STREAMED, Route, begun, each_part, service_of, stream
-from outpace.server.api.sampling import Grammar, JsonSchema, Parameters, ResponseFormat
+from outpace.server.api.sampling import Parameters
 from outpace.server.conversation.messages import Message
 from outpace.server.conversation.tools import MOST_TOOLS, Function, NamedFunction, NamedTool, Tool
 from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
@@ -27,7 +29,10 @@ from outpace.server.streaming import EventStream, event
 
 router = APIRouter(route_class=Route)
 
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}  # of chats', as here
+NAMES = {  # of fields of chats', as here
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -64,6 +69,15 @@ class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Changes nothing.")
 
 
+_Summary = Literal["auto", "concise", "detailed"]
+
+
+class ReasoningWish(Body):
+    effort: Effort | None = None
+    summary: _Summary | None = Field(default=None, description="Changes nothing: answers have the reasoning itself.")
+    generate_summary: _Summary | None = Field(default=None, description="Its older name.")
+
+
 class Obfuscation(Body):
     include_obfuscation: Literal[False] | None = None
 
@@ -76,7 +90,7 @@ class ResponsesRequest(Parameters):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    grammar: Grammar | None = None
+    reasoning: ReasoningWish | None = None
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
@@ -125,7 +139,7 @@ class ToolOfAnswer(Answer):
 
 
 class ReasoningOptions(Answer):
-    effort: None
+    effort: Effort | None
     summary: None
 
 
@@ -210,7 +224,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         "tool_choice": choice if choice is None or isinstance(choice, str) else _named(choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
-        "grammar": body.grammar,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
@@ -299,7 +313,7 @@ class Making:
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
-            reasoning=ReasoningOptions(effort=None, summary=None),
+            reasoning=ReasoningOptions(effort=None if body.reasoning is None else body.reasoning.effort, summary=None),
             service_tier="default",
             store=False,
             temperature=1.0 if body.temperature is None else body.temperature,

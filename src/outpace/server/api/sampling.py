@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from types import UnionType
@@ -12,8 +11,8 @@ from pydantic import Field, create_model
 
 from outpace.common.arrays import I32
 from outpace.common.parameter import Parameter
-from outpace.errors import GrammarError
-from outpace.params import PARAMETERS, Acceptance, LogitRule, SamplingParams
+from outpace.params import PARAMETERS, Acceptance, SamplingParams
+from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import KNOWN, Body, Items
@@ -40,25 +39,6 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-class JsonSchema(Body):
-    name: str = Field(min_length=1, max_length=128)
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class Grammar(Body):
-    """What the answer must match: a regular expression, or a grammar of llguidance's Lark."""
-
-    type: Literal["regex", "lark"]
-    value: str = Field(min_length=1)
 
 
 def _first_error_only(hint: Any) -> Any:
@@ -91,7 +71,7 @@ else:
     )
 
 
-class Parameters(SamplingFields):
+class Parameters(SamplingFields, Formats):
     """The parameters of sampling, and of serving, that all requests for an answer share."""
 
     model: str | None = Field(default=None, description="Default: the server's first.")
@@ -113,13 +93,19 @@ class Sampling(Parameters):
     """What chats and completions share beside them."""
 
     n: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def wants_usage(self) -> bool:
         """At the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def bounded(max_tokens: int) -> int | None:
+    """As SamplingParams has it, where -1 is None: as many as the context holds."""
+    return None if max_tokens == -1 else max_tokens
 
 
 def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> SamplingParams:
@@ -165,37 +151,6 @@ def engine_options(body: Parameters, settings: ServerSettings, scope: str) -> di
         options["drafter"] = False if wish.off else wish.drafter
         options["size"], options["acceptance"] = wish.size, wish.acceptance
     return options
-
-
-def grammar_rules(
-    wanted: ResponseFormat | None, grammar: Grammar | None, model: Served, after: str | None
-) -> Sequence[LogitRule]:
-    """The rule of the answer's format. ``after``: the text that ends what comes before the answer proper.
-
-    Raises GrammarError (a ParameterError) or APIError.
-    """
-    if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
-        place = "response_format.json_schema"
-        raise APIError(400, f"{place} needs the type json_schema, not {wanted.type}", param=place)
-    if wanted is not None and wanted.type == "text":
-        wanted = None
-    if wanted is not None and grammar is not None:
-        raise APIError(400, "response_format and grammar both say what is allowed: give one of them", param="grammar")
-    if wanted is None and grammar is None:
-        return []
-    try:
-        if grammar is not None:
-            compiled = model.grammars.regex if grammar.type == "regex" else model.grammars.lark
-            return [compiled(grammar.value, after=after)]
-        if wanted is None or wanted.type == "json_object":
-            return [model.grammars.json_object(after=after)]
-        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
-        if schema is None:
-            place = "response_format.json_schema.schema"
-            raise APIError(400, f"{place} is missing: give it", param=place)
-        return [model.grammars.json_schema(schema, after=after)]
-    except GrammarError as error:
-        raise APIError(400, str(error), param="grammar" if wanted is None else "response_format") from error
 
 
 def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:

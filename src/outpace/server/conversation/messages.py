@@ -47,8 +47,6 @@ class Message(Body):
     reasoning: str | None = Field(default=None, description="The same, as others call it.")
     refusal: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
     parsed: Any = None
     provider_specific_fields: Any = None
 

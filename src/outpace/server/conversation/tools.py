@@ -89,13 +89,19 @@ def choice_name(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str |
 
 
 def tool_grammar(
-    kind: Kind, tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto", *, parallel: bool = True
+    kind: Kind,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice = "auto",
+    *,
+    parallel: bool = True,
+    part: bool = False,
 ) -> str | None:
     """Lark text (llguidance's) for an answer, or None where nothing binds it. ``tools``: as ``checked`` gives them.
 
     "required" and a named function force calls, in the format of ``kind``; arguments follow their schema (of functions
     that are not ``strict``, as far as the grammar can express it). Under "auto" the answer is bound only where a
     function is strict or ``parallel`` is off: plain text, or text and then calls. A named function is called once.
+    ``part``: an answer without a call must be ``@part``, the grammar of the answer's own format.
     Raises ParameterError where the choice cannot be honoured.
     """
     name = choice_name(choice, tools)
@@ -106,10 +112,10 @@ def tool_grammar(
             Argument("tool_choice", choice), " cannot be honoured: this model's chat template has no known calls"
         )
     forced = choice != "auto"
-    if not forced and parallel and not any(tool["function"].get("strict") for tool in tools):
+    if not forced and not part and parallel and not any(tool["function"].get("strict") for tool in tools):
         return None
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    rules = [*_start(kind, forced, parallel and name is None)]
+    rules = [*_start(kind, forced, parallel and name is None, part)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
     key = "parameters" if kind == "llama3" else "arguments"
     for i, function in enumerate(chosen):
@@ -119,7 +125,7 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _start(kind: Kind, forced: bool, several: bool) -> list[str]:
+def _start(kind: Kind, forced: bool, several: bool, part: bool) -> list[str]:
     """The rules ``start`` and what it needs beside ``call``."""
     head, first, between, tail = {
         "qwen3": ("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
@@ -128,8 +134,8 @@ def _start(kind: Kind, forced: bool, several: bool) -> list[str]:
         "llama3": ("", "", "; ", ""),
     }[kind]
     calls = f"{_literal(first)} call" + (f" ({_literal(between)} call)*" if several else "") + f" {_literal(tail)}"
-    if forced:
-        return [f"start: {_literal(head)} {calls}"]
+    if forced or part:
+        return [f"start: {_literal(head)} {calls}" + (" | @part" if not forced else "")]
     if not head:  # calls are the whole answer, and only they begin with a bracket
         return [
             f'start: {calls} | TEXT | ""',

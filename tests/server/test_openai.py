@@ -1,0 +1,257 @@
+"""The official client: whatever it returns can be sent back, and every field that it knows is taken or refused by name;
+what vLLM's and llama.cpp's clients send beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Literal, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from pydantic import BaseModel
+
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.server.api.chat import ChatRequest
+from outpace.server.api.completions import CompletionRequest
+from outpace.server.api.prompt import rendered
+from outpace.server.api.responses import ResponsesRequest
+from outpace.server.errors import APIError
+from outpace.server.schema import UNSUPPORTED, Body
+from tests.server.formats import QWEN3
+from tests.server.serving import Running
+
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Paint it."}]
+COLOUR = {
+    "type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"],
+    "additionalProperties": False,
+}  # fmt: skip
+PAINT: Any = {"type": "function", "function": {"name": "paint", "parameters": COLOUR, "strict": True}}
+
+
+class Painted(BaseModel):
+    colour: Literal["red", "blue"]
+
+
+def together(total: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Raw deltas put together, as clients do: texts joined, lists by index, the rest kept."""
+    for name, value in delta.items():
+        if isinstance(value, str) and isinstance(total.get(name), str) and name not in ("id", "type", "role"):
+            total[name] += value
+        elif isinstance(value, list):
+            its = total[name] = total.get(name) or []
+            for entry in value:
+                its += [{} for _ in range(entry["index"] + 1 - len(its))]
+                together(its[entry["index"]], entry)
+        elif isinstance(value, dict):
+            together(total.setdefault(name, {}), value)
+        elif value is not None or name not in total:
+            total[name] = value
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's own, of what it parsed
+def test_messages_go_back_as_the_client_gave_them(demo: Running) -> None:
+    client: Any = demo.client()
+    asked: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 40, "seed": 1}
+    called = {**asked, "tools": [PAINT], "tool_choice": "required", "parallel_tool_calls": False}
+    formed = {**asked, "response_format": Painted}
+    found = [
+        *(client.chat.completions.create(**its).choices[0].message for its in (asked, called)),
+        *(client.chat.completions.parse(**its).choices[0].message for its in (called, formed)),
+    ]
+    for its in (called, formed):
+        with client.chat.completions.stream(**its) as stream:
+            found.append(stream.get_final_completion().choices[0].message)
+    for its in (asked, called):
+        message: dict[str, Any] = {}
+        for chunk in client.chat.completions.create(**its, stream=True):
+            together(message, chunk.choices[0].delta.model_dump())
+        found.append(message)
+    assert sum(bool(dict(message).get("tool_calls")) for message in found) == 4
+    assert all(isinstance(found[i].parsed, Painted) for i in (3, 5))
+    for message in found:
+        for form in (message, message if isinstance(message, dict) else message.model_dump()):
+            calls = dict(form).get("tool_calls") or ()
+            results = [
+                {"role": "tool", "tool_call_id": dict(call)["id"], "content": [{"type": "text", "text": "done"}]}
+                for call in calls
+            ]
+            back = [*ASK, form, *results, *ASK]
+            answer = client.chat.completions.create(model="demo", messages=back, max_tokens=2, tools=[PAINT])
+            assert answer.usage.completion_tokens
+    demo.at_rest()
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's own, of what it parsed
+def test_items_go_back_as_the_client_gave_them(demo: Running) -> None:
+    client: Any = demo.client()
+    tool = {"type": "function", **PAINT["function"]}
+    asked: dict[str, Any] = {"model": "demo", "input": ASK, "max_output_tokens": 40, "extra_body": {"seed": 1}}
+    called = {**asked, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    formed = {**asked, "text_format": Painted, "reasoning": {"effort": "none", "summary": "auto"}}
+    found = [client.responses.create(**called), client.responses.parse(**called), client.responses.parse(**formed)]
+    with client.responses.stream(**formed) as stream:
+        found.append(stream.get_final_response())
+    for response in found:
+        for form in (response.output, [item.model_dump() for item in response.output]):
+            results = [
+                {"type": "function_call_output", "call_id": item.call_id, "output": [
+                    {"type": "input_text", "text": "done"},
+                ]} for item in response.output if item.type == "function_call"
+            ]  # fmt: skip
+            back = [*ASK, *form, *results, *ASK]
+            assert client.responses.create(model="demo", input=back, max_output_tokens=2, tools=[tool]).output
+    demo.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatRequest, chat_create_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (ResponsesRequest, response_create_params.ResponseCreateParamsBase),
+    ],
+)
+def test_every_field_of_the_client_is_known(kind: type[Body], params: Any) -> None:
+    assert not set(get_type_hints(params)) - set(kind.model_fields) - set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_nulls_are_ignored_wherever_they_stand(demo: Running, path: str) -> None:
+    nothing = {"anything": None, "functions": None}
+    part = {"type": "text" if path == CHAT else "input_text", "text": "Hi", **nothing}
+    body: dict[str, Any] = {
+        CHAT: {"messages": [{"role": "user", "content": [part], **nothing}], "tools": [{**PAINT, **nothing}]},
+        "/v1/completions": {"prompt": "Hi", "response_format": {"type": "text", **nothing}},
+        "/v1/responses": {"input": [{"role": "user", "content": [part], **nothing}], "text": nothing},
+    }[path]
+    assert demo.answer(path, {**body, "seed": 1, **nothing, "deadline": 0.05})["usage"]
+    assert demo.answer(path, {**body, "anything": 0}, 400)["error"]["param"] == "anything"
+
+
+def said(demo: Running, **more: Any) -> str:
+    body = {"messages": ASK, "max_tokens": 24, "temperature": 0, "seed": 1, **more}
+    text: str = demo.answer(CHAT, body)["choices"][0]["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("more", "pattern"),
+    [
+        ({"guided_choice": ["röt", 'b"l|ue']}, r'röt|b"l\|ue'),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"guided_regex": "[a-c]{3}"}, "[a-c]{3}"),
+        ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+        ({"guided_grammar": 'start: "x" | "y"'}, "x|y"),
+        ({"structured_outputs": {"grammar": 'start: "x" | "y"', "json": None}}, "x|y"),
+        ({"guided_json": COLOUR}, r'\{"colour": "(red|blue)"\}'),
+        ({"structured_outputs": {"json": json.dumps(COLOUR)}}, r'\{"colour": "(red|blue)"\}'),
+        ({"structured_outputs": {"json_object": True}}, r"\{(.|\n)*"),
+    ],
+)
+def test_formats_as_vllm_spells_them(demo: Running, more: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, said(demo, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"guided_choice": ["a"], "grammar": {"type": "regex", "value": "a"}}, "guided_choice"),
+        ({"structured_outputs": {"regex": "(", "choice": None}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"continue_final_message": True}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_what_they_ask_wrongly_is_named(demo: Running, more: dict[str, Any], param: str) -> None:
+    assert demo.answer(CHAT, {"messages": ASK, **more}, 400)["error"]["param"] == param
+
+
+def test_no_bound_is_what_the_context_holds(demo: Running) -> None:
+    short: dict[str, Any] = {"grammar": {"type": "regex", "value": "a{20}"}, "temperature": 0}
+    for path, body in ((CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "Hi"})):
+        assert demo.answer(path, {**body, **short, "max_tokens": -1})["usage"]["completion_tokens"] > 2
+
+
+def test_an_answer_goes_on_with_the_last_message(demo: Running) -> None:
+    """As if the model had written it so far: the prompt ends with it, and with no mark of its end."""
+    talk = [*ASK, {"role": "assistant", "content": "Red, blue and "}]
+    asked = {"messages": talk, "continue_final_message": True}
+    tokens = demo.answer("/tokenize", {**asked, "add_generation_prompt": False})["tokens"]
+    assert demo.answer("/detokenize", {"tokens": tokens})["prompt"].endswith("Red, blue and ")
+    answer = demo.answer(CHAT, {**asked, "return_token_ids": True, "max_tokens": 4})
+    assert answer["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_effort_is_what_the_template_knows(thinks: bool) -> None:
+    tokenizer = SimpleNamespace(chat_template=QWEN3, render_chat=ChatTemplate(QWEN3, {}).render)
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    body = ChatRequest.model_validate({"messages": ASK, "reasoning_effort": "low" if thinks else "none"})
+    assert ("</think>" in rendered(body, body.messages, [], "none", model)) is not thinks
+    twice = body.model_copy(update={"chat_template_kwargs": {"enable_thinking": thinks}})
+    with pytest.raises(APIError, match="say the same"):
+        rendered(twice, body.messages, [], "none", model)
+    tokenizer.chat_template += "{{ reasoning_effort }}"
+    tokenizer.render_chat = ChatTemplate(tokenizer.chat_template, {}).render
+    assert rendered(body, body.messages, [], "none", model).endswith("low" if thinks else "none")
+
+
+def test_tools_beside_a_format(demo: Running) -> None:
+    """An answer is a call or in the format, and nothing else."""
+    schema = {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}}
+    for seed in range(4):
+        body = {"messages": ASK, "tools": [PAINT], "response_format": schema, "seed": seed, "temperature": 1.5}
+        message = demo.answer(CHAT, {**body, "max_tokens": 60})["choices"][0]["message"]
+        calls = message.get("tool_calls") or ()
+        for text in [call["function"]["arguments"] for call in calls] or [message["content"]]:
+            assert Painted.model_validate_json(text)
+    body["tool_choice"] = "required"
+    assert demo.answer(CHAT, body)["choices"][0]["message"]["tool_calls"]
+    body["tool_choice"] = "none"
+    assert Painted.model_validate_json(demo.answer(CHAT, body)["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_drafts_are_reported_as_aiperf_reads_them(demo: Running, path: str) -> None:
+    """Once in an answer, where there is one choice; its counts agree with one another."""
+    text = "one two three, one two three, one two three, one two three,"
+    body: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "speculation": {"size": 3}, "ignore_eos": True}
+    body |= {"prompt": text} if path != CHAT else {"messages": [{"role": "user", "content": f"Repeat: {text}"}]}
+    whole = demo.answer(path, body)
+    *_, last = chunks = demo.events(path, {**body, "stream_options": {"include_usage": True}})
+    assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for answer in (whole, last):
+        its, usage = answer["metrics"]["speculative_decoding"], answer["usage"]
+        counts = its["acceptance_histogram"]
+        assert sum(counts) == its["num_spec_steps"] > 0
+        assert sum(n * steps for n, steps in enumerate(counts)) == its["num_accepted_draft_tokens"] > 0
+        assert its["num_accepted_draft_tokens"] <= its["num_draft_tokens"] == usage["speculation"]["drafted"]
+        assert its["draft_acceptance_rate"] == its["num_accepted_draft_tokens"] / its["num_draft_tokens"]
+        assert its["mean_acceptance_length"] == 1 + its["num_accepted_draft_tokens"] / its["num_spec_steps"]
+    assert "metrics" not in demo.answer(path, {**body, "n": 2})
+    assert "metrics" not in demo.answer(path, {**body, "speculation": {"off": True}})
+
+
+def test_prompts_get_the_same_alone_and_as_a_list(demo: Running) -> None:
+    """As vLLM tests its batch-invariant mode over HTTP: 32 prompts one by one and in one request, to the bit."""
+    prompts = [f"{subject} {i}: the first thing to know is" for i in range(8) for subject in ("A", "On", "Two", "My")]
+    shared = {"max_tokens": 8, "temperature": 0.6, "top_p": 1.0, "seed": 42, "logprobs": 5}
+
+    def asked(prompt: str | list[str]) -> list[tuple[Any, ...]]:
+        choices = demo.answer("/v1/completions", {**shared, "prompt": prompt})["choices"]
+        return [(its["text"], its["logprobs"], its["finish_reason"]) for its in choices]
+
+    together = asked(prompts)
+    assert [asked(prompt)[0] for prompt in prompts] == together
+    with ThreadPoolExecutor(8) as threads:
+        assert [found for (found,) in threads.map(asked, prompts)] == together
+    demo.at_rest()
