@@ -8,20 +8,24 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from outpace.common.installing import install
 from outpace.errors import ModelError
 
 INTERFACE = 16  # raised with every change of what the extension offers; native/bindings/module.cpp has the same number
-REMEDY = "build it again with a C++17 compiler: ./scripts/setup, or pip install --no-build-isolation -e ."
+
+
+def _remedy() -> str:
+    return f"build it again with a C++17 compiler: {install('outpace[serve]')}"
 
 
 def _load() -> Any:
     try:
         extension = importlib.import_module("outpace._native")
     except ImportError as error:
-        raise ModelError(f"the C++ extension of outpace does not load ({error}): {REMEDY}") from error
+        raise ModelError(f"the C++ extension of outpace does not load ({error}): {_remedy()}") from error
     built = getattr(extension, "INTERFACE", 1)
     if built != INTERFACE:
-        raise ModelError(f"the native extension is of interface {built}, this Python needs {INTERFACE}: {REMEDY}")
+        raise ModelError(f"the native extension is of interface {built}, this Python needs {INTERFACE}: {_remedy()}")
     return extension
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from outpace.common.installing import install
+
 
 @pytest.mark.parametrize(
     ("extension", "said"),
@@ -22,5 +24,5 @@ def test_the_command_line_tells_it_in_one_line_with_the_remedy(extension: str, s
     )
     assert found.returncode == 2
     assert found.stderr.startswith(f"outpace: {said}")
-    assert found.stderr.endswith("./scripts/setup, or pip install --no-build-isolation -e .\n")
+    assert found.stderr.endswith(f"with a C++17 compiler: {install('outpace[serve]')}\n")
     assert found.stderr.count("\n") == 1

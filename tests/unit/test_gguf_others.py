@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from outpace import Engine, SamplingParams
+from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.base import Batch
 from outpace.models.load import estimate, load
@@ -205,5 +207,7 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
     path = write(tmp_path / "gpt2.gguf", "gpt2", made("gpt2"))
     find = loading.find_spec
     monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(ModelError, match=r"'gpt2' is not one of .* not installed: pip install 'outpace\[torch\]'"):
+    with pytest.raises(
+        ModelError, match=rf"'gpt2' is not one of .* not installed: {re.escape(install('outpace[torch]'))}"
+    ):
         load(str(path))

@@ -15,6 +15,7 @@ import pytest
 
 from outpace import GrammarError, Grammars, SamplingParams
 from outpace.common.arrays import F32
+from outpace.common.installing import install
 from outpace.engine import grammar as its_module
 from outpace.engine.grammar_rule import Grammar
 from outpace.errors import ComplexityError, MissingExtraError
@@ -317,7 +318,7 @@ def test_free_choices_are_the_masked_ones(made: Grammars) -> None:
 
 def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'outpace\[serve\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install("outpace[serve]"))):
         its_module.Grammars(byte_level(), 450, [0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace.common.installing import install
 from outpace.engine.engine import Engine
 from outpace.errors import DataError, MissingExtraError, ParameterError
 from outpace.measure.prompts import PromptRow, read_prompts
@@ -315,5 +317,5 @@ def test_without_pyarrow_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) ->
     for name in kept:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"needs pyarrow.*pip install 'outpace\[train\]'"):
+    with pytest.raises(MissingExtraError, match=rf"needs pyarrow.*{re.escape(install('outpace[train]'))}"):
         importlib.import_module("outpace.training.folder")

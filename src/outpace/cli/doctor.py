@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from outpace import _fast
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load, spell
+from outpace.common.installing import install
 from outpace.common.option import option
 from outpace.errors import OutpaceError
 from outpace.measure import machine
@@ -63,7 +64,7 @@ def _version(name: str) -> str | None:
 
 def _backends() -> dict[str, str]:
     installed = _version("torch") and _version("transformers")
-    other = "available" if installed else "not installed: pip install 'outpace[torch]'"
+    other = "available" if installed else f"not installed: {install('outpace[torch]')}"
     return {"native": "available", "transformers": other}
 
 

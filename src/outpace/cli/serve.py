@@ -12,6 +12,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import RECORD, Common, Draft, Load
+from outpace.common.installing import install
 from outpace.common.option import option
 from outpace.errors import Argument, MissingExtraError, ParameterError
 
@@ -80,7 +81,7 @@ def run(
     """Serve a model with OpenAI's API."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f"a server needs {', '.join(missing)}: pip install 'outpace[serve]'")
+        raise MissingExtraError(f"a server needs {', '.join(missing)}: {install('outpace[serve]')}")
     from outpace.common.allocator import few_arenas
     from outpace.server.settings import ServerSettings
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from outpace.common.installing import install
 from outpace.engine.grammar_rule import Grammar, reason
 from outpace.engine.grammar_tokens import Vocabulary
 from outpace.errors import GrammarError, MissingExtraError
@@ -230,5 +231,5 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingExtraError("grammars need llguidance: pip install 'outpace[serve]'") from error
+        raise MissingExtraError(f"grammars need llguidance: {install('outpace[serve]')}") from error
     return llguidance

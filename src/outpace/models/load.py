@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.common.files import cache_dir
+from outpace.common.installing import install
 from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import demo, families
@@ -168,7 +169,7 @@ def need_torch(name: str, why: ModelError | None = None) -> None:
         reason = () if why is None else (why, ", and ")
         raise ModelError(
             *reason,
-            f"the Transformers backend, which would serve {name}, is not installed: pip install 'outpace[torch]'",
+            f"the Transformers backend, which would serve {name}, is not installed: {install('outpace[torch]')}",
         )
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from outpace import _fast
 from outpace.common.arrays import F32
+from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
@@ -195,7 +196,7 @@ class GGUFFile:
         except ImportError as error:
             raise ModelError(
                 f"{self.path.name}: tensor {name!r} is quantised ({info.type}), and the package that unpacks it is not "
-                "installed: pip install 'outpace[torch]'"
+                f"installed: {install('outpace[torch]')}"
             ) from error
 
         rows = raw.reshape(-1, info.n_bytes // max(1, info.elements // info.shape[-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from outpace.common.installing import install
 from outpace.errors import MissingExtraError
 from outpace.server.engines.generation import Generation, Observer, Part, usage
 from outpace.server.errors import APIError
@@ -34,9 +35,8 @@ def tracer() -> Tracer:
         sdk, exports = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
         otlp = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as error:
-        raise MissingExtraError(
-            "--otel needs opentelemetry: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
-        ) from error
+        needed = install("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+        raise MissingExtraError(f"--otel needs opentelemetry: {needed}") from error
     provider = sdk.TracerProvider()
     provider.add_span_processor(exports.BatchSpanProcessor(otlp.OTLPSpanExporter()))
     api.set_tracer_provider(provider)
