@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outpace import Engine, SamplingParams
+from tests.server.foreign import told
 from tests.server.serving import Running
 
-OWN = Path(__file__).parents[2] / ".venv" / "clients" / "bin" / "python"  # scripts/clients
-PYTHON = str(OWN) if OWN.exists() else sys.executable
 PROMPT = "I love programming."
 MESSAGES = [{"role": "user", "content": PROMPT}]
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -54,19 +48,6 @@ said = [subprocess.run(its, capture_output=True, text=True, check=True).stdout.r
     ids=["langchain", "litellm", "llm"],
 )
 def test_others_clients(demo: Running, plain: Engine, tmp_path: Path, package: str, script: str) -> None:
-    looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    if subprocess.run([PYTHON, "-c", looks], check=False).returncode:
-        pytest.skip(f"{package} is not installed: scripts/clients does it")
-    lines = ["import json", f"BASE, PROMPT = {demo.url + '/v1'!r}, {PROMPT!r}", script, "print(json.dumps(said))"]
-    quiet: dict[str, str] = {
-        "LLM_USER_PATH": str(tmp_path / "llm"), "LLM_LOAD_PLUGINS": "", "OPENAI_API_KEY": "none",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "DO_NOT_TRACK": "1",
-    }  # fmt: skip
-    command = [PYTHON, "-c", "\n".join(lines)]
-    done = subprocess.run(
-        command, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    said = told("clients", package, script, demo.url, tmp_path, PROMPT=PROMPT)
     assert said == [plain.generate(MESSAGES, PARAMS).text] * len(said)
     demo.at_rest()

@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from outpace.common.version import __version__
 from outpace.errors import OutpaceError
-from outpace.server.api import chat, completions, models, operations, page, replay, responses
+from outpace.server.api import anthropic, chat, completions, models, operations, page, replay, responses
 from outpace.server.auth import Guard, refusal
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError, Refusal
 
 _ROUTERS = (
-    chat.router, completions.router, responses.router, replay.router, models.router, models.bodies, operations.router,
-    page.router,
+    chat.router, completions.router, responses.router, anthropic.router, replay.router, models.router, models.bodies,
+    operations.router, page.router,
 )  # fmt: skip
 
 
@@ -53,17 +53,17 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.settings.cors,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    return refusal(error, request.app.state.service, f"{request.method} {request.url.path}")
+    return refusal(error, request.app.state.service, request.scope)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     refused = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
-    return refusal(refused, request.app.state.service, refused.message)
+    return refusal(refused, request.app.state.service, request.scope)

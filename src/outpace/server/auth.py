@@ -43,11 +43,12 @@ class Keys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def scope(self, path: str, authorization: Sequence[str]) -> str:
-        """Whose request this is, from its Authorization headers: "" without keys. Raises APIError (400, 401)."""
+        """Whose request this is, from its Authorization headers (or Anthropic's x-api-key made one): "" without keys.
+        Raises APIError (400, 401)."""
         if not self._digests or path in OPEN or path.startswith(_OPEN_BELOW):
             return ""
         if len(authorization) > 1:
-            raise APIError(400, f"the request has {len(authorization)} Authorization headers: send one")
+            raise APIError(400, f"the request has {len(authorization)} API keys: send one")
         scheme, _, key = "".join(authorization).partition(" ")
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = -1
@@ -99,16 +100,16 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def refusal(error: Exception, service: Service, what: str) -> Response:
-    """The answer to a request that failed: all that its client can mend, and nothing internal."""
+def refusal(error: Exception, service: Service, scope: Scope) -> Response:
+    """The answer to a request that failed: all that its client can mend, and nothing internal, in the form that
+    clients of its path read."""
     refused = errors.of(error)
     for observer in () if refused.observed else service.observers:
         observer.refused(refused)
     if refused.status >= 500 and refused is not error:
-        log.error("%s failed", what, exc_info=error)
-    return Response(
-        refused.body.model_dump_json(), refused.status, headers=refused.headers, media_type="application/json"
-    )
+        log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+    body = errors.written(refused, scope["path"])
+    return Response(body, refused.status, headers=refused.headers, media_type="application/json")
 
 
 class Guard:
@@ -140,9 +141,10 @@ class Guard:
 
         try:
             self._web.check(headers.get(b"host", [None])[-1], headers.get(b"origin", [None])[-1])
-            scope["outpace.scope"] = self._keys.scope(scope["path"], headers.get(b"authorization", ()))
+            keys = [*headers.get(b"authorization", ()), *(f"Bearer {key}" for key in headers.get(b"x-api-key", ()))]
+            scope["outpace.scope"] = self._keys.scope(scope["path"], keys)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if begun:
                 raise
-            await refusal(error, self._service, f"{scope['method']} {scope['path']}")(scope, receive, send_with_id)
+            await refusal(error, self._service, scope)(scope, receive, send_with_id)

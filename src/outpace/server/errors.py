@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -40,6 +41,18 @@ class Refusal(BaseModel):
     error: ErrorBody
 
 
+class AnthropicError(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicRefusal(BaseModel):
+    """The same, as Anthropic's clients read it."""
+
+    type: Literal["error"]
+    error: AnthropicError
+
+
 class APIError(Exception):
     """An error with the status and the fields that a client sees. ``headers``: of the response."""
 
@@ -63,6 +76,26 @@ class APIError(Exception):
     def body(self) -> Refusal:
         """What the client reads."""
         return Refusal(error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
+
+
+_ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def as_anthropic(error: APIError) -> bytes:
+    """The body as Anthropic's clients read it."""
+    kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    its = AnthropicRefusal(type="error", error=AnthropicError(type=kind, message=error.message))
+    return its.model_dump_json().encode()
+
+
+def written(error: APIError, path: str) -> bytes:
+    """The body as clients of ``path`` read it."""
+    if path.startswith("/v1/messages"):
+        return as_anthropic(error)
+    return error.body.model_dump_json().encode()
 
 
 def spell(argument: Argument, names: Names = _SPELLED) -> str:

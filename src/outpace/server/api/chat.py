@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 
+from outpace.server import schema
 from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, ChosenToken, Chunk, Completed
 from outpace.server.api.prompt import Prompt, rendered
@@ -38,6 +39,14 @@ class ChatRequest(Sampling, Prompt):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Items[Literal["text"]] | None = None
+
+
+def asked(**fields: Any) -> ChatRequest:
+    """The chat that another protocol's request asks for: fields that are None are left out. Raises APIError."""
+    try:
+        return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise schema.refusal(error) from error
 
 
 class Function(Answer):

@@ -70,7 +70,8 @@ class ReasoningItem(InputItem):
     content: Items[ReasoningText] | None = None
 
 
-def _kind(item: Any) -> str | None:
+def kind_of(item: Any) -> str | None:
+    """The tag of an item's branch in a union: its type, with capitals, which no field's name has."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind.title() if isinstance(kind, str) else None
 
@@ -81,7 +82,7 @@ AnyItem = Annotated[
     | Annotated[CallOutputItem, Tag("Function_Call_Output")]
     | Annotated[ReasoningItem, Tag("Reasoning")],
     Discriminator(
-        _kind,
+        kind_of,
         custom_error_type="item_type",
         custom_error_message="is of no type that is supported: "
         "give a message, function_call, function_call_output or reasoning",

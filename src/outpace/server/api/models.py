@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,6 +18,8 @@ from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
+
+T = TypeVar("T")
 
 router = APIRouter()
 bodies = APIRouter(route_class=Route)
@@ -52,6 +55,13 @@ async def one_model(request: Request, name: str) -> Model:
     if name not in service.models.names():
         raise APIError(404, f"the model {name!r} is not served", param="model", code="model_not_found")
     return _model(service, name)
+
+
+async def leased(request: Request, name: str | None, function: Callable[[Served], T]) -> T:
+    """What ``function`` makes of a model, off the event loop. Raises APIError, and what it raises."""
+    service = service_of(request)
+    async with AsyncExitStack() as held:
+        return await service.work(function, await service.model(name, held))
 
 
 def _model(service: Service, name: str) -> Model:
@@ -92,30 +102,24 @@ class Detokenized(Answer):
 @bodies.post("/tokenize", response_model=Tokenized)
 async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
     """The token ids of a text, or of a conversation."""
-    service = service_of(request)
-    async with AsyncExitStack() as held:
-        model = await service.model(body.model, held)
 
-        def tokenized() -> Tokenized:
-            tokens = _tokens(body, model).tolist()
-            more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
-            return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
+    def tokenized(model: Served) -> Tokenized:
+        tokens = _tokens(body, model).tolist()
+        more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
+        return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
 
-        return await service.work(tokenized)
+    return await leased(request, body.model, tokenized)
 
 
 @bodies.post("/detokenize", response_model=Detokenized)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
     """The text of token ids."""
-    service = service_of(request)
-    async with AsyncExitStack() as held:
-        model = await service.model(body.model, held)
 
-        def detokenized() -> Detokenized:
-            tokens = model.ids(body.tokens, "tokens")
-            return Detokenized(prompt=model.tokenizer.decode(tokens, skip_special=body.skip_special_tokens))
+    def detokenized(model: Served) -> Detokenized:
+        tokens = model.ids(body.tokens, "tokens")
+        return Detokenized(prompt=model.tokenizer.decode(tokens, skip_special=body.skip_special_tokens))
 
-        return await service.work(detokenized)
+    return await leased(request, body.model, detokenized)
 
 
 _OF_CHATS, _OF_TEXTS = tuple(Prompt.model_fields), ("add_special_tokens",)

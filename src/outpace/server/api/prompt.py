@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from outpace.errors import Argument, ParameterError
 from outpace.models.text.chat_template import variables_of
 from outpace.server.conversation.messages import Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
@@ -79,10 +80,9 @@ def _variables(body: Prompt, template: str | None) -> Mapping[str, Any]:
     if "reasoning_effort" in known:
         meant["reasoning_effort"] = effort
     if not meant and effort != "none":
-        raise APIError(
-            400, f"reasoning_effort={effort!r} is nothing that this model's chat template knows: leave it out",
-            param="reasoning_effort",
-        )  # fmt: skip
+        raise ParameterError(
+            Argument("reasoning_effort", effort), " is nothing that this model's chat template knows: leave it out"
+        )
     if twice := meant.keys() & given.keys():
         name = min(twice)
         raise APIError(

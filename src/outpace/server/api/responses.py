@@ -215,19 +215,19 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
             "/v1/chat/completions", param="include",
         )  # fmt: skip
     choice = body.tool_choice
-    fields = {name: getattr(body, name) for name in Parameters.model_fields} | {
-        "messages": _messages(body),
-        "max_completion_tokens": body.max_output_tokens,
-        "logprobs": body.logprobs or None,
-        "top_logprobs": body.top_logprobs,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": choice if choice is None or isinstance(choice, str) else _named(choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _format(body),
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        "chat_template_kwargs": body.chat_template_kwargs,
-    }
-    return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
+    return chat.asked(
+        **{name: getattr(body, name) for name in Parameters.model_fields},
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.logprobs or None,
+        top_logprobs=body.top_logprobs,
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tool_choice=choice if choice is None or isinstance(choice, str) else _named(choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:

@@ -12,9 +12,11 @@ from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.formats import Kind
 from outpace.server.schema import Body
 
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
 
 class Function(Body):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema. Default: no parameters.")
     strict: bool | None = Field(default=None, description="Arguments follow the schema, whatever the choice.")
