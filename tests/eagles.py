@@ -13,6 +13,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint, Decoder, EagleConfig
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import tensor_shapes
 from outpace.models.base import Model
+from tests.learned import maps, random_checkpoint
 
 
 def config_of(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], **options: Any) -> EagleConfig:
@@ -24,23 +25,11 @@ def config_of(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], 
     return EagleConfig(its, model.info.vocab_size, len(ids), hidden_layers, **options)
 
 
-def maps(ids: Sequence[int], vocab: int) -> dict[str, Any]:
-    t2d = np.zeros(vocab, bool)
-    t2d[list(ids)] = True
-    return {"d2t": np.array(ids, np.int64) - np.arange(len(ids)), "t2d": t2d}
-
-
 def random(
     model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], *, seed: int = 0, **options: Any
 ) -> Checkpoint:
     """Weights that mean nothing, of the size that trained ones have."""
-    config, rng = config_of(model, ids, hidden_layers, **options), np.random.default_rng(seed)
-    tensors: dict[str, Any] = {}
-    for name, shape in tensor_shapes(config).items():
-        scale = 1 / np.sqrt(shape[-1])
-        drawn = rng.normal(0, scale, shape) if len(shape) > 1 else rng.normal(1, 0.1, shape)
-        tensors[name] = drawn.astype(np.float32)
-    return Checkpoint("eagle", config, tensors | maps(ids, config.vocab))
+    return random_checkpoint(seed, config_of(model, ids, hidden_layers, **options), ids=ids)
 
 
 def table(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], follows: Sequence[int]) -> Checkpoint:

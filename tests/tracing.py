@@ -34,15 +34,11 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     (
         [3, 5],
         {
-            "max_tokens": 9,
-            "temperature": 1.0,
-            "seed": 1,
-            "repetition_penalty": 1.4,
-            "stop": ["ab", "cd"],
+            "max_tokens": 9, "temperature": 1.0, "seed": 1, "repetition_penalty": 1.4, "stop": ["ab", "cd"],
             "bad_words": ["ge"],
         },
     ),
-]
+]  # fmt: skip
 
 
 class Branches(TreeDrafter):

@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from outpace.common.files import cache_dir
-from outpace.control.cost import Cost
-from outpace.drafters.base import Drafter
-from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.layers import LayersDrafter
-from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
-from outpace.engine.results import Result
 from outpace.errors import DrafterError
 from outpace.models import demo
 from outpace.models.load import load
 from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
-from tests.driving import finished
 from tests.toy import ToyModel
 from tests.truncate import truncated
-
-PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
-
-
-def run(kind: str, params: SamplingParams, rows: int, **options: Any) -> list[Result]:
-    target = ToyModel(5, layers=4, max_length=40)
-    layers = LayersDrafter(target, 2)
-    drafters: dict[str, Drafter | None] = {
-        "none": None,
-        "layers": layers,
-        "ngram+layers": ComposedDrafter([NgramDrafter(), layers]),
-    }
-    with Engine(
-        target, drafter=drafters[kind], **{"size": 6, "max_rows": rows, "prefill_chunk": 5, **options}
-    ) as engine:
-        for i, prompt in enumerate(PROMPTS):  # the last of them runs into the end of the context
-            engine.add(prompt, params.with_(seed=i, max_tokens=8 + 7 * i))
-        return list(finished(engine).values())
-
-
-@pytest.mark.parametrize("kind", ["layers", "ngram+layers"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"prefix_rows": 2}, {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}])
-def test_equal_to_plain_decoding(kind: str, temperature: float, rows: int, options: dict[str, Any]) -> None:
-    params = SamplingParams(temperature=temperature)
-    drafted = run(kind, params, rows, **options)
-    assert [r.token_ids for r in drafted] == [r.token_ids for r in run("none", params, rows)]
-    if options.get("size") != "auto":  # which goes by the clock
-        assert sum(r.stats.accepted for r in drafted) > 0
-
-
-def test_greedy_rejection_is_plain_decoding_and_sampled_rejection_carries_q() -> None:
-    drafted = run("layers", SamplingParams(), 3, acceptance="rejection")
-    assert [r.token_ids for r in drafted] == [r.token_ids for r in run("none", SamplingParams(), 3)]
-    sampled = run("layers", SamplingParams(temperature=1.0), 3, acceptance="rejection")
-    assert sum(r.stats.accepted for r in sampled) > 0
 
 
 def test_a_drafting_forward_that_fails_costs_nothing_but_the_draft() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.forward.layers import LayersDrafter
 from outpace.drafters.forward.lookahead import LookaheadDrafter
 from outpace.drafters.forward.model import ModelDrafter
+from outpace.drafters.lookup.datastore import Datastore, build
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.recycling import RecyclingDrafter
+from outpace.drafters.lookup.retrieval import RetrievalDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine, Size
 from outpace.engine.results import Result
@@ -22,61 +30,65 @@ from tests.toy import ToyModel
 VOCAB = 5
 
 
-def make(kind: str) -> Drafter:
-    model = ModelDrafter(ToyModel(VOCAB, blur=0.3), "model", VOCAB) if "model" in kind else None
-    each: dict[str, Drafter | None] = {
-        "ngram": NgramDrafter(),
-        "ngrams": NgramDrafter(candidates=4),
-        "suffix": SuffixDrafter(memory=1 << 20),
-        "chain": SuffixDrafter(tree=False),
-        "history": SuffixDrafter(history=True),
-        "recycle": RecyclingDrafter(),
-        "shared": RecyclingDrafter(history=True),
-        "lookahead": LookaheadDrafter(window=3, ngram=3, guesses=2),
-        "bigrams": LookaheadDrafter(window=2, ngram=2),
-        "model": model,
+def target() -> ToyModel:
+    return ToyModel(VOCAB, layers=4, max_length=56)
+
+
+def datastore() -> Datastore:
+    """Random tokens; its arrays outlive its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(1).integers(0, VOCAB, 2000).tolist()
+        return build(Path(folder) / "store", [tokens], vocabulary="v", model="toy")
+
+
+def make(kind: str, target: ToyModel) -> Drafter:
+    """``?``: a fallback of what stands before it."""
+    each: dict[str, Callable[[], Drafter]] = {
+        "ngram": NgramDrafter,
+        "ngrams": lambda: NgramDrafter(candidates=4),
+        "suffix": lambda: SuffixDrafter(memory=1 << 20),
+        "chain": lambda: SuffixDrafter(tree=False),
+        "history": lambda: SuffixDrafter(history=True),
+        "recycle": RecyclingDrafter,
+        "shared": lambda: RecyclingDrafter(history=True),
+        "retrieval": lambda: RetrievalDrafter(datastore()),
+        "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=2),
+        "bigrams": lambda: LookaheadDrafter(window=2, ngram=2),
+        "layers": lambda: LayersDrafter(target, 2),
+        "model": lambda: ModelDrafter(ToyModel(VOCAB, blur=0.3), "model", VOCAB),
     }
     names = kind.split("+")
-    parts = [part for name in names if (part := each[name.rstrip("?")]) is not None]
+    parts = [each[name.rstrip("?")]() for name in names]
     return parts[0] if len(parts) == 1 else ComposedDrafter(parts, [name.endswith("?") for name in names])
 
 
 KINDS = [
-    "ngrams",
-    "suffix",
-    "chain",
-    "history",
-    "recycle",
-    "shared",
-    "ngram+suffix",
-    "suffix+recycle",
-    "recycle+model",
-    "ngrams+history+model",
-    "suffix+model",
-    "ngram+model?",
-    "lookahead",
-    "bigrams",
-]
+    "ngrams", "suffix", "chain", "history", "recycle", "shared", "ngram+suffix", "suffix+recycle", "recycle+model",
+    "ngrams+history+model", "suffix+model", "ngram+model?", "lookahead", "bigrams", "layers", "ngram+layers",
+    "retrieval",
+]  # fmt: skip
 PROMPTS = [[1, 2, 3, 1, 2], [0], [4, 4, 4, 4], [0, 1, 0, 2, 0, 3, 0], [2, 3] * 8]
 
 
-def run(drafter: Drafter | None, params: SamplingParams, size: Size = 6, **options: object) -> list[Result]:
-    with Engine(ToyModel(VOCAB), drafter=drafter, size=size, max_rows=3, prefill_chunk=5, **options) as engine:  # type: ignore[arg-type]
-        requests = [
-            engine.add(p, params.with_(seed=i, max_tokens=8 + 9 * i, n=1 + i % 2)) for i, p in enumerate(PROMPTS)
-        ]
-        results = finished(engine)
-        assert {request for request, _ in results} == set(requests)
-        return list(results.values())
+def run(kind: str | None, params: SamplingParams, size: Size = 6, **options: Any) -> list[Result]:
+    """The last of them runs into the end of the context."""
+    model = target()
+    drafter = None if kind is None else make(kind, model)
+    with Engine(model, drafter=drafter, size=size, **{"max_rows": 3, "prefill_chunk": 5, **options}) as engine:
+        for i, p in enumerate(PROMPTS):
+            engine.add(p, params.with_(seed=i, max_tokens=8 + 9 * i, n=1 + i % 2))
+        return list(finished(engine).values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{}, {"prefix_rows": 2}, {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}])
-def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_rows": 2, "max_rows": 1}, {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}]
+)
+def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[str, Any]) -> None:
     params = SamplingParams(temperature=temperature)
     plain = run(None, params)
-    drafted = run(make(kind), params, **options)
+    drafted = run(kind, params, **options)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     if options.get("size") != "auto":  # which goes by the clock
         assert sum(r.stats.accepted for r in drafted) > 0
@@ -88,27 +100,29 @@ def test_equal_to_plain_decoding(kind: str, temperature: float, options: dict[st
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("lookahead", "bigrams")])
 def test_greedy_rejection_is_plain_decoding_too(kind: str) -> None:
     plain = run(None, SamplingParams())
-    assert [r.token_ids for r in run(make(kind), SamplingParams(), acceptance="rejection")] == [
-        r.token_ids for r in plain
-    ]
+    assert [r.token_ids for r in run(kind, SamplingParams(), acceptance="rejection")] == [r.token_ids for r in plain]
 
 
-@pytest.mark.parametrize("kind", ["suffix", "recycle", "ngram+suffix", "suffix+model"])
+@pytest.mark.parametrize("kind", ["suffix", "recycle", "ngram+suffix", "suffix+model", "layers"])
 def test_sampled_rejection_runs_beside_coupled_rows(kind: str) -> None:
-    with Engine(ToyModel(VOCAB), drafter=make(kind), size=5, max_rows=4) as engine:
+    model = target()
+    with Engine(model, drafter=make(kind, model), size=5, max_rows=4) as engine:
         params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
         plain = engine.generate(PROMPTS[0], params, drafter=False)
         engine.add(PROMPTS[1], params, acceptance="rejection")
         coupled = engine.add(PROMPTS[0], params)
-        assert finished(engine)[coupled, 0].token_ids == plain.token_ids
+        found = finished(engine)
+        assert found[coupled, 0].token_ids == plain.token_ids
+        assert sum(result.stats.drafted for result in found.values()) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cancelled_rows_leave_nothing(kind: str) -> None:
-    drafter = make(kind)
-    params = SamplingParams(temperature=1.0, max_tokens=60)
+    model = target()
+    drafter = make(kind, model)
+    params = SamplingParams(temperature=1.0, max_tokens=50)
     rng = np.random.default_rng(0)
-    with Engine(ToyModel(VOCAB), drafter=drafter, size=6, max_rows=3) as engine:
+    with Engine(model, drafter=drafter, size=6, max_rows=3) as engine:
         alive: dict[int, int] = {}
         expected = {s: run_one(s) for s in range(6)}
         for seed in range(6):
@@ -136,7 +150,6 @@ def test_cancelled_rows_leave_nothing(kind: str) -> None:
 
 
 def run_one(seed: int) -> tuple[int, ...]:
-    with Engine(ToyModel(VOCAB)) as engine:
-        return engine.generate(
-            [seed % VOCAB, 1, 2], SamplingParams(temperature=1.0, max_tokens=60, seed=seed)
-        ).token_ids
+    with Engine(target()) as engine:
+        params = SamplingParams(temperature=1.0, max_tokens=50, seed=seed)
+        return engine.generate([seed % VOCAB, 1, 2], params).token_ids

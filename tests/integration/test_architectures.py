@@ -22,27 +22,15 @@ from outpace.models.torch.model import TransformersModel
 VOCAB = 97
 CLOSE = 1e-5
 COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": 1,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 GEMMA = COMMON | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7, "pad_token_id": 0}
 GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 128,
-    "bos_token_id": 1,
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 MULTI_HEAD = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
@@ -250,20 +238,16 @@ def test_first_layers_alone(pair: Pair) -> None:
 
 
 def test_only_wanted_logits(pair: Pair) -> None:
+    """Of the last token of each row, or of none."""
     a, b = text(9, 15), text(6, 16)
     rows = [pair.row(), pair.row()]
     batch = Batch.pack(rows, [a, b], [0, 0], [True, True], last_only=True)
     assert batch.wanted.tolist() == [8, 14]
     logits = pair.model.forward(batch).logits(batch.wanted)
     close(logits, np.stack([pair.own_logits(a)[-1], pair.own_logits(b)[-1]]))
-
-
-def test_no_wanted_logits(pair: Pair) -> None:
-    t = text(9, 17)
-    row = pair.row()
-    pair.model.forward(Batch.pack([row], [t[:6]], [0], [False]))
-    assert pair.model.kv.length(row) == 6
-    close(pair.run({row: t[6:]})[row], pair.own_logits(t)[6:])
+    more = text(9, 17)
+    pair.model.forward(Batch.pack(rows[:1], [more[:6]], [9], [False]))
+    close(pair.run({rows[0]: more[6:]})[rows[0]], pair.own_logits(np.concatenate([a, more]))[15:])
 
 
 def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +336,19 @@ def test_parts_end_where_the_model_ends(pair: Pair) -> None:
     close(parts.embed(t).numpy(), seen[0][0].numpy())
 
 
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
+    )
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "t5": (t5, "encoder-decoder"),
+    "gemma3_text": (
+        lambda: tiny("gemma3_text", use_bidirectional_attention=True), "neither causal nor a sliding window",
+    ),
     "mamba": (lambda: tiny("mamba", state_size=4, expand=2), "recurrent state"),
     "gpt_oss": (
         lambda: tiny("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
@@ -378,19 +374,6 @@ def test_refused_with_the_reason(family: str) -> None:
     build, reason = REFUSED[family]
     with pytest.raises(ModelError, match=f"{family} cannot be served exactly: .*{reason}"):
         TransformersModel(build(), name=family)
-
-
-def test_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
-    with pytest.raises(ModelError, match="encoder-decoder"):
-        TransformersModel(T5ForConditionalGeneration(config), name="t5")
-
-
-def test_bidirectional_attention_is_refused() -> None:
-    with pytest.raises(ModelError, match="neither causal nor a sliding window"):
-        TransformersModel(tiny("gemma3_text", use_bidirectional_attention=True), name="gemma3")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outpace.cli import main as cli
+from outpace.cli.app import NAMES, command
+from outpace.cli.command import Command, Group
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
+from outpace.engine.engine import Engine
+from outpace.errors import ParameterError
 
 PROMPTS = [
     {"id": "a", "category": "copy", "turns": ["Repeat after me: one two three one two three.", "Again, please."]},
@@ -74,26 +78,20 @@ def test_help_and_import_load_nothing_heavy() -> None:
     assert "generate" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "generate",
-        "bench",
-        "chat",
-        "verify",
-        "plan",
-        "datastore build",
-        "datastore answers",
-        "export vllm",
-        "tune layers",
-        "cache",
-        "doctor",
-    ],
-)
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, _ = outpace(capsys, *command.split(), "--help")
+def commands(group: Group | Command, *before: str) -> Iterator[tuple[str, ...]]:
+    """The words that name each command."""
+    if isinstance(group, Command):
+        yield (*before, group.name)
+    else:
+        for its in group.commands:
+            yield from commands(its, *before, group.name)
+
+
+@pytest.mark.parametrize("words", [words for name in NAMES for words in commands(command(name))], ids=" ".join)
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, out, _ = outpace(capsys, *words, "--help")
     assert code == 0
-    assert f"Example: outpace {command}" in " ".join(out.split())
+    assert f"Example: outpace {' '.join(words)}" in " ".join(out.split())
 
 
 def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,48 +185,6 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
     assert value["machine"]["cores"] >= 1
 
 
-def test_bench_runs_prompts_together(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
-    out_file = tmp_path / "out.json"
-    code, _, _ = outpace(
-        capsys,
-        "bench",
-        "--prompts",
-        prompts,
-        "--max-tokens",
-        "8",
-        "--concurrency",
-        "2",
-        "--json",
-        out_file,
-        "-T",
-        "0.8",
-    )
-    assert code == 0
-    assert all(run["identical"] or run["difference"]["near_tie"] for run in json.loads(out_file.read_text())["runs"])
-
-
-def test_an_interrupted_bench_keeps_what_it_has(tmp_path: Path) -> None:
-    path, out_file = tmp_path / "many.jsonl", tmp_path / "out.json"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Tell me a story about the number {i}."}) + "\n" for i in range(400))
-    )
-    running = spawn("bench", "--prompts", path, "--max-tokens", "32", "--json", out_file)
-    wait_for(out_file.exists)  # written prompt by prompt, so that a killed run keeps what it has, too
-    assert json.loads(out_file.read_text())["interrupted"] is True
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 130, err
-    assert err.startswith("outpace: interrupted: kept ")
-    assert "Traceback" not in err
-    value = json.loads(out_file.read_text())
-    assert value["interrupted"] is True
-    assert 2 <= len(value["runs"]) < 800
-    assert len(value["runs"]) % 2 == 0
-    assert value["configs"][0]["prompts"] == len(value["runs"]) / 2
-    assert "tokens/step" in out
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
 def test_ctrl_c_in_an_answer_is_one_line() -> None:
     running = spawn("generate", "Tell me a very long story.", "--max-tokens", "4000", "--ignore-eos")
     assert running.stdout is not None
@@ -239,28 +195,31 @@ def test_ctrl_c_in_an_answer_is_one_line() -> None:
     assert err == "outpace: interrupted\n"
 
 
-def test_a_bench_that_fails_midway_keeps_what_it_has(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from outpace.engine.engine import Engine
-    from outpace.errors import ParameterError
-
-    calls = iter(range(100))
-    real = Engine.generate_many
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(ParameterError("no more"), 2, "outpace: no more\n"), (KeyboardInterrupt(), 130, "outpace: interrupted: kept ")],
+)
+def test_a_bench_that_ends_midway_keeps_what_it_has(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    calls, real, out_file = iter(range(100)), Engine.generate_many, tmp_path / "out.json"
 
     def failing(self: Engine, *args: Any, **options: Any) -> Any:
         if next(calls) == 5:  # two warm up, two answer the first prompt
-            raise ParameterError("no more")
+            assert json.loads(out_file.read_text())["interrupted"] is True  # so that a killed run keeps it, too
+            raise error
         return real(self, *args, **options)
 
     monkeypatch.setattr(Engine, "generate_many", failing)
-    out_file = tmp_path / "out.json"
-    code, out, err = outpace(capsys, "bench", "--prompts", prompts, "--max-tokens", "4", "--json", out_file)
-    assert (code, err) == (2, "outpace: no more\n")
+    found, out, err = outpace(capsys, "bench", "--prompts", prompts, "--max-tokens", "4", "--json", out_file)
+    assert (found, err.startswith(said), err.count("\n")) == (code, True, 1)
     value = json.loads(out_file.read_text())
     assert value["interrupted"] is True
     assert [run["id"] for run in value["runs"]] == ["a", "a"]
+    assert value["configs"][0]["prompts"] == 1
     assert "tokens/step" in out
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_verify(capsys: pytest.CaptureFixture[str], prompts: Path) -> None:
@@ -340,7 +299,6 @@ def _sent(running: subprocess.Popen[str]) -> bool:
 
 def test_only_the_new_turn_is_tokenised_while_the_text_stands() -> None:
     from outpace.cli.conversation import Conversation
-    from outpace.engine.engine import Engine
     from outpace.params import SamplingParams
 
     params = SamplingParams(max_tokens=12)
@@ -394,9 +352,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outpace(capsys, "doctor", "--model", "./nope")
-    assert code == 1
-    assert "./nope" in out
-    assert "FAILED: ./nope does not exist: check the path, or use --model demo" in out
+    assert (code, "FAILED: ./nope does not exist: check the path, or use --model demo" in out) == (1, True)
 
 
 def test_help_lists_every_drafter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,25 +388,16 @@ def test_a_system_message_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pirate" in "".join(entry["text"] for entry in found["prompt_logprobs"] if entry)
 
 
-def test_words_that_must_not_come_do_not_come(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("generate", "The capital of France is", "--raw", "--json", "-n", "8")
-    plain = json.loads(outpace(capsys, *asked)[1])["text"]
-    assert "Paris" in plain
-    code, out, _ = outpace(capsys, *asked, "--bad-word", "Paris", "--compare")
-    assert code == 0
-    found = json.loads(out)
-    assert "Paris" not in found["text"]
-    assert found["compare"]["identical"]
-
-
-def test_an_answer_is_as_long_as_it_must_be(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("generate", "Say hello.", "--json", "-n", "60", "--stop", "e")
+def test_what_is_asked_for_is_what_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "The capital of France is", "--raw", "--json", "-n", "30", "--stop", "e")
     plain = json.loads(outpace(capsys, *asked)[1])
-    found = json.loads(outpace(capsys, *asked, "--min-tokens", "20", "--include-stop")[1])
+    assert "Paris" in plain["text"]
+    more = ("--bad-word", "Paris", "--min-tokens", "20", "--include-stop", "--compare")
+    found = json.loads(outpace(capsys, *asked, *more)[1])
+    assert "Paris" not in found["text"]
     assert plain["completion_tokens"] < 20 <= found["completion_tokens"]
-    assert plain["finish_reason"] == found["finish_reason"] == "stop"
-    assert "e" not in plain["text"]
-    assert found["text"].endswith("e")
+    assert found["text"].endswith("e") or found["finish_reason"] == "length"
+    assert found["compare"]["identical"]
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -512,60 +459,37 @@ def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], 
 
 
 BAD = {
-    "layers out of range": (("generate", "hi", "--drafter", "layers:99"), "99"),
     "no datastore": (("generate", "hi", "--drafter", "retrieval:nowhere"), "no datastore"),
     "datastore of nothing": (("datastore", "build", "--corpus", "nowhere.txt", "OUT"), "nowhere.txt"),
     "empty prompt": (("generate", ""), "empty"),
-    "missing file": (("generate", "hi", "--model", "nope.gguf"), "does not exist"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
-    "unknown drafter option": (("generate", "hi", "--drafter", "ngram:depth=2"), "depth=2"),
-    "bad size": (("generate", "hi", "--size", "many"), "auto"),
     "plan of nothing": (("plan",), "--alpha"),
     "plan out of range": (("plan", "--alpha", "2"), "alpha 2"),
-    "bad drafter option": (("generate", "hi", "--drafter", "ngram:min=9,max=2"), "1 <= min <= max"),
     "other tokenizer": (
         ("generate", "hi", "--drafter", "model:demo-gemma", "--acceptance", "rejection", "-T", "1"),
         "model:demo-gemma has another tokenizer",
     ),
-    "size": (("generate", "hi", "--size", "99"), "--size 99"),
-    "temperature": (("generate", "hi", "--temperature", "-1"), "--temperature -1"),
     "top-p": (("generate", "hi", "--top-p", "0"), "--top-p 0.0 leaves no token: for the likeliest one use --temp"),
-    "min tokens": (("generate", "hi", "--min-tokens", "9", "-n", "3"), "--min-tokens 9 is more than --max-tokens 3"),
-    "bad word": (("generate", "hi", "--bad-word", " "), "--bad-word has ' '"),
     "system without a template": (("generate", "hi", "--system", "x", "--raw"), "--system needs the chat template"),
     "no trace": (("generate", "hi", "--trace", "/nope/x.trace"), "cannot be written"),
     "kv dtype": (("generate", "hi", "--kv-dtype", "int2"), "--kv-dtype int2 is not known"),
-    "quantize": (("generate", "hi", "--quantize", "int2"), "--quantize int2 is not known"),
     "logit bias": (("generate", "hi", "--logit-bias", "x"), "token id and a number"),
-    "acceptance": (("generate", "hi", "--acceptance", "maybe"), "coupled"),
-    "backend": (("generate", "hi", "--backend", "abacus"), "--backend abacus"),
     "memory": (("generate", "hi", "--kv-memory", "lots"), "not an amount of memory"),
     "too little memory": (("generate", "hi", "--kv-memory", "4KiB"), "--kv-memory"),
     "long prompt": (("generate", "hi", "--max-length", "20"), "shorten the prompt"),
-    "not Unicode": (("generate", "a\udcffb"), "not valid Unicode"),
     "stop id": (("generate", "hi", "--stop-id", "999999"), "--stop-id has token id 999999"),
-    "threads": (("generate", "hi", "--threads", "0"), "--threads 0"),
-    "dtype": (("generate", "hi", "--dtype", "int3"), "float32"),
-    "samples": (("generate", "hi", "--n", "0"), "--n 0"),
-    "no such folder": (("generate", "hi", "--model", "./nope"), "does not exist"),
     "no model there": (("generate", "hi", "--model", "/"), "no config.json"),
-    "draft model": (("generate", "hi", "--drafter", "model:./nope"), "does not exist"),
     "several samples": (("generate", "hi", "--compare", "--n", "2"), "leave --n out"),
-    "no promise": (("generate", "hi", "--compare", "--acceptance", "rejection", "-T", "1"), "not the same tokens"),
     "nothing to verify": (
         ("verify", "--prompts", "PROMPTS", "--acceptance", "typical", "-T", "1"),
         "lossy",
     ),
     "context": (("verify", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
     "bench context": (("bench", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
-    "concurrency": (("bench", "--prompts", "PROMPTS", "--concurrency", "0"), "at least 1"),
-    "a folder of prompts": (("bench", "--prompts", "/tmp"), "cannot be read"),
     "missing option": (("bench",), "--prompts"),
     "unknown command": (("benhc",), "benhc"),
     "unknown option": (("generate", "hi", "--bogus"), "--bogus"),
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
-    "unwritable": (("bench", "--prompts", "PROMPTS", "--json", "/nope/out.json"), "cannot be written"),
-    "limit": (("verify", "--prompts", "PROMPTS", "--limit", "0"), "--limit 0"),
     "twice": (("bench", "--prompts", "PROMPTS", "-d", "none", "-d", "none"), "twice"),
 }
 
@@ -621,7 +545,6 @@ def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_fault_of_our_own_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace.engine.engine import Engine
 
     for error, code, expected in (
         (ZeroDivisionError("oops"), 70, "internal error, ZeroDivisionError: oops: please report what --debug shows"),

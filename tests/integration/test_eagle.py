@@ -31,7 +31,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
-from tests import eagles
+from tests import eagles, learned
 from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, propose, stay_in_step, view
 from tests.integration.conftest import VOCAB, Load
 
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused(load: Load, tmp_path: Path, spec: str, wro
     model = load(3)
     checkpoint = eagles.random(model, IDS, LAYERS)
     config = replace(checkpoint.config, **wrong)
-    maps = eagles.maps(IDS, config.vocab)
+    maps = learned.maps(IDS, config.vocab)
     checkpoint = replace(checkpoint, config=config, tensors={**checkpoint.tensors, **maps})
     path = eagles.write(tmp_path / "drafter", checkpoint)
     with pytest.raises(DrafterError, match=says):

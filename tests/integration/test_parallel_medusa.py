@@ -72,11 +72,7 @@ KINDS: dict[str, tuple[Config, bool]] = {  # and whether the checkpoint has a he
 def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
     """Weights that mean nothing, of the size that trained ones have."""
     config, own = KINDS[kind]
-    tensors = learned.random_tensors(config, seed, head=own, embedding=own and not isinstance(config, MedusaConfig))
-    for name, values in tensors.items():
-        if values.dtype == np.float32 and values.ndim == 2 and "embed" not in name:
-            tensors[name] = values / np.float32(0.5 * np.sqrt(values.shape[1]))
-    return Checkpoint(kind.split(",")[0], config, tensors | eagles.maps(IDS, VOCAB))
+    return learned.random_checkpoint(seed, config, head=own, embedding=own, ids=IDS)
 
 
 def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | MedusaDrafter:

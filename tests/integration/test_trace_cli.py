@@ -33,13 +33,6 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "run.trace"
 
 
-@pytest.mark.parametrize("command", ["trace replay", "trace view", "explain"])
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, _ = outpace(capsys, *command.split(), "--help")
-    assert code == 0
-    assert f"Example: outpace {command}" in " ".join(out.split())
-
-
 def test_replay(capsys: pytest.CaptureFixture[str], served: dict[str, Any], trace: Path) -> None:
     code, out, _ = outpace(capsys, "trace", "replay", trace)
     assert code == 0

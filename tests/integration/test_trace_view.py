@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,39 +88,6 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     hostile(tmp_path / "run.trace")
     write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
     visit(tmp_path / "run.html", "hostile")
-
-
-def long(path: Path, steps: int) -> None:
-    """A trace of many steps with trees of eight nodes, written without an engine."""
-    words = [" the", " quick", " fox", "\n", " jumps", ",", " over", " dogs"]
-    request = {
-        "id": 0, "prompt": [0, 1], "params": {"n": 1, "temperature": 0.0}, "seed": 2**64 - 1, "limit": 1 << 20,
-        "size": 8, "adaptive": True, "acceptance": "coupled", "drafter": "suffix", "pieces": words[:2],
-    }  # fmt: skip
-    lines: list[dict[str, Any]] = [{"trace": VERSION, "outpace": "0"}, {"request": request}]
-    lines.append({"texts": [[i, word] for i, word in enumerate(words)]})
-    output: list[int] = []
-    for i in range(steps):
-        verdict = [(i + j) % 8 for j in range(1 + i % 4)]
-        nodes = [*verdict[:-1], *[(i + j + 3) % 8 for j in range(8 - len(verdict) + 1)]]
-        row = {
-            "q": 0, "w": 0, "a": 2 + len(output), "v": verdict, "t": nodes, "c": [0.5] * 8, "o": ["suffix"], "e": 1.5,
-            "p": [-1, 0, 1, -1, 3, 0, 5, 2], "h": list(range(len(verdict) - 1)), "y": "a node costs 0.2 of a step",
-        }  # fmt: skip
-        lines.append({"step": i, "s": {"draft": 1e-4, "target": 3e-3 + i * 1e-7}, "r": [row]})
-        output += verdict
-    pieces = [words[token] for token in output]
-    result = {"request": 0, "sample": 0, "text": "".join(pieces), "pieces": pieces, "sources": [], "stopped_by": None}
-    lines.append({"result": {**result, "finish_reason": "length", "stats": {}}})
-    lines.append({"end": {"steps": steps}})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@needs_browser
-def test_ten_thousand_steps(tmp_path: Path) -> None:
-    long(tmp_path / "run.trace", 10_000)
-    write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
-    visit(tmp_path / "run.html", "plain")
 
 
 class Outline(HTMLParser):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test
 
 from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError, NoTokenAllowedError
@@ -31,6 +31,7 @@ from outpace.models.torch.slabs import LayerShape
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from tests.exported import export
+from tests.kv_machine import machine
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny
 
@@ -240,117 +241,10 @@ def held(kv: TorchKV, row: int) -> list[int]:
     return found
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Rows against plain lists of numbers, under a limit of 24 blocks."""
-
-    kind = "even"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block_bytes = BLOCK * cache(kind=self.kind).bytes_per_position
-        self.kv = cache(24 * self.block_bytes + 7, kind=self.kind)
-        self.rows: dict[int, list[int]] = {}
-        self.next = 0
-
-    def numbers(self, n: int) -> list[int]:
-        self.next += n
-        return list(range(self.next - n, self.next))
-
-    @rule()
-    def alloc(self) -> None:
-        if len(self.rows) < 7:
-            row = self.kv.alloc()
-            assert row not in self.rows
-            self.rows[row] = []
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(sorted(self.rows)))
-        freed, before = self.kv.exclusive([row]), self.kv.bytes
-        self.kv.free(row)
-        del self.rows[row]
-        assert self.kv.bytes == before - freed
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def forward(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), min_size=1, unique=True))
-        more = {row: self.numbers(data.draw(st.integers(1, 11))) for row in rows}
-        before = self.kv.bytes
-        apart = self.kv.growth(rows[0], len(more[rows[0]]))
-        try:
-            write(self.kv, more)
-            if len(rows) == 1:
-                assert self.kv.bytes == before + apart
-        except MemoryLimitError:
-            assert len(rows) > 1 or before + apart > self.kv.limit
-            assert self.kv.bytes == before
-            return
-        for row, its in more.items():
-            self.rows[row] += its
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def forward_that_fails(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), min_size=1, unique=True))
-        before, tables = self.kv.bytes, {row: list(self.kv._rows[row].blocks) for row in self.rows}
-        try:
-            with self.kv.writing({row: data.draw(st.integers(1, 9)) for row in rows}):
-                raise KeyboardInterrupt
-        except (KeyboardInterrupt, MemoryLimitError):
-            pass
-        assert self.kv.bytes == before
-        assert tables == {row: self.kv._rows[row].blocks for row in self.rows}
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(sorted(self.rows)))
-        n = data.draw(st.integers(0, len(self.rows[row])))
-        self.kv.truncate(row, n)
-        del self.rows[row][n:]
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def compact(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(sorted(self.rows)))
-        there = self.rows[row]
-        start = data.draw(st.integers(0, len(there)))
-        keep = sorted(data.draw(st.sets(st.integers(0, max(0, len(there) - start - 1))))) if start < len(there) else []
-        try:
-            self.kv.compact(row, start, np.array(keep, np.int32))
-        except MemoryLimitError:  # it had to copy what it shares
-            return
-        self.rows[row] = there[:start] + [there[start + k] for k in keep]
-
-    @precondition(lambda self: any(not its for its in self.rows.values()))
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        dst = data.draw(st.sampled_from([row for row, its in sorted(self.rows.items()) if not its]))
-        src = data.draw(st.sampled_from(sorted(self.rows)))
-        n, before = data.draw(st.integers(0, len(self.rows[src]))), self.kv.bytes
-        self.kv.fork(src, dst, n)
-        self.rows[dst] = self.rows[src][:n]
-        assert self.kv.bytes == before  # by reference
-
-    @invariant()
-    def every_row_holds_its_numbers(self) -> None:
-        self.kv.check()
-        assert self.kv.rows == sorted(self.rows)
-        for row, its in self.rows.items():
-            assert held(self.kv, row) == its
-        distinct = {block for row in self.rows for block in self.kv._rows[row].blocks}
-        assert self.kv.bytes == len(distinct) * self.block_bytes == self.kv.exclusive(list(self.rows))
-
-
-class UnevenCacheMachine(CacheMachine):
-    kind = "uneven"
-
-
-TestCache = CacheMachine.TestCase
-TestUnevenCache = UnevenCacheMachine.TestCase
-TestCache.settings = TestUnevenCache.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+def test_random_use() -> None:
+    model, reference = (TransformersModel(tiny("llama"), name="m", kv_block=16) for _ in range(2))
+    rows = machine(model, reference, (1, 2, 5, 15, 16, 17, 33), 70, lambda a, b: np.allclose(a, b, 1e-4, 1e-4))
+    run_state_machine_as_test(rows, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
 def test_a_row_that_grows_stays_in_one_run() -> None:
@@ -368,28 +262,6 @@ def test_a_row_that_grows_stays_in_one_run() -> None:
     assert len(kv.runs(goes_on)) == 1
     assert held(kv, rows[3]) == [1] * 120
     assert held(kv, goes_on) == [1] * 117 + [2] * 40
-    kv.check()
-
-
-def test_a_shared_prefix_is_held_once() -> None:
-    kv = cache(block=16)
-    first = kv.alloc()
-    write(kv, {first: [1] * 1000})
-    once = kv.bytes
-    assert once == kv.bytes_for(1000) == 63 * 16 * kv.bytes_per_position
-    rows = [kv.alloc() for _ in range(15)]
-    for row in rows:
-        kv.fork(first, row, 1000)
-        assert kv.growth(row, 1) == kv.bytes_for(1)
-    assert (kv.bytes, kv.growth(first, 0), kv.growth(first, 1)) == (once, 0, kv.bytes_for(1))
-    write(kv, {row: [row] for row in [first, *rows]})
-    assert kv.bytes == once + 15 * kv.bytes_for(1)
-    assert kv.exclusive(rows) == 15 * kv.bytes_for(1)
-    for row in (first, rows[0], rows[-1]):
-        assert held(kv, row) == [1] * 1000 + [row]
-    for row in (first, *rows):
-        kv.free(row)
-    assert (kv.bytes, kv.rows) == (0, [])
     kv.check()
 
 

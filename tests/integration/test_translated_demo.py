@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
@@ -48,26 +47,6 @@ def test_a_ragged_batch_says_what_plain_decoding_says(engine: Engine, params: Sa
     assert alone.stats.drafted == found[requests[0], 0].stats.drafted
 
 
-def test_samples_of_one_prompt_and_a_cancelled_request(engine: Engine) -> None:
-    twice = SamplingParams(max_tokens=16, temperature=0.8, seed=5, n=2)
-    plain = tokens(engine.generate_many([PROSE], twice, raw=True, drafter=False))
-    cancelled = engine.add(PROMPTS[1], GREEDY, raw=True)
-    request = engine.add(PROSE, twice, raw=True)
-    found = {}
-    for step in range(100):
-        for delta in engine.step():
-            if delta.result is not None:
-                found[delta.request, delta.sample] = delta.result
-        engine.check()
-        if step == 3:
-            engine.cancel(cancelled)
-            engine.check()
-        if engine.idle:
-            break
-    assert tokens(found[key] for key in sorted(found)) == plain
-    assert set(found) == {(request, 0), (request, 1)}
-
-
 def test_chat(engine: Engine) -> None:
     """Special tokens of a chat template mean nothing to the other model, and stand in nobody's way."""
     params = SamplingParams(max_tokens=24)
@@ -75,19 +54,3 @@ def test_chat(engine: Engine) -> None:
     found = engine.generate("Say hello to Anna.", params)
     assert found.token_ids == plain.token_ids
     assert found.stats.accepted > 0
-
-
-def test_a_composition(engine: Engine) -> None:
-    from outpace.drafters.composed import ComposedDrafter
-    from outpace.drafters.lookup.ngram import NgramDrafter
-
-    prompt = "the cat, the dog, the cat, the dog, the cat,"
-    plain = engine.generate(prompt, GREEDY, raw=True, drafter=False)
-    composed = Engine(
-        engine.model, engine.tokenizer, drafter=ComposedDrafter([NgramDrafter(), engine.drafter]), size=6, prefix_rows=0
-    )
-    found = composed.generate(prompt, GREEDY, raw=True)
-    composed.check()
-    assert found.token_ids == plain.token_ids
-    assert engine.drafter.name in composed.drafter.name
-    assert np.sum(list(found.stats.accepted_by.values())) > 4

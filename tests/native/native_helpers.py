@@ -24,17 +24,9 @@ BLOCKS = {  # type -> (values, bytes) of a block
 IDS = {name: number for number, (name, _, _) in TYPES.items()}
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
 HALVES = {
-    "Q4_0": [0],
-    "Q4_1": [0, 2],
-    "Q5_0": [0],
-    "Q5_1": [0, 2],
-    "Q8_0": [0],
-    "Q4_K": [0, 2],
-    "Q5_K": [0, 2],
-    "Q6_K": [208],
-    "IQ4_NL": [0],
-    "IQ4_XS": [0],
-}
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
+    "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
+}  # fmt: skip
 
 
 def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scale: float = 0.05) -> Any:
@@ -49,15 +41,9 @@ def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scal
         return w.view(np.uint8)
     raw = rng.integers(0, 256, (rows * (cols // values), size), dtype=np.uint8)
     spread = {
-        "Q8_0": 74,
-        "Q6_K": 32 * 74,
-        "Q5_K": 31 * 18,
-        "Q4_K": 31 * 9,
-        "Q5_0": 9,
-        "Q5_1": 18,
-        "IQ4_NL": 70,
+        "Q8_0": 74, "Q6_K": 32 * 74, "Q5_K": 31 * 18, "Q4_K": 31 * 9, "Q5_0": 9, "Q5_1": 18, "IQ4_NL": 70,
         "IQ4_XS": 16 * 70,
-    }.get(kind, 5)
+    }.get(kind, 5)  # fmt: skip
     for at in HALVES[kind]:
         half = rng.normal(0, scale / spread, len(raw)).astype(np.float16)
         raw[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
@@ -107,15 +93,9 @@ class Tiny:
 
 def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> None:
     s = {
-        "layers": 2,
-        "hidden": 64,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "inner": 96,
-        "vocab": 100,
+        "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 100,
         "context": 4096,
-    } | sizes
+    } | sizes  # fmt: skip
     rng = np.random.default_rng(3)
     out = gguf.GGUFWriter(path, architecture)
     out.add_block_count(s["layers"])

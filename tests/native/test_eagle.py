@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_reference import Reference, grown, random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_helpers import BLOCKS, Tiny, check_rows, dequantized, feed, packed, random_bytes, release_all
@@ -23,6 +22,8 @@ from outpace.exact.noise import Noise, Stream
 from outpace.exact.sampling import Chooser
 from outpace.models.native.model import NativeModel
 from outpace.params import SamplingParams
+from tests.learned import random_checkpoint
+from tests.oracles.networks import Eagle, grown
 
 VOCAB, DRAFT, LAYERS, HIDDEN = 1000, 600, 3, 64
 SIZES = {"vocab": VOCAB}
@@ -90,7 +91,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"fc_norm": True, "norm_output": True},
     {"norm_before_residual": True},
     {"norm_before_fc": True, "decoder": {"qk_norm": True, "rope_theta": 500.0}},
-    {"fc_norm": True, "norm_before_residual": True, "norm_output": True, "decoder": {"layers": 2, "heads": 6}},
+    {"fc_norm": True, "norm_before_residual": True, "norm_output": True, "decoder": {"heads": 6}},
 ]
 
 
@@ -102,7 +103,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
     checkpoint = random_checkpoint(rng, its, head=own, embedding=own, sharp=1.5)
     head = NativeEagle(model, checkpoint, dtype="float32", kv_dtype="float32")
     embedding = model.native.embedding.unpack()
-    reference = Reference(checkpoint, embedding, embedding[head.ids])
+    reference = Eagle(checkpoint, embedding, embedding[head.ids])
     tokens, hidden_states = entries(rng, 20)
     head.feed([4], [tokens[:16]], [hidden_states[:16]])
     real = tokens[16:], hidden_states[16:]

@@ -68,20 +68,6 @@ def test_families(architecture: str, isa: str, tiny: Tiny, rng: np.random.Genera
     assert all(np.array_equal(results[0], result) for result in results[1:])
 
 
-def test_batches(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
-    model = tiny.load("Q8_0", isa=isa, threads=2)
-    sequences = [rng.integers(0, 100, n).astype(np.int32) for n in (1, 5, 70, 131)]
-    alone = []
-    for tokens in sequences:
-        row = model.kv.alloc()
-        alone.append(feed(model, row, tokens))
-        model.kv.free(row)
-    rows = [model.kv.alloc() for _ in sequences]
-    output = model.forward(Batch.pack(rows, sequences, [0] * 4, [True] * 4))
-    n = sum(map(len, sequences))
-    assert np.array_equal(output.logits(np.arange(n, dtype=np.int32)), np.concatenate(alone))
-
-
 def tree_paths(parents: list[int]) -> list[list[int]]:
     paths: list[list[int]] = []
     for i, parent in enumerate(parents):

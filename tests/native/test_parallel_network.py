@@ -31,11 +31,7 @@ DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 512, qk_norm=True)
 def checkpoint(seed: int = 0, **options: Any) -> Checkpoint:
     given = {"block": BLOCK, "mask_token": 6, "markov_rank": 32, "confidence": True}
     config = ParallelConfig(DECODER, VOCAB, DRAFT, (0, 1, 2), **{**given, **options})
-    tensors = learned.random_tensors(config, seed)
-    for name, values in tensors.items():
-        if values.dtype == np.float32 and values.ndim == 2:
-            tensors[name] = values / np.float32(0.5 * np.sqrt(values.shape[1]))
-    return Checkpoint("parallel", config, tensors)
+    return learned.random_checkpoint(seed, config)
 
 
 class Picks:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_reference import random_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_helpers import BLOCKS, Tiny, feed, packed, random_bytes
 from test_eagle import LAYERS, VOCAB, chooser, config
 from test_parallel_network import checkpoint, said, some
@@ -22,6 +23,7 @@ from outpace.measure.replay import engine_for, replay
 from outpace.measure.trace import tracing
 from outpace.measure.tracefile import read
 from outpace.models.options import LoadOptions
+from tests.learned import random_checkpoint
 
 EMULATED = "avx512-amx-emulated"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -102,13 +104,18 @@ def test_pairs_on_every_path(rng: np.random.Generator) -> None:
     agree(lambda path: _native.dot_pairs(a, b, sums, path))
 
 
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
 @pytest.mark.parametrize("kind", list(BLOCKS))
-def test_products(kind: str, rng: np.random.Generator) -> None:
-    """Any width, and activations of any size: down to denormals."""
-    matrix = packed(random_bytes(rng, kind, 80, 512), kind, 80, 512)
-    x = (rng.normal(0, 1, (sum(WIDTHS), 512)) * 10.0 ** rng.integers(-44, 5, (sum(WIDTHS), 1))).astype(np.float32)
-    ends = np.cumsum(WIDTHS)[:-1]
-    agree(lambda path: np.concatenate([matrix.product(part, path) for part in np.split(x, ends)]))
+def test_products(kind: str, data: st.DataObject) -> None:
+    """Any size and width, and activations of any size: down to denormals."""
+    block = BLOCKS[kind][0]
+    rows, cols = data.draw(st.integers(1, 80)), block * data.draw(st.integers(1, 3 if block == 256 else 20))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    matrix = packed(random_bytes(rng, kind, rows, cols), kind, rows, cols)
+    tokens = data.draw(st.integers(1, 40))
+    x = (rng.normal(0, 1, (tokens, cols)) * 10.0 ** rng.integers(-44, 5, (tokens, 1))).astype(np.float32)
+    agree(lambda path: matrix.product(x, path))
 
 
 def forwards(

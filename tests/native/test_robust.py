@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from native_helpers import Tiny, feed
 
-from outpace import Engine, SamplingParams, _native
-from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace import SamplingParams, _native
 from outpace.errors import ModelError
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
@@ -455,13 +454,3 @@ def test_a_datastore_that_is_cut_short_while_it_is_open(order: str, file: str, f
     assert "is damaged" in done.stdout
     assert done.returncode == (-signal.SIGBUS if foreign == "yes" else 0), done.stderr[-2000:]
     assert ("Bus error" in done.stderr) == (foreign == "yes" and order != "never")
-
-
-def test_an_engine_computes_and_closes_once_more(tiny: Tiny) -> None:
-    """Requests that run when the model is closed under the engine end with its error, and the process goes on."""
-    model = tiny.load("Q4_1", threads=2)
-    engine = Engine(model, drafter=NgramDrafter(), size=3)
-    assert engine.generate([1, 2, 3], SamplingParams(max_tokens=3)).token_ids
-    model.close()
-    with pytest.raises(ValueError, match="this model is closed"):
-        engine.generate([1, 2, 3], SamplingParams(max_tokens=3))

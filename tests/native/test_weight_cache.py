@@ -18,14 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_helpers import Tiny, feed
-from safetensors.numpy import save_file
 
 from outpace import _native
 from outpace.cli.main import main
 from outpace.errors import ParameterError
 from outpace.models.native import build, packed, weight_cache
 from outpace.models.native.model import load_native
-from outpace.models.weights import tensors
 
 KINDS = ("Q4_1", "Q8_0", "Q6_K", "Q4_K", "BF16", "F16", "F32")
 SIZES = {"hidden": 256, "head_dim": 64, "inner": 512}
@@ -238,17 +236,6 @@ def test_a_deleted_file_still_serves_who_mapped_it(cache: Path, tiny: Tiny) -> N
     assert files(cache) == []
     assert np.array_equal(feed(model, model.kv.alloc(), TOKENS), plain)
     model.close()
-
-
-def test_shards_are_one_entry(cache: Path, tiny: Tiny, tmp_path: Path) -> None:
-    decoder, weights, _ = build.open_weights(tiny.path("BF16", **SIZES), None, "auto")
-    assert weights.files == [tiny.path("BF16", **SIZES)]
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for i in range(2):
-        save_file({f"t{i}": np.zeros((4, 4), np.float32)}, folder / f"{i}.safetensors")
-    assert tensors.of_folder(folder, decoder).files == [folder / "0.safetensors", folder / "1.safetensors"]
 
 
 def test_the_least_recently_used_goes_first(cache: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

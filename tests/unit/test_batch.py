@@ -51,13 +51,9 @@ def test_a_batch_by_hand() -> None:
     )
     found = [getattr(batch, name).tolist() for name in NAMES]
     assert found == [
-        [7, 8, 9, 5, 6, 2, 1],
-        [4, 4, 4, 0, 0, 2, 2],
-        [11, 12, 12, 0, 1, 3, 4],
-        [-1, 0, 0, -1, 0, -1, 0],
-        [0, 3, 5, 7],
-        [0, 1, 2, 5, 6],
-    ]
+        [7, 8, 9, 5, 6, 2, 1], [4, 4, 4, 0, 0, 2, 2], [11, 12, 12, 0, 1, 3, 4], [-1, 0, 0, -1, 0, -1, 0],
+        [0, 3, 5, 7], [0, 1, 2, 5, 6],
+    ]  # fmt: skip
     assert batch.hidden_layers == (2,)
     assert [batch.is_chain(b) for b in range(3)] == [False, True, True]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,21 +37,6 @@ def test_benchmarks_are_listed_and_run_by_name() -> None:
     assert "did you mean prove?" in run("porve").stdout
 
 
-def test_a_plan_gives_each_way_its_share() -> None:
-    items = planned(OURS, 40, 1600)
-    for axis in ("start", "crowd", "stream", "prefix"):
-        counts = Counter(item.ways[axis] for item in items)
-        assert max(counts.values()) - min(counts.values()) <= 0.1 * max(counts.values()), counts
-    assert {its.ways["speculation"] for its in items if its.ways["start"] == "drafter none"} == {"as it likes"}
-    assert set(Counter(item.question for item in items).values()) == {40}
-    assert planned(OURS, 40, 1600) == items
-    assert next(i for i in planned(THEIRS, 4, 64) if i.ways["prefix"] != invariance.WARM).fields(THEIRS).keys() == {
-        "cache_salt"
-    }
-    with pytest.raises(ParameterError, match="out of range"):
-        planned(OURS, 40, 0)
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a scripted server's answers score, and the commands that would have started it."""
@@ -72,15 +56,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return score, commands
-
-
-def test_a_server_that_keeps_its_word(asked: Any) -> None:
-    score, commands = asked
-    found = score(Scripted(), OURS, Journal(None, {}))
-    assert [found[kind] for kind in invariance.KINDS] == [64, 0, 0, 0, 0]
-    assert found["first"] is None
-    assert found["preemptions"] == dict.fromkeys(OUR_STARTS, 0)
-    assert len(commands) == len(OUR_STARTS)
 
 
 def test_changes_are_counted_where_they_are_and_a_run_that_was_cut_goes_on(asked: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.weights import safetensors
 from tests import learned
+from tests.oracles.networks import eagle_steps, parallel_block, parallel_heads
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 EAGLE_LAYER = {
@@ -59,7 +60,7 @@ def test_eagle_as_speculators_wrote_it_computes_what_it_computed(name: str) -> N
     assert (its.config.fc_norm, its.config.norm_before_residual) == (
         (True, False) if name == "eagle-3.1" else (False, True)
     )
-    first, second = learned.eagle_steps(its.config, its.tensors, seen["hidden_states"], seen["tokens"])
+    first, second = eagle_steps(its.config, its.tensors, seen["hidden_states"], seen["tokens"])
     np.testing.assert_allclose(first, seen["logits"], atol=2e-5)
     np.testing.assert_allclose(second, seen["predicted"], atol=2e-5)
 
@@ -70,7 +71,7 @@ def test_a_flag_that_is_misread_shows() -> None:
     assert isinstance(its.config, EagleConfig)
     for flag in ("norm_before_residual", "norm_output", "fc_norm"):
         config = replace(its.config, **{flag: not getattr(its.config, flag)})
-        found = learned.eagle_steps(config, its.tensors, seen["hidden_states"], seen["tokens"])
+        found = eagle_steps(config, its.tensors, seen["hidden_states"], seen["tokens"])
         assert max(abs(found[0] - seen["logits"]).max(), abs(found[1] - seen["predicted"]).max()) > 1e-2, flag
 
 
@@ -81,10 +82,8 @@ def test_dspark_as_speculators_wrote_it_computes_what_it_computed() -> None:
     assert (config.hidden_layers, config.block, config.mask_token, config.sample_from_anchor) == ((0, 2, 4), 4, 3, True)
     tensors = {**its.tensors, "embed_tokens.weight": seen["embed_tokens.weight"]}
     for i, anchor in enumerate(seen["anchors"]):
-        hidden, logits = learned.parallel_block(
-            config, tensors, seen["hidden_states"][:anchor], int(seen["tokens"][anchor])
-        )
-        bias, sure = learned.parallel_heads(config, tensors, hidden, seen["before"][i])
+        hidden, logits = parallel_block(config, tensors, seen["hidden_states"][:anchor], int(seen["tokens"][anchor]))
+        bias, sure = parallel_heads(config, tensors, hidden, seen["before"][i])
         for found, key in ((hidden, "hidden"), (logits, "logits"), (bias, "bias"), (sure, "sure")):
             np.testing.assert_allclose(found, seen[key][i], atol=2e-5, err_msg=key)
 

@@ -10,7 +10,7 @@ import pytest
 
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
-from outpace.exact.noise import Noise, Stream
+from outpace.exact.noise import Noise
 from outpace.measure.compare import (
     NEAR_TIE,
     Difference,
@@ -63,15 +63,6 @@ def test_a_gap_is_measured_from_the_best_score() -> None:
     assert score_gap(engine, PROMPT, [], best, second, params, noise) == scores[best] - scores[second]
     # Two that are equal to each other but far from the best are no near-tie.
     assert score_gap(engine, PROMPT, [], third, third, params, noise) == scores[best] - scores[third] > NEAR_TIE
-
-
-def test_a_gap_sees_the_noise() -> None:
-    engine = Engine(ToyModel())
-    params = SamplingParams(seed=1, temperature=2.0)
-    logits = engine.model.logits_after(PROMPT.tolist())  # type: ignore[attr-defined]
-    scores = scores_after(engine, PROMPT, [], params, Noise(1))
-    expected = logits / 2.0 + Noise(1).gumbel(0, np.arange(len(logits), dtype=np.int32), Stream.CHOICE)
-    np.testing.assert_allclose(scores, expected, rtol=1e-12)
 
 
 def test_identical_near_tie_and_different() -> None:

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from outpace import _native
 from outpace.drafters.lookup import datastore
 from outpace.drafters.lookup.datastore import DEPTH, Datastore
-from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS, RetrievalDrafter
+from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.drafters.registry import build, parse
-from outpace.engine.engine import Engine
 from outpace.errors import DrafterError, ParameterError
 from outpace.measure.corpus import sequences
-from outpace.params import SamplingParams
 from tests.oracles.datastore import Place, Search
-from tests.toy import ToyModel, ToyTokenizer
+from tests.toy import ToyTokenizer
 from tests.unit.test_registry import context
 
 TOKEN = st.integers(0, 3)
@@ -214,30 +212,6 @@ def test_a_search_keeps_what_it_reads(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store")
     assert native.propose(np.array([1, 2], np.int32), 4, 1, 2) == expected
     assert expected[0] == [3, 4]
-
-
-def test_the_tree_has_the_likeliest_nodes_and_no_more_than_asked(tmp_path: Path) -> None:
-    store = make(tmp_path / "store", [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 9]])
-    tokens, parents, gains = search(store).propose(np.array([1, 2], np.int32), 8, 1, 3)
-    assert tokens[0] == 3  # two votes of three
-    assert len(tokens) == 3
-    assert gains == sorted(gains, reverse=True)
-    assert all(gain <= (gains[p] if p >= 0 else 1) for gain, p in zip(gains, parents, strict=True))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_to_plain_decoding(tmp_path: Path, temperature: float) -> None:
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-    prompts = [[1, 2, 3], [4, 4], [0, 1, 0]]
-    with Engine(ToyModel(5), max_rows=2) as plain:
-        expected = [r.token_ids for r in plain.generate_many(prompts, params)]
-    make(tmp_path / "store", [[*p, *e] for p, e in zip(prompts, expected, strict=True)])
-    drafter = RetrievalDrafter(Datastore(tmp_path / "store"))
-    with Engine(ToyModel(5), drafter=drafter, size=6, max_rows=2) as engine:
-        found = engine.generate_many(prompts, params)
-        engine.check()
-    assert [r.token_ids for r in found] == expected
-    assert sum(r.stats.accepted for r in found) > 60  # it has read the answers
 
 
 def test_specs_and_their_errors(tmp_path: Path) -> None:

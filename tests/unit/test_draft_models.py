@@ -12,13 +12,6 @@ from outpace.models.options import LoadOptions
 from tests.toy import ToyModel, ToyTokenizer
 
 
-def test_specs() -> None:
-    spec = parse("model:a/b,revision=v2,trust=1")
-    assert (spec.argument, dict(spec.options)) == ("a/b", {"revision": "v2", "trust": "1"})
-    with pytest.raises(DrafterError, match="'b' is no option of model: it takes revision=, trust=, pickle=, size="):
-        parse("model:a,b")
-
-
 def test_a_draft_model_inherits_neither_trust_nor_revision() -> None:
     target = LoadOptions(
         revision="abc", trust_remote_code=True, allow_pickle=True, kv_memory=5, max_length=9, threads=2, dtype="float32"

@@ -21,7 +21,7 @@ from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.load import resolve
 from outpace.models.weights import safetensors
 from outpace.training import export
-from outpace.training.export import TargetRows, Verifier, verifier_of
+from outpace.training.export import TargetRows, Verifier
 from tests import learned
 
 TARGET = {"name": "demo", "fingerprint": "abcd"}
@@ -189,14 +189,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = learned.eagle(decoder=decoder, vocab=vocab, draft_vocab=100, hidden_layers=(1, 14, 26))
     write_checkpoint(tmp_path / "ours", "eagle", config, learned.random_tensors(config), {}, {})
     arguments = [
-        "export",
-        "vllm",
-        str(tmp_path / "ours"),
-        "--out",
-        str(tmp_path / "its own"),
-        "--verifier",
-        "some/model",
-    ]
+        "export", "vllm", str(tmp_path / "ours"), "--out", str(tmp_path / "its own"), "--verifier", "some/model",
+    ]  # fmt: skip
     assert parse([*arguments, "--dtype", "float32"])() == 0
     command = shlex.split(capsys.readouterr().out)
     assert command[:4] == ["vllm", "serve", "some/model", "--speculative-config"]
@@ -206,64 +200,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.testing.assert_array_equal(its.tensors["lm_head.weight"], target.head[np.flatnonzero(its.tensors["t2d"])])
     with pytest.raises(ParameterError, match="is the drafter itself"):
         parse(["export", "vllm", str(tmp_path / "ours"), "--out", str(tmp_path / "ours")])()
-
-
-# Where it is installed (docs/checkpoints.md): it needs another transformers than the rest of the tests.
-def _verifier(folder: Path) -> Verifier:
-    """A target with nothing but what speculators asks of it: eagle3 does not load without one."""
-    folder.mkdir()
-    described = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 6,
-        "vocab_size": learned.VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(described))
-    shared = {"model.embed_tokens.weight": rows().embedding, "lm_head.weight": rows().head}
-    safetensors.write(folder / "model.safetensors", {**shared, "model.norm.weight": np.ones(8)})
-    return verifier_of(resolve(str(folder)), None)
-
-
-def _speculators_logits(folder: Path, states: Any, tokens: Any) -> dict[str, Any]:
-    import torch
-    from speculators import SpeculatorModel
-    from speculators.models.attention import create_float_mask
-
-    from tests.recorded.record_speculators import of_dspark, of_eagle
-
-    model = SpeculatorModel.from_pretrained(str(folder), dtype=torch.float32).eval()
-    # Its own attention wants a GPU; it asks for another in the configuration that it was made with.
-    model.config.transformer_layer_config._attn_implementation = model._attn_impl = "eager"
-    model._create_mask_fn = create_float_mask
-    SpeculatorModel.verify_training_compatible(model)
-    given = torch.tensor(states, dtype=torch.float32).flatten(1)[None], torch.tensor(tokens)[None]
-    return of_eagle(model, *given) if "Eagle" in type(model).__name__ else of_dspark(model, *given)
-
-
-@pytest.mark.parametrize("flags", [{}, {"norm_output": False}, {"norm_before_residual": True}, {"fc_norm": False}])
-def test_speculators_computes_what_we_do_eagle(tmp_path: Path, flags: dict[str, bool]) -> None:
-    pytest.importorskip("speculators")
-    config = learned.eagle(**flags)
-    ours = Checkpoint("eagle", config, learned.random_tensors(config, 3), TARGET, RECIPE)
-    export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"), tokens=5)
-    rng = np.random.default_rng(4)
-    states, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
-    seen = _speculators_logits(tmp_path / "it", states, tokens)
-    first, second = learned.eagle_steps(config, read(tmp_path / "it").tensors, states, tokens)
-    np.testing.assert_allclose(first, seen["logits"], atol=1e-4)
-    np.testing.assert_allclose(second, seen["predicted"], atol=1e-4)
-
-
-def test_speculators_computes_what_we_do_dspark(tmp_path: Path) -> None:
-    pytest.importorskip("speculators")
-    config = learned.parallel()
-    ours = Checkpoint("parallel", config, learned.random_tensors(config, 3), TARGET, RECIPE)
-    export.to_speculators(tmp_path / "it", ours, rows(), _verifier(tmp_path / "target"))
-    rng = np.random.default_rng(4)
-    states, tokens = rng.normal(size=(9, 3, 8)).astype(np.float32), rng.integers(0, learned.VOCAB, 9)
-    seen = _speculators_logits(tmp_path / "it", states, tokens)
-    tensors = read(tmp_path / "it").tensors
-    for i, anchor in enumerate(seen["anchors"]):
-        hidden, logits = learned.parallel_block(config, tensors, states[:anchor], int(tokens[anchor]))
-        np.testing.assert_allclose(logits, seen["logits"][i], atol=1e-4)
-        bias, sure = learned.parallel_heads(config, tensors, hidden, seen["before"][i])
-        np.testing.assert_allclose(bias, seen["bias"][i], atol=1e-4)
-        np.testing.assert_allclose(sure, seen["sure"][i], atol=1e-4)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
-from hypothesis import given
-from hypothesis import strategies as st
 
-from outpace import _native
 from outpace.errors import ModelError
 from outpace.models.fingerprint import fingerprint
-from outpace.models.text.tokenizer import Tokenizer
-from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.weights.gguf import TYPES, GGUFFile
 
 WORDS = ["<s>", "</s>", "a", "b", "c", "ab", "Ġ", "Ġa"]
@@ -164,79 +158,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
         GGUFFile.open(tmp_path / "absent.gguf")
     with pytest.raises(ModelError, match="cannot be read"):
         GGUFFile.open(tmp_path)
-
-
-def use(path: Path) -> None:
-    """Everything that reads metadata: the tokenizer, the dimensions, the tensors."""
-    file = GGUFFile.open(path)
-    for name in file.tensors:
-        file.dequantize(name)
-    gguf_transformers.kv_numbers(file)
-    tokenizer = Tokenizer.from_gguf(file)
-    tokenizer.decode(tokenizer.encode("ab a", parse_special=True))
-
-
-def test_truncated_anywhere(path: Path, tmp_path: Path) -> None:
-    content = path.read_bytes()
-    cut = tmp_path / "cut.gguf"
-    for n in range(0, len(content), max(1, len(content) // 150)):
-        cut.write_bytes(content[:n])
-        with pytest.raises(ModelError, match=r"cut.gguf"):
-            GGUFFile.open(cut)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_mutations_only_raise_model_errors(
-    path: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    content = path.read_bytes()
-    use(path)
-    header = GGUFFile.open(path).info("token_embd.weight").offset
-    rng = np.random.default_rng(seed)
-    mutated = tmp_path / "mutated.gguf"
-    refused = 0
-    for _ in range(150):
-        changed = bytearray(content)
-        for at in rng.integers(0, header, int(rng.integers(1, 4))):
-            changed[at] = int(rng.choice([0, 1, 8, 9, 127, 128, 255, int(rng.integers(256))]))
-        mutated.write_bytes(bytes(changed))
-        try:
-            with np.errstate(all="ignore"):
-                use(mutated)
-        except ModelError:
-            refused += 1
-    assert refused > 30
-
-
-def strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]:
-    found: list[str] = []
-    while len(found) < count and at + 8 <= len(data):
-        end = at + 8 + int.from_bytes(data[at : at + 8], "little")
-        if end > len(data):
-            break
-        found.append(data[at + 8 : end].decode())
-        at = end
-    return found, at
-
-
-@given(
-    st.lists(st.binary(max_size=6), max_size=6), st.integers(0, 40), st.integers(0, 7), st.integers(0, 12),
-    st.integers(0, 2**64 - 1),
-)  # fmt: skip
-def test_native_and_python_read_the_same_strings(
-    texts: list[bytes], end: int, count: int, at: int, length: int
-) -> None:
-    data = bytearray(b"".join(struct.pack("<Q", len(text)) + text for text in texts)[: 90 - end])
-    for damaged in (data, data + struct.pack("<Q", length)):
-
-        def read(strings: Any, damaged: bytearray = damaged) -> Any:
-            try:
-                return strings(damaged, at, count)
-            except UnicodeDecodeError as error:
-                return str(error)
-
-        assert read(_native.gguf_strings) == read(strings)
 
 
 def test_shards_are_one_model(tmp_path: Path, path: Path) -> None:

@@ -60,15 +60,6 @@ def test_five_percent_more_fail(
     assert ("--accept WHY" in capsys.readouterr().err) == bool(status)
 
 
-def test_another_compilers_counts_get_no_verdict(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(script, "made_with", lambda: {"native": "g++ 2", "rest": "Python 3"})
-    monkeypatch.setattr(script, "count", lambda: {"plain": {"native": 5000, "rest": 100}})
-    assert script.main() == 0
-    assert "native: counted with g++ 2, kept with g++ 1" in capsys.readouterr().out
-
-
 def test_what_is_accepted_is_kept_with_its_reason(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "count", lambda: {"plain": {"native": 2000, "rest": 100}})
     monkeypatch.setattr("sys.argv", ["instructions", "--accept", "a new feature"])

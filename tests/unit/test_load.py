@@ -365,22 +365,6 @@ def test_gemma_parts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert demo.gemma(cache).read_bytes() == whole  # made anew
 
 
-def test_gguf_that_cannot_be_served_names_its_architecture(tmp_path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv6")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"architecture 'rwkv6' is not supported") as error:
-        load(str(tmp_path / "rwkv.gguf"))
-    one_line(error)
-    with pytest.raises(ModelError, match=r"architecture 'rwkv6'"):
-        estimate(str(tmp_path / "rwkv.gguf"))
-
-
 def test_native_backend_is_the_default(saved: Path) -> None:
     model, _ = load(str(saved), LoadOptions(backend="native", max_length=40, kv_memory=1 << 16, threads=1))
     assert (model.info.backend, model.info.dtype, model.info.max_length) == ("native", "float32", 40)

@@ -65,16 +65,8 @@ def test_log_is_within_two_units_in_the_last_place() -> None:
     assert (smallest, largest) == (2.0**-33, 1 - 2.0**-33)
     edges = [smallest, largest, 0.5, 2**-0.5, np.nextafter(2**-0.5, 0), np.nextafter(2**-0.5, 1)]
     edges += [
-        1.0,
-        np.nextafter(1, 0),
-        np.nextafter(1, 2),
-        1 - 2.0**-20,
-        1 + 2.0**-20,
-        2.0,
-        22.873,
-        2.0**-33 * 1.5,
-        np.e,
-    ]
+        1.0, np.nextafter(1, 0), np.nextafter(1, 2), 1 - 2.0**-20, 1 + 2.0**-20, 2.0, 22.873, 2.0**-33 * 1.5, np.e,
+    ]  # fmt: skip
     rng = np.random.default_rng(0)
     x = np.concatenate([edges, to_uniform(rng.integers(0, 2**32, 3000).astype(np.uint32)), rng.uniform(1e-9, 23, 3000)])
     with mpmath.workprec(120):

@@ -38,16 +38,6 @@ def release(repository: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_help_and_unknown_arguments(repository: Path) -> None:
-    code, said = release(repository, "--help")
-    assert code == 0
-    assert "usage: scripts/release [--dry-run]" in said
-    code, said = release(repository, "--force")
-    assert code == 2
-    assert "unknown argument --force" in said
-    assert not (repository / "checked").exists()
-
-
 def test_checks_that_fail_end_the_release(repository: Path) -> None:
     assert release(repository)[0] == 3
     assert (repository / "checked").exists()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from outpace.common.arrays import F32, F64
 from outpace.errors import NoTokenAllowedError
@@ -17,17 +16,6 @@ from outpace.exact.noise import GUMBEL_MAX, Noise, Stream
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser, choose, filtered, probabilities, scores, token_logprob
 from outpace.params import SamplingParams
-
-FILTERS = {
-    "none": {},
-    "cold": {"temperature": 0.3},
-    "hot": {"temperature": 2.5},
-    "top-k": {"top_k": 4},
-    "top-p": {"top_p": 0.7},
-    "min-p": {"min_p": 0.2},
-    "top-n-sigma": {"top_n_sigma": 1.0},
-    "all": {"temperature": 0.8, "top_n_sigma": 2.5, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
-}
 
 # Few distinct values, so that ties are common; some tokens forbidden.
 tied = st.lists(st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 0.5, 2.0]), min_size=1, max_size=12)
@@ -88,13 +76,6 @@ def test_filters_keep_what_their_definition_keeps(logits: F32, params: SamplingP
     assert len(kept)
     assert (np.diff(kept) > 0).all()
     assert int(np.argmax(logits)) in kept.tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.7, np.float32(0.7), np.float16(0.3)])
-def test_min_p_of_one_keeps_the_likeliest_whatever_type_the_temperature_has(temperature: float) -> None:
-    for seed in range(50):
-        logits = np.random.default_rng(seed).normal(0, 5, 30).astype(np.float32)
-        assert filtered(logits, SamplingParams(temperature=temperature, min_p=1.0)).tolist() == [np.argmax(logits)]
 
 
 def test_top_n_sigma_keeps_the_same_at_every_temperature() -> None:
@@ -158,27 +139,6 @@ def test_ties_go_to_the_lowest_id() -> None:
     noise = object.__new__(Fixed)
     Fixed.values = np.zeros(5)
     assert choose(logits, SamplingParams(temperature=1.0), noise, 0) == 1
-
-
-@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
-def test_choices_are_distributed_as_the_probabilities_say(options: dict[str, float]) -> None:
-    params = SamplingParams(**{"temperature": 1.0, **options})
-    logits = np.random.default_rng(1).normal(0, 1.5, 24).astype(np.float32)
-    p = probabilities(logits, params)
-    drawn = [choose(logits, params, Noise(seed), index) for seed in range(50) for index in range(40)]
-    counts = np.bincount(drawn, minlength=len(p))
-    assert (counts[p == 0] == 0).all()
-    common = p * len(drawn) >= 5
-    seen = np.append(counts[common], counts[~common].sum())
-    expected = np.append(p[common], p[~common].sum()) * len(drawn)
-    seen, expected = seen[expected > 0], expected[expected > 0]
-    if len(seen) > 1:
-        assert stats.chisquare(seen, expected).pvalue > 1e-4
-    # The same number must not decide twice: neighbouring choices are independent.
-    table = np.histogram2d(drawn[:-1], drawn[1:], bins=len(p), range=[[0, len(p)]] * 2)[0]
-    top = np.argsort(-p)[:3]
-    if (p[top] > 0.05).all():
-        assert stats.chi2_contingency(table[np.ix_(top, top)]).pvalue > 1e-4
 
 
 @settings(deadline=None, max_examples=100)

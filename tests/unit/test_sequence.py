@@ -127,24 +127,6 @@ def test_the_stop_string_that_begins_first_wins_in_any_order() -> None:
         assert (text, reason, by) == ("z", "stop", "ab")
 
 
-def test_a_stop_string_in_the_middle_of_a_token(demo: Tokenizer) -> None:
-    tokens = demo.encode("Hello wonderful world.", add_special=False).tolist()
-    ids, text, reason, by = outcome(feed(sequence(SamplingParams(stop=["onder"]), demo), tokens, []))
-    assert (text, reason, by) == ("Hello w", "stop", "onder")
-    assert len(ids) < len(tokens)
-
-
-@pytest.mark.parametrize(
-    "text", ["naïve 日本語 👩‍👩‍👧‍👦 🇫🇷!", "  two  spaces\n\n\ttabs", "don't I'm ▁x", "𝔘𝔫𝔦 ok", " x"]
-)
-def test_characters_split_over_real_tokens_arrive_whole(demo: Tokenizer, text: str) -> None:
-    tokens = demo.encode(text, add_special=False).tolist()
-    for steps in ([], [2] * 50, [3] * 50, [999]):
-        deltas = feed(sequence(SamplingParams(), demo), tokens, steps)
-        assert outcome(deltas)[1] == text
-        assert not any("\ufffd" in d.text for d in deltas)
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     before=st.lists(st.integers(0, 49151), max_size=4), tokens=st.lists(st.integers(0, 49151), min_size=1, max_size=6)

@@ -1,4 +1,4 @@
-"""The suffix index against brute force; forgetting, history, and files."""
+"""The suffix index in C++ against its oracle, and that against brute force; history, and files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace._native import SuffixIndex
+from outpace import _native
 from outpace.common.arrays import I32
 from outpace.drafters.base import RowView
 from outpace.drafters.lookup.datastore import END
@@ -19,23 +19,17 @@ from outpace.errors import DrafterError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree
 from outpace.params import SamplingParams
+from tests.oracles import suffix as oracle
 
+CONSTANTS = (NEAREST, FEW, WEIGHTS, DOUBT)
+TOKENS = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(END, v), max_size=60))
+OPERATION = st.tuples(st.just("append"), TOKENS) | st.tuples(st.just("shrink"), st.integers(-1, 40))
 SEQUENCES = st.integers(0, 4).flatmap(lambda v: st.lists(st.integers(0, v), min_size=1, max_size=90))
 
 
 def ids(tokens: Iterable[int]) -> I32:
     return np.array(list(tokens), np.int32)
-
-
-def new_index(capacity: int, most: int = 16) -> SuffixIndex:
-    return SuffixIndex(capacity, most, NEAREST, FEW, WEIGHTS, DOUBT)
-
-
-def tree_of(index: SuffixIndex, context: list[int], budget: int, wide: bool = True) -> Tree:
-    found = index.propose(ids(context), budget, [], wide)
-    return Tree(*found, [0] * len(found[0]))
 
 
 def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[int, int]]:
@@ -58,23 +52,10 @@ def slow_places(tokens: list[int], context: list[int], most: int) -> list[tuple[
     return near
 
 
-def slow_gain(tokens: list[int], path: list[int], places: list[tuple[int, int]]) -> float:
-    """The product along ``path`` of (votes for its next token) / (all votes and doubt)."""
-    gain, longer = 1.0, tokens + path
-    for depth, token in enumerate(path):
-        votes = {}
-        for at, length in places:
-            if longer[at : at + depth] == path[:depth]:
-                votes[at] = (longer[at + depth], WEIGHTS[min(length + depth, len(WEIGHTS) - 1)])
-        for_it = sum(weight for said, weight in votes.values() if said == token)
-        gain *= for_it / (DOUBT + sum(weight for _, weight in votes.values()))
-    return gain
-
-
 @settings(deadline=None, max_examples=300)
 @given(SEQUENCES, st.integers(2, 20))
 def test_places_are_those_of_brute_force(tokens: list[int], most: int) -> None:
-    index = new_index(1000, most)
+    index = _native.SuffixIndex(1000, most, *CONSTANTS)
     index.append(ids(tokens))
     near = slow_places(tokens, tokens, most)
     found = index.places(ids(tokens[-most:]))
@@ -82,57 +63,75 @@ def test_places_are_those_of_brute_force(tokens: list[int], most: int) -> None:
     assert len(found) == len(near)
 
 
-@settings(deadline=None, max_examples=200)
-@given(SEQUENCES, st.integers(1, 12))
-def test_a_tree_has_the_paths_of_highest_probability(tokens: list[int], budget: int) -> None:
-    index = new_index(1000)
-    index.append(ids(tokens))
-    tree = tree_of(index, tokens[-16:], budget)
-    places = index.places(ids(tokens[-16:]))
-    assert len(tree) <= budget
-    assert tree.gains == sorted(tree.gains, reverse=True)
-    assert bool(places) == bool(len(tree))
-    paths: list[list[int]] = []
-    for i, parent in enumerate(tree.parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), tree.tokens[i]])
-        assert tree.gains[i] == pytest.approx(slow_gain(tokens, paths[i], places))
-    assert len({tuple(path) for path in paths}) == len(paths)
-    chain = tree_of(index, tokens[-16:], budget, wide=False)
-    assert chain.parents == list(range(-1, len(chain) - 1))
-    first = tree_of(index, tokens[-16:], 1)
-    assert chain.tokens[:1] == first.tokens
+@settings(deadline=None, max_examples=300)
+@given(
+    st.integers(2, 150),
+    st.integers(2, 20),
+    st.lists(st.tuples(st.integers(0, 2), OPERATION), min_size=1, max_size=10),
+    st.lists(st.integers(0, 4), max_size=20),
+    st.integers(0, 24),
+    st.booleans(),
+)
+def test_the_index_is_its_oracle(
+    capacity: int,
+    most: int,
+    operations: list[tuple[int, tuple[str, object]]],
+    foreign: list[int],
+    size: int,
+    wide: bool,
+) -> None:
+    slow = [oracle.SuffixIndex(capacity, most, *CONSTANTS) for _ in range(3)]
+    fast = [_native.SuffixIndex(capacity, most, *CONSTANTS) for _ in range(3)]
+    for which, (name, argument) in operations:
+        for index in (slow[which], fast[which]):
+            getattr(index, name)(np.array(argument, np.int32) if name == "append" else argument)
+        assert fast[which].tokens().tolist() == slow[which].tokens().tolist()
+        assert len(fast[which]) == len(slow[which])
+    for context in (slow[0].tokens()[-most:], np.array(foreign, np.int32)):
+        assert fast[0].places(context) == slow[0].places(context)
+        for n in range(3):
+            expected = slow[0].propose(context, size, slow[1 : 1 + n], wide)
+            assert fast[0].propose(context, size, fast[1 : 1 + n], wide) == expected
 
 
-def test_appending_at_once_or_one_by_one_is_the_same() -> None:
-    tokens = np.random.default_rng(1).integers(0, 4, 500).tolist()
-    at_once, one_by_one = new_index(120), new_index(120)
-    at_once.append(ids(tokens))
-    for token in tokens:
-        one_by_one.append(ids([token]))
-    assert tree_of(at_once, tokens[-16:], 15) == tree_of(one_by_one, tokens[-16:], 15)
+def test_bounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="capacity=1 must be"):
+        _native.SuffixIndex(1, 16, *CONSTANTS)
+    with pytest.raises(ValueError, match="most=1 at least 2"):
+        _native.SuffixIndex(10, 1, *CONSTANTS)
 
 
-def test_an_index_is_bounded_and_keeps_the_newest() -> None:
-    index = new_index(100)
-    for start in range(0, 1000, 10):
-        index.append(ids(range(start, start + 10)))
-        assert len(index) <= 100
-    assert index.tokens().tolist() == list(range(1000 - len(index), 1000))
-    assert len(index) >= 50
-
-
-def test_one_token_over_and_over_is_drafted_on() -> None:
-    index = new_index(10_000)
-    index.append(ids([7] * 5000))
-    assert tree_of(index, [7] * 16, 5, wide=False).tokens == [7] * 5
-
-
-def test_nothing_is_matched_or_continued_across_sequences() -> None:
-    index = new_index(1000)
-    index.append(ids([1, 2, 3, END, 4, 5, END]))
-    assert tree_of(index, [2, 3], 5) == Tree()
-    assert tree_of(index, [3], 5) == Tree()
-    assert tree_of(index, [1, 2], 5).tokens == [3]
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32 - 1), st.integers(8, 60), st.booleans(), st.booleans())
+def test_rows_are_kept_as_the_oracle_keeps_them(seed: int, capacity: int, wide: bool, remembers: bool) -> None:
+    """Rows grow, are taken over by other requests, and leave, all under one bound."""
+    rng = np.random.default_rng(seed)
+    past = oracle.SuffixIndex(capacity, 8, *CONSTANTS) if remembers else None
+    fast_past = _native.SuffixIndex(capacity, 8, *CONSTANTS) if remembers else None
+    slow = oracle.SuffixRows(capacity, 8, *CONSTANTS, wide, past)
+    fast = _native.SuffixRows(capacity, 8, *CONSTANTS, wide, fast_past)
+    texts: dict[int, tuple[int, list[int]]] = {}
+    for request in range(30):
+        row = int(rng.integers(0, 4))
+        if row not in texts or rng.random() < 0.2:
+            texts[row] = (request, [])
+        texts[row][1].extend(rng.integers(0, 3, int(rng.integers(1, 9))).tolist())
+        tokens = np.array(texts[row][1], np.int32)
+        asked = (row, texts[row][0], min(3, len(tokens)), tokens, int(rng.integers(1, 9)))
+        expected = slow.tree(*asked)
+        slow.bound()
+        assert fast.trees([asked]) == [(*expected, [0] * len(expected[0]))]
+        if rng.random() < 0.2:
+            assert slow.release(row) == fast.release(row) >= 0
+            texts.pop(row)
+            if past is not None and fast_past is not None:
+                for history in (past, fast_past):
+                    history.append(np.append(tokens, np.int32(END)))
+            slow.bound()
+            fast.bound()
+        assert fast.rows() == slow.rows()
+        assert fast.places == slow.places <= capacity
+    assert slow.release(99) == fast.release(99) == -1
 
 
 # -- the drafter -----------------------------------------------------------------------------------------------------

@@ -47,13 +47,9 @@ def bench_file() -> dict:
     def stats(steps: int, tokens: int, drafted_at: list[int], accepted_at: list[int], seconds: float) -> dict:
         phases = {"draft": 0.1 * (seconds > 20), "target": seconds - 0.1 * (seconds > 20), "verify": 0.0, "other": 0.0}
         return {
-            "steps": steps,
-            "tokens": tokens,
-            "drafted": sum(drafted_at),
-            "drafted_at": drafted_at,
-            "accepted_at": accepted_at,
-            "seconds": phases,
-        }
+            "steps": steps, "tokens": tokens, "drafted": sum(drafted_at), "drafted_at": drafted_at,
+            "accepted_at": accepted_at, "seconds": phases,
+        }  # fmt: skip
 
     runs = [
         {"config": "none", "stats": stats(20, 20, [], [], 20.0)},

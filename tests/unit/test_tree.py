@@ -35,12 +35,8 @@ def test_shapes() -> None:
     parents = np.array([-1, 0, 0, 1, -1], np.int32)
     assert depths(parents).tolist() == [0, 1, 1, 2, 0]
     assert ancestors(parents).astype(int).tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [0, 0, 0, 0, 1],
-    ]
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [0, 0, 0, 0, 1],
+    ]  # fmt: skip
     assert is_chain([])
     assert is_chain([-1, 0, 1])
     assert not is_chain([-1, -1])
