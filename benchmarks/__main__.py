@@ -1,42 +1,72 @@
-"""``python -m benchmarks NAME ...`` runs a benchmark; ``NAME --help`` has its options, ``--help`` lists them all."""
+"""``python -m benchmarks NAME ...`` runs a benchmark; ``NAME --help`` has its options, ``--help`` lists them all.
+
+A benchmark is a module with ``arguments(parser)``, which adds its options, and ``run(given)``, which returns the exit
+code: 0, or 1 where a promise was broken. 2 is bad input, 130 Ctrl-C, which SIGTERM counts as, so that servers end.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
+import importlib
 import pkgutil
-import runpy
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+
+from outpace.errors import OutpaceError
 
 HERE = Path(__file__).parent
-INSIDE = ("servers", "streams", "soak_server")  # what benchmarks share; no benchmarks
+SHARED = ("servers", "streams", "soak_server", "__main__")  # no benchmarks
 
 
 def names() -> list[str]:
-    return [found.name for found in pkgutil.iter_modules([str(HERE)]) if found.name not in (*INSIDE, "__main__")]
+    return [found.name for found in pkgutil.iter_modules([str(HERE)]) if found.name not in SHARED]
 
 
 def about(name: str) -> str:
-    """The first line of its docstring; nothing is imported."""
-    path = HERE / name / "__main__.py" if (HERE / name).is_dir() else HERE / f"{name}.py"
+    """The first line of a benchmark's docstring; nothing is imported."""
+    path = HERE / name / "__init__.py" if (HERE / name).is_dir() else HERE / f"{name}.py"
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
 
 
-def main() -> None:
+def call(name: str, arguments: Sequence[str]) -> int:
+    """Run a benchmark with a command line."""
+    module: ModuleType = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.arguments(parser)
+    try:
+        code: int = module.run(parser.parse_args(arguments))
+    except (OutpaceError, OSError, subprocess.CalledProcessError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted: what was measured is in its file, and the same command goes on", file=sys.stderr)
+        return 130
+    return code
+
+
+def main() -> int:
     known = names()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print("usage: python -m benchmarks NAME ...\n")
         print("\n".join(f"  {each:<11} {about(each)}" for each in known))
-        sys.exit(0 if len(sys.argv) > 1 else 2)
+        return 0 if len(sys.argv) > 1 else 2
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         print(f"there is no benchmark {name}: {f'did you mean {close[0]}?' if close else '--help lists them'}")
-        sys.exit(2)
-    sys.argv[:2] = [f"python -m benchmarks {name}"]
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=False)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    return call(name, sys.argv[2:])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

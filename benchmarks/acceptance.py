@@ -1,6 +1,6 @@
 """What a learned drafter gains, by category: tokens a step, acceptance by position, and identity to plain decoding.
 
-    python -m benchmarks.acceptance DRAFTER OUT.json --prompts spec_bench_dev.jsonl --prompts humaneval_dev.jsonl
+    python -m benchmarks acceptance DRAFTER OUT.json --prompts spec_bench_dev.jsonl --prompts humaneval_dev.jsonl
 
 Each prompt is answered plainly and by every configuration, greedy and sampled, several prompts in one batch: what a row
 drafts and says does not depend on the others. OUT.json is written after every batch. Run again, the command goes on
@@ -25,7 +25,7 @@ from outpace.common.files import check_writable, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum
 from outpace.engine.load import load_engines
 from outpace.engine.results import Result
-from outpace.errors import OutpaceError, ParameterError
+from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
 from outpace.models.fingerprint import identity
 
@@ -42,8 +42,7 @@ _COUNTS = ("steps", "tokens", "drafted", "accepted")
 Key = tuple[str, float, str]  # file and prompt, temperature, configuration
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drafter", type=Path, help="a trained drafter's folder")
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="demo")
@@ -55,12 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=8, help="prompts that run together")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--minutes", type=float, help="stop after so many, at a batch's end")
-    given = parser.parse_args(arguments)
-    try:
-        return run(given)
-    except OutpaceError as error:
-        print(f"acceptance: {error}", file=sys.stderr)
-        return 2
 
 
 def run(given: argparse.Namespace) -> int:
@@ -219,7 +212,3 @@ class _Progress:
     def __call__(self, more: int) -> None:
         self._done += more
         print(f"{self._done} of {self._total} answers, {time.monotonic() - self._begun:.0f} s", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,12 +62,13 @@ def draw(value: dict[str, Any], theme: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="what peers --json wrote")
     parser.add_argument("out", type=Path, help="beginning of the two files' names")
     parser.add_argument("--brief", type=Path, help="keep the results without their answers here")
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> int:
     value = json.loads(given.results.read_text(encoding="utf-8"))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for theme in INK:
@@ -75,7 +76,3 @@ def main() -> int:
     if given.brief:
         write_json(given.brief, {key: found for key, found in value.items() if key not in ("answers", "prefill")})
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

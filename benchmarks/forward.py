@@ -1,6 +1,6 @@
 """Forward time of the native runtime by width, context and rows, beside the memory bandwidth of the same minutes.
 
-    python benchmarks/forward.py --model demo --one-thread --json results/forward.json
+    python -m benchmarks forward --model demo --one-thread --json results/forward.json
 
 Every cell is the median of interleaved rounds (each round visits all cells, so that a slow minute hits all alike);
 the bandwidth is measured before, between and after. Ratios within a run hold better than absolute figures. The second
@@ -83,8 +83,7 @@ def bandwidth(threads: int) -> float:
     return size / _native.read_seconds(size, threads, 5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 400, 1024, 4096])
@@ -94,7 +93,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one-thread", action="store_true", help="also with one thread, in turn: what threads bring")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     model = loaded(options.model, options.threads)
     rng = np.random.default_rng(0)
     cells: list[Cell] = []
@@ -128,6 +129,7 @@ def main() -> None:
     for cell in cells:
         cell.profile(10)
     report(model, cells, alone, speeds, prefill_seconds, options)
+    return 0
 
 
 def loaded(name: str, threads: int | None) -> NativeModel:
@@ -192,7 +194,3 @@ def report(
             "one_thread": [cell.record() for cell in alone],
         }  # fmt: skip
         options.json.write_text(json.dumps(record, indent=1))
-
-
-if __name__ == "__main__":
-    main()

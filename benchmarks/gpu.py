@@ -1,8 +1,8 @@
 """First figures on a GPU: plain decoding, ngram and suffix in float32 and bfloat16, and how many answers agree.
 
-    python -m benchmarks.gpu --json results/gpu.json                       # the demo model: no network is needed
-    python -m benchmarks.gpu --model PATH --prompts FILE --limit 20 --batch 1 --batch 8
-    python -m benchmarks.gpu --device cpu --limit 2 --max-tokens 16        # the script itself, where there is no card
+    python -m benchmarks gpu --json results/gpu.json                       # the demo model: no network is needed
+    python -m benchmarks gpu --model PATH --prompts FILE --limit 20 --batch 1 --batch 8
+    python -m benchmarks gpu --device cpu --limit 2 --max-tokens 16        # the script itself, where there is no card
 
 Every prompt runs under every drafter in turn (A B A B), greedy and at temperature 0.8. "identical" and "near-ties"
 count answers against plain decoding of the same dtype; float32 promises no others. Exit code 1 where float32 breaks
@@ -12,14 +12,12 @@ that; 2 for bad input.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from outpace.common.files import write_json
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
-from outpace.errors import OutpaceError
 from outpace.measure.bench import Bench, Configuration
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.params import SamplingParams
@@ -40,17 +38,7 @@ PROMPTS = (
 )  # fmt: skip
 
 
-def main() -> int:
-    given = _arguments()
-    try:
-        return _bench(given)
-    except OutpaceError as error:
-        print(f"gpu: {error}", file=sys.stderr)
-        return 2
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--drafter", "-d", action="append", help=f"beside none; default: {' '.join(DRAFTERS[1:])}")
@@ -62,10 +50,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
 
 
-def _bench(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     own = [PromptRow(str(i), kind, (text,)) for i, (kind, text) in enumerate(PROMPTS)]
     prompts = own[: given.limit] if given.prompts is None else read_prompts(given.prompts, given.limit)
     drafters = ["none", *(given.drafter or DRAFTERS[1:])]
@@ -86,14 +73,7 @@ def _bench(given: argparse.Namespace) -> int:
                 plain = report[0]["end_to_end_tokens_per_second"]
                 for entry in report:
                     speed = entry["end_to_end_tokens_per_second"]
-                    row = {
-                        "dtype": dtype,
-                        "temperature": temperature,
-                        "batch": batch,
-                        "of_plain": speed / plain,
-                        **entry,
-                    }
-                    rows.append(row)
+                    rows.append({"dtype": dtype, "temperature": temperature, "batch": batch, **entry})
                     print(
                         f"{dtype:<9} {temperature:>4} {batch:>5} {entry['name']:<16} {speed:>9.1f} "
                         f"{entry['tokens_per_step']:>8.2f} {speed / plain:>8.2f} "
@@ -101,12 +81,8 @@ def _bench(given: argparse.Namespace) -> int:
                         flush=True,
                     )
         engines[0].close()  # the target, which they share
-    settings = {
-        "model": given.model,
-        "device": _device_name(given.device),
-        "max_tokens": given.max_tokens,
-        "size": given.size,
-    }
+    device = _device_name(given.device)
+    settings = {"model": given.model, "device": device, "max_tokens": given.max_tokens, "size": given.size}
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.json, {"settings": settings, "rows": rows})
@@ -119,7 +95,3 @@ def _device_name(device: str) -> str:
 
     versions = f"torch {torch.__version__}"
     return f"{torch.cuda.get_device_name(device)}, {versions}" if device.startswith("cuda") else f"{device}, {versions}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

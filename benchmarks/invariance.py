@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from typing import Any, TypeVar
 from benchmarks import servers
 from outpace.cli.terminal import table
 from outpace.common.progress import progress
-from outpace.errors import Argument, OutpaceError, ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.measure.remote import Answer, Remote, RemoteError, Token
@@ -185,7 +184,7 @@ def _deck(cards: Sequence[T], dice: random.Random) -> Iterator[T]:
         yield from dice.sample(cards, len(cards))
 
 
-def run(its: Contender, known: Sequence[Question], items: Sequence[Item], journal: Journal, log: Path) -> None:
+def ask_all(its: Contender, known: Sequence[Question], items: Sequence[Item], journal: Journal, log: Path) -> None:
     """Ask what the journal does not have. Raises RemoteError when a server does not start, or dies, or does not answer
     a question that it is asked alone first; what fails later is counted."""
     with progress(its.name, len(items)) as advance:
@@ -341,8 +340,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     return list(found.values())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
     parser.add_argument("--limit", type=int, help="so many prompts, spread evenly")
     parser.add_argument("--longest", type=int, default=300, help="leave out prompts of more characters")
@@ -355,15 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--journal", type=Path, help="what was found; a run that was interrupted goes on with it")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--log", type=Path, default=Path("invariance.log"), help="what the servers say")
-    given = parser.parse_args(arguments)
-    try:
-        return _run(given)
-    except OutpaceError as error:
-        print(f"invariance: {error}", file=sys.stderr)
-        return 2
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     rows = [row for row in read_prompts(given.prompts, given.limit) if len(row.turns[0]) <= given.longest]
     if not rows:
         raise ParameterError(f"{given.prompts} has no prompt of at most {given.longest} characters")
@@ -376,7 +368,7 @@ def _run(given: argparse.Namespace) -> int:
     }
     journal, scores = Journal(given.journal, this), {}
     for its, items in plans:
-        run(its, known, items, journal, given.log)
+        ask_all(its, known, items, journal, given.log)
         scores[its.name] = score(its, items, known, journal)
     found = {"scores": scores, "commands": this["servers"], "machine": machine.cpu()}
     print(shown(scores))
@@ -387,8 +379,3 @@ def _run(given: argparse.Namespace) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    servers.end_with_servers()
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Two versions of Outpace side by side: decoding speed of each drafter in one over the other, in one run.
 
-    python -m benchmarks.paired BEFORE/src src --prompts spec_bench_dev.jsonl --rounds 6 -d none -d suffix
+    python -m benchmarks paired BEFORE/src src --prompts spec_bench_dev.jsonl --rounds 6 -d none -d suffix
 
 Each round runs both versions, in turn first (A B B A ...), every one in a process of its own with its extension built
 beside its sources; every round takes other prompts. A pair is one prompt by one drafter in both. Drafters take turns
@@ -51,8 +51,7 @@ print(json.dumps(found))
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="a version's src folder")
     parser.add_argument("after", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns")
@@ -62,7 +61,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max-tokens", "-n", type=int, default=80)
     parser.add_argument("--temperature", "-T", type=float, default=0.0)
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> int:
     drafters = given.drafter or ["none", "ngram:size=3", "ngram", "suffix"]
     rows = [json.loads(line)["turns"][0] for line in given.prompts.read_text(encoding="utf-8").splitlines()]
     found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
@@ -125,7 +126,3 @@ def _report(drafter: str, found: dict[str, list[dict[str, Any]]]) -> None:
             f"{phase} {1e6 * sum(row['by'][phase] for row in rows.values()) / steps:.0f}" for phase in PHASES
         )
         print(f"    {name}, us a step: {parts}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

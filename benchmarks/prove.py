@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -30,7 +29,7 @@ from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.intake import checked_size
 from outpace.engine.request import Size
-from outpace.errors import OutpaceError, ParameterError
+from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.measure.compare import NEAR_TIE, compare_tokens
 from outpace.measure.prompts import encode_turns, read_prompts
@@ -57,20 +56,7 @@ class Case:
         return f"{self.drafter} T={self.temperature} size={self.size} batch={self.batch}"
 
 
-def main() -> int:
-    """Exit code 2 for bad input, 130 for Ctrl-C; the cases that are done stay in the JSON."""
-    try:
-        return _prove(_arguments())
-    except OutpaceError as error:
-        print(f"prove: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("prove: interrupted: run it again to go on", file=sys.stderr)
-        return 130
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -82,35 +68,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="default: this process's physical cores; 1 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("results/prove.json"))
     parser.add_argument("--longest", type=int, default=1500, help="prompts are cut to so many tokens")
-    return parser.parse_args()
 
 
 def _size(text: str) -> Size:
     return "auto" if text == "auto" else int(text)
 
 
-def _prove(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     options = LoadOptions(backend=given.backend, threads=given.threads)
     target, tokenizer = load("demo", options)
     base = Engine(target, tokenizer, prefix_rows=0)  # engines that share a target would find rows of one another
     prompts = [encode_turns(base, row)[: given.longest] for row in read_prompts(given.prompts, given.limit)]
     known: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    lengths = [len(prompt) for prompt in prompts]
     settings = {
         "backend": given.backend,
         "dtype": target.info.dtype,
-        "prompts": [len(p) for p in prompts],
+        "prompts": lengths,
         "max_tokens": given.max_tokens,
     }
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
     known = {"settings": settings, "plain": {}, "cases": {}, **known}
-    cases = [
-        Case(*each)
-        for each in product(
-            given.drafter or DRAFTERS, given.temperature or TEMPERATURES, given.size or SIZES, given.batch or BATCHES
-        )
-    ]
+    sizes, batches = given.size or SIZES, given.batch or BATCHES
+    cases = [Case(*v) for v in product(given.drafter or DRAFTERS, given.temperature or TEMPERATURES, sizes, batches)]
     temperatures = list(dict.fromkeys(case.temperature for case in cases))
     most = max(checked_size(case.size) for case in cases)
     with progress("cases", len(cases) + len(temperatures) + 1) as advance:
@@ -201,7 +183,3 @@ def _report(known: dict[str, Any]) -> int:
     print(f"near-tie: score gap under {NEAR_TIE:g}, noise included")
     allowed = known["settings"]["backend"] == "transformers"
     return 1 if totals[2] or (totals[1] and not allowed) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """From prompts to a drafter that is trained and measured, in one command; what was ended goes on.
 
-    python -m benchmarks.recipe demo-gemma OUT --prompts train.jsonl --measure other.jsonl --minutes 120
-    python -m benchmarks.recipe demo-gemma OUT --prompts train.jsonl --measure other.jsonl --smoke
+    python -m benchmarks recipe demo-gemma OUT --prompts train.jsonl --measure other.jsonl --minutes 120
+    python -m benchmarks recipe demo-gemma OUT --prompts train.jsonl --measure other.jsonl --smoke
 
 It runs, and prints, the commands of docs/training.md: answers and their hidden states (OUT/answers), training
 (OUT/drafter), acceptance on other prompts (OUT/acceptance.json). ``--smoke``: the same with a few answers and steps, to
@@ -36,12 +36,11 @@ class Sizes:
 
     @classmethod
     def smoke(cls) -> Sizes:
-        few = ("--tokens", "512", "--longest", "512", "--held-out", "0.2")
-        return cls(24, 32, 2, ("--steps", "3", "--warm-up", "1", *few))
+        least = ("--tokens", "512", "--longest", "512", "--held-out", "0.2")
+        return cls(24, 32, 2, ("--steps", "3", "--warm-up", "1", *least))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the target, as outpace loads it")
     parser.add_argument("out", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines to train on")
@@ -52,20 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measured", type=int, default=48, help="prompts to measure on (48)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--smoke", action="store_true", help="minutes instead of hours: does it work?")
-    given = parser.parse_args(arguments)
+
+
+def run(given: argparse.Namespace) -> int:
     sizes = Sizes(given.limit, given.max_tokens, given.measured, ("--minutes", f"{given.minutes:g}"))
-    try:
-        run(
-            given.model, given.out, given.prompts, given.measure, Sizes.smoke() if given.smoke else sizes, given.threads
-        )
-    except subprocess.CalledProcessError as error:
-        print(f"recipe: {shlex.join(error.cmd[1:])} ended with {error.returncode}: mend it, and run this again",
-              file=sys.stderr)  # fmt: skip
-        return 2
+    sizes = Sizes.smoke() if given.smoke else sizes
+    make(given.model, given.out, given.prompts, given.measure, sizes, given.threads)
     return 0
 
 
-def run(
+def make(
     model: str, out: Path, prompts: Path, measure: Path, sizes: Sizes, threads: int | None = None, do: Run | None = None
 ) -> None:
     """Every part that is not done. ``do`` runs a command of Python's (``-m``, module, arguments): a process each.
@@ -85,21 +80,17 @@ def commands(
     slower = [] if threads is None else ["--threads", str(threads)]
     answers, drafter = out / ANSWERS, out / DRAFTER
     asked = [] if sizes.limit is None else ["--limit", str(sizes.limit)]
-    said = ["--prompts", str(prompts), "--out", str(answers), "-T", "0", "-n", str(sizes.max_tokens)]
-    yield [*outpace, "data", "--model", model, *said, *asked, *slower]
+    answered = ["--prompts", str(prompts), "--out", str(answers), "-T", "0", "-n", str(sizes.max_tokens)]
+    yield [*outpace, "data", "--model", model, *answered, *asked, *slower]
     yield [*outpace, "cache", str(answers), *slower]
     if not (out / DONE).is_file():
         resume = ["--resume"] if (drafter / SNAPSHOT).is_file() else []
         yield [*outpace, "eagle", "--data", str(answers), "--out", str(drafter), *sizes.train, *slower, *resume]
         (out / DONE).touch()
     measured = ["--prompts", str(measure), "-n", str(sizes.max_tokens), "--model", model]
-    few = [] if sizes.measured is None else ["--limit", str(sizes.measured)]
-    yield ["-m", "benchmarks.acceptance", str(drafter), str(out / ACCEPTANCE), *measured, *few, *slower]
+    limit = [] if sizes.measured is None else ["--limit", str(sizes.measured)]
+    yield ["-m", "benchmarks", "acceptance", str(drafter), str(out / ACCEPTANCE), *measured, *limit, *slower]
 
 
 def _process(command: Sequence[str]) -> None:
     subprocess.run([sys.executable, *command], check=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

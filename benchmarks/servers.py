@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -30,12 +29,6 @@ class Started:
     @property
     def pid(self) -> int:
         return self.process.pid
-
-
-def end_with_servers() -> None:
-    """SIGTERM ends this process as Ctrl-C does, also in the background, so that the servers it started end with it."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager

@@ -25,9 +25,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import streams
-from benchmarks.servers import OURS, Spent, Started, end_with_servers, spent, started
+from benchmarks.servers import OURS, Spent, Started, spent, started
 from outpace.cli.terminal import table
-from outpace.errors import OutpaceError
 from outpace.measure import machine
 from outpace.measure.prompts import read_prompts
 from outpace.measure.remote import RemoteError
@@ -139,8 +138,7 @@ def commands(given: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="another; repeatable")
     parser.add_argument("--options", default="", help="more arguments of our servers, such as '-m demo-gemma'")
@@ -151,15 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--log", type=Path, default=Path("serving.log"), help="what the servers say")
-    given = parser.parse_args(arguments)
-    try:
-        return _run(given)
-    except OutpaceError as error:
-        print(f"serving: {error}", file=sys.stderr)
-        return 2
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     rows = [row.turns[0] for row in read_prompts(given.prompts, None)]
     value: dict[str, Any] = {"machine": machine.cpu(), "tokens": given.tokens, "failed": {}, "commands": {}}
     with ExitStack() as held:
@@ -211,8 +203,3 @@ def show(value: Mapping[str, Any]) -> None:
         print(f"drafted answers that differ from plain ones: {value['changed']}")
     for name, why in value["failed"].items():
         print(f"{name}: LEFT OUT: {why}")
-
-
-if __name__ == "__main__":
-    end_with_servers()
-    sys.exit(main())

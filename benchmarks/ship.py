@@ -1,6 +1,6 @@
 """A trained drafter made ready to ship: its files, its figures, and the model card that tells both.
 
-    python -m benchmarks.ship RUN drafters/demo-eagle --evaluation OUT.json --data DATA [--bench BENCH.json] [--default]
+    python -m benchmarks ship RUN drafters/demo-eagle --evaluation OUT.json --data DATA [--bench BENCH.json] [--default]
         [--package]
 
 RUN: what ``outpace train`` wrote. OUT.json: what ``benchmarks.acceptance`` measured of this very drafter. BENCH.json:
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outpace.common.files import write_bytes, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, read, write
 from outpace.drafters.learned.shipped import folder
-from outpace.errors import OutpaceError, ParameterError
+from outpace.errors import ParameterError
 from outpace.models.weights.facts import read_config
 from outpace.training.data import Answers
 
@@ -29,23 +28,20 @@ LIMIT = 16 * 1000 * 1000  # bytes of the folder
 _CURVE = ("curve.json", "curve.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--evaluation", type=Path, required=True)
-    parser.add_argument("--data", type=Path, help="what it was trained on, to tell of it")
+    parser.add_argument("--data", type=Path, help="what it was trained on, for its size")
     parser.add_argument("--bench", type=Path, action="append", default=[], help="repeatable")
     parser.add_argument("--default", action="store_true", help="auto uses it beside its target")
     parser.add_argument("--package", action="store_true", help="it is the one that comes with Outpace, too")
-    given = parser.parse_args(arguments)
-    try:
-        ship(given.run, given.out, given.evaluation, given.data, given.bench, default=given.default)
-        if given.package:
-            package(given.out, folder())
-    except (OutpaceError, OSError) as error:
-        print(f"ship: {error}", file=sys.stderr)
-        return 2
+
+
+def run(given: argparse.Namespace) -> int:
+    ship(given.run, given.out, given.evaluation, given.data, given.bench, default=given.default)
+    if given.package:
+        package(given.out, folder())
     return 0
 
 
@@ -56,10 +52,10 @@ def ship(
     checkpoint, measured = read(run), _json(evaluation)
     if measured.get("drafter") != checksum(run / WEIGHTS):
         raise ParameterError(f"{evaluation} was measured with other weights than {run / WEIGHTS}: measure these")
-    wrong = [its for its in measured["figures"] if its["identical"] < its["prompts"]]
+    wrong = [figures for figures in measured["figures"] if figures["identical"] < figures["prompts"]]
     if wrong:
         raise ParameterError(f"{evaluation}: {wrong[0]['configuration']} did not give plain decoding's answers")
-    told = None if data is None else _data(data, checkpoint.recipe)
+    answers = "" if data is None else _data(data, checkpoint.recipe)
     config = read_config(run)
     config["outpace"] = {**config["outpace"], "default": default}
     summary = {name: value for name, value in measured.items() if name != "runs"}
@@ -67,7 +63,7 @@ def ship(
     if (size := sum(map(len, files.values()))) > LIMIT:
         raise ParameterError(f"{run} takes {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: store it as bfloat16")
     curve = json.loads(files["curve.json"])
-    card = "\n".join(lines(config["outpace"], curve, measured, told, [_json(path) for path in benches]))
+    card = _card(config["outpace"], curve[-1], measured, answers, [_json(path) for path in benches])
     out.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_bytes(out / name, content)
@@ -85,95 +81,81 @@ def package(out: Path, folder: Path) -> None:
     write_json(folder / "config.json", config)
 
 
-def lines(
-    own: Mapping[str, Any],
-    curve: Sequence[Mapping[str, Any]],
-    measured: Mapping[str, Any],
-    data: Mapping[str, Any] | None,
+def _card(
+    own: Mapping[str, Any], last: Mapping[str, Any], measured: Mapping[str, Any], answers: str,
     benches: Sequence[Mapping[str, Any]],
-) -> Iterator[str]:
-    """The card, line by line. ``own``: the object ``outpace`` of config.json."""
-    target, recipe = own["target"], own["recipe"]
-    yield from (
+) -> str:  # fmt: skip
+    """The model card. ``own``: the object ``outpace`` of config.json; ``last``: the curve's last row."""
+    target, recipe, figures = own["target"], own["recipe"], measured["figures"]
+    kept = "tokens_seen" in recipe
+    categories = list(dict.fromkeys(name for row in figures for name in row["by_category"]))
+    parts = [
         f"# A drafter for {target['name']}, method {own['method']}",
-        "",
-        "It drafts; the target decides every token. `python -m benchmarks.ship` wrote this from recipe and figures.",
-        "",
-        f"- Target: {target['name']}, {target['dtype']}, fingerprint `{target['fingerprint']}`.",
-        f"- `--drafter auto` {'uses it' if own['default'] else 'does not use it: name it'}.",
-        f"- Weights: bfloat16, checksum `{own['weights']}`; the embedding and the rows of the head are the target's.",
+        "It drafts; the target decides every token. `python -m benchmarks ship` wrote this from recipe and figures.",
+        f"- Target: {target['name']}, {target['dtype']}, fingerprint `{target['fingerprint']}`.\n"
+        f"- `--drafter auto` {'uses it' if own['default'] else 'does not use it: name it'}.\n"
+        f"- Weights: bfloat16, checksum `{own['weights']}`; the embedding and the rows of the head are the target's.\n"
         "- It was trained on the target's own answers. Its licence is this repository's.",
-        "",
         "## Recipe",
-        "",
-    )  # fmt: skip
-    last = curve[-1]
-    yield (
         f"{last['step']} steps over {last['tokens']:,} tokens in {last['seconds'] / 3600:.1f} hours; "
-        f"data `{recipe['data']}`"
-        + (f": {data['answers']:,} answers, {data['tokens']:,} tokens with their prompts." if data else ".")
-    )
-    said = ", ".join(f"{share:.2f}" for share in last["acceptance"])
-    yield f"Simulated on held-out answers at its end: {last['tokens_per_step']:.2f} tokens a step, by position {said}."
-    if "tokens_seen" in recipe:
-        yield f"Kept is the best of it, after {recipe['steps_taken']} steps and {recipe['tokens_seen']:,} tokens."
-    yield from (
-        "",
+        f"data `{recipe['data']}`{answers}.\nSimulated on held-out answers at its end: "
+        f"{last['tokens_per_step']:.2f} tokens a step, by position {_shares(last['acceptance'], ', ')}."
+        + (f"\nKept is the best of it, after {recipe['steps_taken']} steps and {recipe['tokens_seen']:,} tokens."
+           if kept else ""),
         "![The training's curve](curve.png)",
-        "",
-        "```json",
-        json.dumps({k: v for k, v in recipe.items() if k != "loop"}, indent=1),
-        "```",
-        "",
-    )
-    yield from ("## Acceptance", "")
-    yield (
+        "```json\n" + json.dumps({k: v for k, v in recipe.items() if k != "loop"}, indent=1) + "\n```",
+        "## Acceptance",
         f"Tokens a step (95 % interval over prompts), native backend, at most {measured['max_tokens']} an answer. "
-        f"All {sum(its['prompts'] for its in measured['figures'])} answers were plain decoding's, token by token."
-    )
-    yield "Command: `python -m benchmarks.acceptance`; sizes are fixed, so that no figure depends on a machine's speed."
-    categories = list(dict.fromkeys(name for its in measured["figures"] for name in its["by_category"]))
-    yield from ("", f"| | T | prompts | all | {' | '.join(categories)} |", "| --- " * (4 + len(categories)) + "|")
-    for its in measured["figures"]:
-        cells = [its["by_category"].get(name) for name in categories]
-        by = " | ".join("" if one is None else f"{one['tokens_per_step']:.2f}" for one in cells)
-        yield (
-            f"| {its['configuration']} | {its['temperature']:g} | {its['prompts']} | {its['tokens_per_step']:.2f} "
-            f"({its['low']:.2f}-{its['high']:.2f}) | {by} |"
-        )
-    yield from ("", "Acceptance of a draft's levels, where it had them:", "", "| | T | 1 | 2 | 3 | 4 | 5 | 6 |",
-                "| --- " * 8 + "|")  # fmt: skip
-    for its in measured["figures"]:
-        shares = [f"{share:.2f}" for share in its["acceptance_by_position"][:6]]
-        yield f"| {its['configuration']} | {its['temperature']:g} | {' | '.join((shares + [''] * 6)[:6])} |"
+        f"All {sum(row['prompts'] for row in figures)} answers were plain decoding's, token by token.\n"
+        "Command: `python -m benchmarks acceptance`; sizes are fixed, so that no figure depends on a machine's speed.",
+        _table(("", "T", "prompts", "all", *categories), (
+            (row["configuration"], f"{row['temperature']:g}", row["prompts"],
+             f"{row['tokens_per_step']:.2f} ({row['low']:.2f}-{row['high']:.2f})",
+             *(f"{row['by_category'][name]['tokens_per_step']:.2f}" if name in row["by_category"] else ""
+               for name in categories))
+            for row in figures
+        )),
+        "Acceptance by depth of a draft, where it had that depth:",
+        _table(("", "T", "1 to 6"), (
+            (row["configuration"], f"{row['temperature']:g}", _shares(row["acceptance_by_position"][:6], " "))
+            for row in figures
+        )),
+    ]  # fmt: skip
     for bench in benches:
-        machine = bench["machine"]
-        yield from ("", "## Speed", "")
-        yield (
-            f"Over plain decoding, paired prompt by prompt: median (95 %). {bench['model']} on {machine['model']}, "
-            f"{bench['threads']} threads, T = {bench['temperature']:g}, {bench['max_tokens']} tokens. "
-            "Command: `outpace bench`."
-        )
-        yield from (
-            "",
-            "| drafter | size | prompts | identical | tokens a step | tokens/s | speed |",
-            "| --- " * 7 + "|",
-        )
-        for its in bench["configs"]:
-            ratio = its["speedup"]
-            speed = "" if ratio["median"] is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
-            yield (
-                f"| {its['name']} | {its['size']} | {its['prompts']} | {its['identical']} | "
-                f"{its['tokens_per_step']:.2f} | {its['decode_tokens_per_second']:.0f} | {speed} |"
-            )
-    yield ""
+        parts += [
+            "## Speed",
+            f"Over plain decoding, paired prompt by prompt: median (95 %). {bench['model']} on "
+            f"{bench['machine']['model']}, {bench['threads']} threads, T = {bench['temperature']:g}, "
+            f"{bench['max_tokens']} tokens. Command: `outpace bench`.",
+            _table(("drafter", "size", "prompts", "identical", "tokens a step", "tokens/s", "speed"), (
+                (row["name"], row["size"], row["prompts"], row["identical"], f"{row['tokens_per_step']:.2f}",
+                 f"{row['decode_tokens_per_second']:.0f}", _ratio(row["speedup"]))
+                for row in bench["configs"]
+            )),
+        ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
 
 
-def _data(folder: Path, recipe: Mapping[str, Any]) -> dict[str, int]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _shares(values: Sequence[float], between: str) -> str:
+    return between.join(f"{value:.2f}" for value in values)
+
+
+def _ratio(speedup: Mapping[str, float | None]) -> str:
+    if speedup["median"] is None:
+        return ""
+    return f"{speedup['median']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})"
+
+
+def _data(folder: Path, recipe: Mapping[str, Any]) -> str:
     answers = Answers.open(folder)
     if answers.hash != recipe.get("data"):
         raise ParameterError(f"{folder} has data {answers.hash}, and it was trained on {recipe.get('data')}")
-    return {"answers": len(answers), "tokens": int(answers.lengths().sum())}
+    return f": {len(answers):,} answers, {int(answers.lengths().sum()):,} tokens with their prompts"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -186,7 +168,3 @@ def _json(path: Path) -> dict[str, Any]:
             f"{path} is no measurement: give the file that benchmarks.acceptance or outpace bench wrote"
         )
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

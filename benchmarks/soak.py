@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import OURS, end_with_servers, started
+from benchmarks.servers import OURS, started
 
 PARTS = 10  # of a soak; memory is compared after the first and after the last
 GROWTH = 0.05
@@ -310,8 +310,7 @@ def soak(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generations", type=int, default=10_000)
     parser.add_argument("--malformed", type=int, default=1_000)
     parser.add_argument("--disconnects", type=int, default=200)
@@ -320,7 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="what the server says")
-    given = parser.parse_args(arguments)
+
+
+def run(given: argparse.Namespace) -> int:
     counts = {name: getattr(given, name) for name in ("generations", "malformed", "disconnects", "slow")}
     found = soak(counts, given.readers, given.drafter, given.log, lambda line: print(line, file=sys.stderr, flush=True))
     first, last = found["states"][0], found["states"][-1]
@@ -338,8 +339,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if found["failures"] or found["leaks"] else 0
-
-
-if __name__ == "__main__":
-    end_with_servers()
-    sys.exit(main())

@@ -1,1 +1,231 @@
-"""Outpace beside llama.cpp and OpenVINO GenAI: the same file, prompts and limits, in one run."""
+"""Outpace beside llama.cpp and OpenVINO GenAI: the same GGUF file, prompts and limits, prompt by prompt in turn.
+
+    python -m benchmarks peers --prompts spec_bench_dev.jsonl --limit 48 --json results/peers.json
+
+Each configuration is a process of its own with 2 threads, in its engine's own environment (made on first use, without
+torch). Processes that wait are stopped (SIGSTOP), so that no thread pool spins beside the one that works. Prompts are
+the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt.
+Let the machine rest meanwhile: llama.cpp's threads spin, and lose far more than others when a core is taken away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import report
+from benchmarks.peers.convert import requantise
+from outpace import Engine
+from outpace.cli.terminal import table
+from outpace.common.files import cache_dir, check_writable, write_json
+from outpace.common.progress import progress
+from outpace.errors import ParameterError
+from outpace.measure import machine
+from outpace.measure.prompts import encode_turns, read_prompts
+from outpace.models import demo
+
+HERE = Path(__file__).parent
+PACKAGES = {
+    "llamacpp": ("xllamacpp==2026.10.11549", "numpy==2.4.6"),
+    "openvino": (
+        "openvino==2026.4.1",
+        "openvino-genai==2026.4.1.0",
+        "openvino-tokenizers==2026.4.1.0",
+        "openvino-telemetry==2025.2.0",
+        "numpy==2.4.6",
+    ),
+}
+LLAMACPP = ("plain", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+OPENVINO = ("plain", "paged", "lookup-3", "lookup-5", "lookup-8")
+OUTPACE = ("none", "ngram:size=3", "ngram:size=5", "ngram:size=7", "ngram", "suffix", "ngram+suffix")
+PREFILL = 1000  # tokens
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """``engine``: llamacpp-q4_1, llamacpp-q4_0, openvino or outpace; ``plain``: whose outputs it should have."""
+
+    engine: str
+    mode: str
+    plain: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.mode}"
+
+
+class Worker:
+    """A configuration's process, stopped unless it is asked something."""
+
+    def __init__(self, configuration: Configuration, model: Path, log: Path) -> None:
+        self.configuration = configuration
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
+            _command(configuration, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, value: dict[str, Any]) -> dict[str, Any]:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+        found = self._answer()
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ParameterError(f"{self.configuration.name} ended with {self._process.wait()}: see {self._log.name}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def environment(engine: str) -> Path:
+    """The Python of an engine's environment, made on first use. Raises ParameterError."""
+    folder = cache_dir() / "peers" / engine
+    python, ready = folder / "bin" / "python", folder / "ready"
+    wanted = "\n".join(PACKAGES[engine])
+    if not ready.exists() or ready.read_text() != wanted:
+        print(f"making {folder}: {', '.join(PACKAGES[engine])}", file=sys.stderr)
+        venv.create(folder, with_pip=True)
+        command = [str(python), "-m", "pip", "install", "-q", "--no-deps", *PACKAGES[engine]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ParameterError(f"{engine} could not be installed: {done.stderr.strip()[-400:]}")
+        ready.write_text(wanted)
+    return python
+
+
+def _command(configuration: Configuration, path: Path) -> list[str]:
+    engine, mode = configuration.engine, configuration.mode
+    if engine == "outpace":
+        return [sys.executable, "-m", "benchmarks.peers.worker_outpace", str(path), mode]
+    if engine == "openvino":
+        return [str(environment("openvino")), str(HERE / "worker_openvino.py"), str(path), mode]
+    if engine == "llamacpp-q4_0":
+        path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
+    return [str(environment("llamacpp")), str(HERE / "llamacpp.py"), str(path), mode]
+
+
+def configurations(given: argparse.Namespace) -> list[Configuration]:
+    found = []
+    if "llamacpp" in given.engines:
+        found.append(Configuration("llamacpp-q4_1", "plain", "llamacpp-q4_1 plain"))
+        found += [Configuration("llamacpp-q4_0", mode, "llamacpp-q4_0 plain") for mode in given.llamacpp]
+    if "openvino" in given.engines:
+        found += [
+            Configuration("openvino", mode, "openvino plain" if mode == "plain" else "openvino paged")
+            for mode in given.openvino
+        ]
+    if "outpace" in given.engines:
+        found += [Configuration("outpace", spec, "outpace none") for spec in given.drafter or OUTPACE]
+    return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as for outpace bench")
+    parser.add_argument("--model", type=Path, help="a GGUF file that all engines read (the demo model)")
+    parser.add_argument("--limit", type=int, default=48, help="so many prompts, spread evenly")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
+    parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")
+    parser.add_argument("--openvino", nargs="+", default=OPENVINO, choices=OPENVINO, help="its modes")
+    parser.add_argument("-d", "--drafter", action="append", help="of Outpace; repeatable; none should be among them")
+    parser.add_argument("--prefill-rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=Path("results/peers.json"))
+
+
+def run(given: argparse.Namespace) -> int:
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(given.json)
+    model = given.model or demo.smollm2()
+    with Engine.load(str(model), threads=1) as engine:
+        eos = engine.model.info.eos_ids[0]
+        prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
+    workers: list[Worker] = []
+    value: dict[str, Any] = {
+        "model": model.name, "machine": machine.cpu(), "max_tokens": given.max_tokens, "threads": 2,
+        "answers": [], "prefill": [], "failed": {},
+    }  # fmt: skip
+    try:
+        for configuration in configurations(given):
+            try:
+                worker = Worker(configuration, model, given.json.with_suffix(".log"))
+            except ParameterError as error:
+                value["failed"][configuration.name] = str(error)
+                continue
+            workers.append(worker)
+            worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
+        with progress("prompts", len(prompts) + given.prefill_rounds) as advance:
+            for row, tokens in prompts:
+                for worker in workers:
+                    found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
+                    value["answers"].append(
+                        {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
+                    )
+                write_json(given.json, value)
+                advance(1)
+            _prefill(workers, prompts, eos, given.prefill_rounds, value, lambda: advance(1))
+    finally:
+        for worker in workers:
+            worker.close()
+    plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
+    value["table"] = report.table(value["answers"], plain_of)
+    write_json(given.json, value)
+    _show(value)
+    return 0
+
+
+def _prefill(
+    workers: list[Worker], prompts: list[Any], eos: int, rounds: int, value: dict[str, Any], done: Any
+) -> None:
+    """Time to the first token of PREFILL tokens that no cache can know: each round begins with a token of its own."""
+    text = [token for _, tokens in prompts for token in tokens if token > 16]
+    for number in range(rounds):
+        for worker in workers:
+            if worker.configuration.mode in ("plain", "none"):
+                tokens = [1000 + number, *text[: PREFILL - 1]]
+                found = worker.ask({"tokens": tokens, "max_tokens": 2, "eos": eos})
+                value["prefill"].append(
+                    {"config": worker.configuration.name, "prompt_tokens": len(tokens), "first": found["first"]}
+                )
+        done()
+
+
+def _show(value: dict[str, Any]) -> None:
+    print(
+        f"{value['model']}, {value['machine']['model']}, {value['threads']} threads, "
+        f"at most {value['max_tokens']} tokens, greedy"
+    )
+    rows = []
+    for row in value["table"]:
+        ratios = (row[key] for key in ("tokens_per_step", "of_best_peer", "median_of_best_peer"))
+        changed = "-" if row["changed"] is None else f"{row['changed']} of {row['prompts']}"
+        speed = f"{row['decode_tokens_per_second']:.1f}"
+        rows.append((row["config"], speed, *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios), changed))
+    head = ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs")
+    print(table(head, rows))
+    for name, rate in report.prefill(value["prefill"]).items():
+        print(f"prefill of {PREFILL} tokens, {name}: {rate:.0f} tokens/s")
+    for name, why in value["failed"].items():
+        print(f"{name}: FAILED: {why}")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import acceptance, ship
+from benchmarks.__main__ import call
 from outpace.drafters.learned.checkpoint import read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.errors import ParameterError
@@ -50,13 +51,14 @@ def measure(gguf: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
 
-    def call(*more: str) -> int:
-        return acceptance.main(
-            [str(run), str(tmp_path / "out.json"), "--model", str(gguf), "--prompts", str(tmp_path / "prompts.jsonl"),
+    def measured(*more: str) -> int:
+        return call(
+            "acceptance", [str(run), str(tmp_path / "out.json"), "--model", str(gguf), "--prompts",
+             str(tmp_path / "prompts.jsonl"),
              "--max-tokens", "12", "--rows", "2", "--threads", "1", *more]
         )  # fmt: skip
 
-    return call
+    return measured
 
 
 def test_it_goes_on_where_it_stopped(measure: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import acceptance, recipe
+from benchmarks import recipe
+from benchmarks.__main__ import call
 from outpace.errors import ParameterError
 from tests.training.commands import outpace
 
@@ -21,7 +22,7 @@ def here(command: Sequence[str]) -> None:
     if command[1] == "outpace":
         outpace(*command[2:])
     else:
-        assert acceptance.main(command[2:]) == 0
+        assert call("acceptance", command[3:]) == 0
 
 
 def test_one_command_and_what_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
@@ -37,10 +38,10 @@ def test_one_command_and_what_was_ended_goes_on(model: Path, tmp_path: Path) -> 
         here(command)
 
     with pytest.raises(ParameterError, match="somebody ended it"):
-        recipe.run(str(model), out, prompts, prompts, SIZES, 1, until_training)
+        recipe.make(str(model), out, prompts, prompts, SIZES, 1, until_training)
     assert len(ended) == 1
     assert not (out / recipe.DONE).exists()
-    recipe.run(str(model), out, prompts, prompts, SIZES, 1, here)
+    recipe.make(str(model), out, prompts, prompts, SIZES, 1, here)
     measured = json.loads((out / recipe.ACCEPTANCE).read_text())
     assert all(its["identical"] == its["prompts"] == 1 for its in measured["figures"])
     again = [command[3] for command in recipe.commands(str(model), out, prompts, prompts, SIZES, 1)]

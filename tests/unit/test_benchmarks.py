@@ -51,7 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(servers, "started", started)
         items = planned(its, len(KNOWN), 64)
-        invariance.run(its, KNOWN, items, journal, Path("unused"))
+        invariance.ask_all(its, KNOWN, items, journal, Path("unused"))
         return invariance.score(its, items, KNOWN, journal)
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

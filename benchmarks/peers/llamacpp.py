@@ -1,12 +1,14 @@
-"""A worker that answers with llama.cpp (package xllamacpp). Runs in its own environment; imports nothing of Outpace.
+"""llama.cpp (package xllamacpp), in its own environment: imports nothing of Outpace.
 
-    python worker_llamacpp.py MODEL.gguf MODE      # MODE: plain, or one of llama.cpp's n-gram modes, as ngram-simple
+    python llamacpp.py MODEL.gguf MODE                  # a worker; MODE: plain, or an n-gram mode, as ngram-simple
+    --server llamacpp='ENV/bin/python benchmarks/peers/llamacpp.py MODEL.gguf MODE {port}'    # of serving, invariance
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say: on a processor that has
 AVX-512 a llama.cpp built there can be faster, and every ratio to llama.cpp here is to this wheel. Its source package
 does not build without a network, for it fetches BoringSSL.
 
-Reads a JSON line {"tokens", "max_tokens"}, writes one: text, tokens, seconds to the first delta, seconds of the rest.
+A worker reads a JSON line {"tokens", "max_tokens"} and writes one: text, tokens, seconds to the first delta, seconds of
+the rest. A server has what ours has: 16 rows.
 """
 
 from __future__ import annotations
@@ -14,22 +16,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
 import xllamacpp
 
 THREADS = 2
+ROWS = 16  # of a server
+CONTEXT = 2048  # tokens of a server's row
 
 
-def server(path: str, mode: str) -> Any:
+def server(path: str, mode: str, port: int | None = None) -> Any:
     params = xllamacpp.CommonParams()
     params.model.path = path
-    params.n_ctx = 8192
-    params.n_parallel = 1
+    params.n_parallel, params.n_ctx = (1, 8192) if port is None else (ROWS, ROWS * CONTEXT)
+    if port is not None:
+        params.hostnames, params.port = ["127.0.0.1"], port
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
     params.cache_ram_mib = 0
-    params.verbosity = 0
+    params.verbosity = 0 if port is None else params.verbosity
     if mode != "plain":
         name = "COMMON_SPECULATIVE_TYPE_" + mode.upper().replace("-", "_")
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]
@@ -41,7 +47,7 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
     pieces: list[str] = []
     usage: dict[str, Any] = {}
 
-    def hear(found: Any) -> None:
+    def take(found: Any) -> None:
         chunk = json.loads(found) if isinstance(found, (str, bytes)) else found
         if chunk.get("error"):
             raise RuntimeError(str(chunk["error"]))
@@ -60,7 +66,7 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         "cache_prompt": False,
     }
     begun = time.perf_counter()
-    engine.handle_completions(json.dumps(request), hear)
+    engine.handle_completions(json.dumps(request), take)
     end = time.perf_counter()
     return {
         "text": "".join(pieces),
@@ -73,6 +79,9 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    if len(sys.argv) > 3:
+        print(server(sys.argv[1], sys.argv[2], int(sys.argv[3])).listening_address, flush=True)
+        threading.Event().wait()
     out = os.fdopen(os.dup(1), "w")  # llama.cpp may print to the standard output
     os.dup2(2, 1)
     engine = server(sys.argv[1], sys.argv[2])
