@@ -1,6 +1,6 @@
 """Errors a user can meet. Each message names the value that is wrong and the remedy.
 
-A message is told to two audiences: a caller's arguments are ``max_tokens=0`` in Python and ``--max-tokens 0`` on the
+A message has two audiences: a caller's arguments are ``max_tokens=0`` in Python and ``--max-tokens 0`` on the
 command line. So a message is made of parts, in which an ``Argument`` stands for one, and is spelled when it is read.
 """
 
@@ -29,22 +29,22 @@ class Argument:
 class OutpaceError(Exception):
     """Base of every error that Outpace raises on purpose.
 
-    ``parts``: texts, ``Argument``s, and errors whose own message is told here.
+    ``parts``: texts, ``Argument``s, and errors whose own message is part of this one.
     """
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.spelled(str)
 
-    def told(self, spell: Callable[[Argument], str]) -> str:
+    def spelled(self, spell: Callable[[Argument], str]) -> str:
         """The message, with every argument as ``spell`` writes it. ``str(error)`` writes Python."""
 
         def text(part: Any) -> str:
             if isinstance(part, Argument):
                 return spell(part)
-            return part.told(spell) if isinstance(part, OutpaceError) else str(part)
+            return part.spelled(spell) if isinstance(part, OutpaceError) else str(part)
 
         return "".join(text(part) for part in self.args)
 

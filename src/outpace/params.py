@@ -239,7 +239,9 @@ class SamplingParams:
             raise ParameterError(Argument("logprobs", self.logprobs), " is neither True nor False: use ", *wanted)
 
     def __repr__(self) -> str:
-        values = {name: (getattr(self, name), its.checked(its.default)) for name, its in PARAMETERS.items()}
+        values = {
+            name: (getattr(self, name), parameter.checked(parameter.default)) for name, parameter in PARAMETERS.items()
+        }
         return (
             f"SamplingParams({', '.join(f'{name}={own!r}' for name, (own, usual) in values.items() if own != usual)})"
         )

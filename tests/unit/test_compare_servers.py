@@ -194,7 +194,7 @@ def test_refusals(served: Served, verify: Verify) -> None:
     for given, message in cases:
         with pytest.raises(OutpaceError) as error:
             verify(**given)
-        told = error.value.told(spell)
+        told = error.value.spelled(spell)
         assert message in told
         assert "\n" not in told
         assert "k3y" not in told

@@ -283,7 +283,7 @@ def test_messages_spell_arguments_for_their_audience() -> None:
     inner = ModelError("no backend for ", Argument("dtype", "float16"))
     error = ParameterError("prompt 3: ", inner, ": use ", Argument("backend", "transformers"), " or ", Argument("raw"))
     assert str(error) == "prompt 3: no backend for dtype='float16': use backend='transformers' or raw"
-    told = error.told(lambda a: f"--{a.name} {a.value}" if a.has_value else f"--{a.name}")
+    told = error.spelled(lambda a: f"--{a.name} {a.value}" if a.has_value else f"--{a.name}")
     assert told == "prompt 3: no backend for --dtype float16: use --backend transformers or --raw"
     assert (error.parameter, ParameterError("x").parameter) == ("dtype", None)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

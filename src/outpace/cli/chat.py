@@ -46,7 +46,7 @@ def run(
             try:
                 result = talk.say(text, params, show=not common.json)
             except OutpaceError as error:  # the turn was refused; the conversation goes on without it
-                print(f"outpace: {error.told(spell)} (or /reset)", file=sys.stderr)
+                print(f"outpace: {error.spelled(spell)} (or /reset)", file=sys.stderr)
                 continue
             if common.json:
                 print(json.dumps(_report(result), ensure_ascii=False), flush=True)

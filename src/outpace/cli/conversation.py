@@ -58,7 +58,7 @@ class Conversation:
             while result is None:
                 for delta in self._engine.step():
                     result = self._shown(delta.text, show, delta.result) or result
-        except KeyboardInterrupt:  # what was said so far stays said
+        except KeyboardInterrupt:  # what was printed so far stays
             for delta in self._engine.cancel(request):
                 result = self._shown(delta.text, show, delta.result) or result
             if result is None:

@@ -94,7 +94,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for
-        message = error.told(spell) if isinstance(error, OutpaceError) else str(error)
+        message = error.spelled(spell) if isinstance(error, OutpaceError) else str(error)
         return {"name": load.model, "ok": False, "error": message or type(error).__name__}
     return {
         "name": load.model,

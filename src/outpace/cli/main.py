@@ -46,7 +46,7 @@ def _run(debug: bool) -> int:
         if isinstance(error, OutpaceError):
             from outpace.cli.options import spell
 
-            return _fail(error.told(spell), 2)
+            return _fail(error.spelled(spell), 2)
         if isinstance(error, UsageError):
             return _fail(f"{error} (see --help)", 2) if str(error) else 2
         if isinstance(error, MemoryError):

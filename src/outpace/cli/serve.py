@@ -51,7 +51,7 @@ def run(
     request_timeout: Annotated[
         float | None, option("--request-timeout", help="Seconds of an answer, after which it ends as it is.")
     ] = None,
-    drain: Annotated[float, option("--drain", help="Seconds for what runs, once told to stop.")] = 30.0,
+    drain: Annotated[float, option("--drain", help="Seconds that running requests have when it stops.")] = 30.0,
     max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
     max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
     max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
@@ -112,8 +112,8 @@ def run(
     from outpace.server.engines.service import Service
     from outpace.server.engines.tuning import recorded, renewed
 
-    with ExitStack() as held:
-        listener = held.enter_context(bound(settings))  # before a model is loaded for nothing
+    with ExitStack() as stack:
+        listener = stack.enter_context(bound(settings))  # before a model is loaded for nothing
         name = served_name or load.model
         options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
         options |= {"prefill_delay": prefill_delay, "step_stretch": step_stretch}
@@ -121,7 +121,7 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
-                held.enter_context(recorded(engine, record, load.model, load.load_options()))
+                stack.enter_context(recorded(engine, record, load.model, load.load_options()))
                 return SingleModel(name, AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             named = [(name, load.model), *((other, other) for other in also)]

@@ -98,7 +98,7 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
-    # A ``_native.NativeDrafter`` that proposes the same, and hears the same, for steps in C++; None: there is none.
+    # A ``_native.NativeDrafter`` that proposes the same, from the same events, for steps in C++; None: there is none.
     native: Any = None
     names: tuple[str, ...] = ()  # of what ``native`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
@@ -112,7 +112,7 @@ class Drafter:
         """Raise DrafterError when this drafter's proposals could not be verified exactly under ``acceptance``."""
 
     @property
-    def listens(self) -> bool:
+    def observes(self) -> bool:
         """Whether ``observe`` does anything: if not, no events are made."""
         return type(self).observe is not Drafter.observe
 

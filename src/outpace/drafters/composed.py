@@ -69,7 +69,7 @@ class ComposedDrafter(Drafter):
         if (
             type(self) is ComposedDrafter
             and sum(part.needs.draws for part in parts) < 2
-            and all(part.native is not None and (part.native.hidden_layers or not part.listens) for part in parts)
+            and all(part.native is not None and (part.native.hidden_layers or not part.observes) for part in parts)
         ):
             natives = [part.native for part in parts]
             self.native = _fast.native.ComposedDrafter(natives, list(self._fallback), SURE, DEEP)
@@ -127,10 +127,10 @@ class ComposedDrafter(Drafter):
         part, at = self.parts[j], [i for i, size in enumerate(sizes) if size]
         if self._fallback[j]:
             at = [i for i in at if not any(trees[earlier][i] for earlier in range(j))]
-        asked, their = [rows[i] for i in at], [sizes[i] for i in at]
+        asked, asked_sizes = [rows[i] for i in at], [sizes[i] for i in at]
         trees[j] = [Tree() for _ in rows]
         if isinstance(part, TreeDrafter):
-            for i, tree in zip(at, part.trees(asked, their) if at else (), strict=True):
+            for i, tree in zip(at, part.trees(asked, asked_sizes) if at else (), strict=True):
                 tree.sources = [j] * len(tree)
                 trees[j][i] = tree
             return
@@ -138,15 +138,15 @@ class ComposedDrafter(Drafter):
         if not at and part.cost.levels is not None:
             proposed = replace(proposed, levels=np.zeros(len(rows), np.int32))
         elif at:
-            proposed = part.propose(asked, np.array(their, np.int32)).among(at, len(rows))
+            proposed = part.propose(asked, np.array(asked_sizes, np.int32)).among(at, len(rows))
         whole[j] = proposed
         for i in at:
             trees[j][i] = tree_of(proposed, i)
             trees[j][i].sources = [j] * len(trees[j][i])
 
     @property
-    def listens(self) -> bool:
-        return bool(self._last) or any(part.listens for part in self.parts)
+    def observes(self) -> bool:
+        return bool(self._last) or any(part.observes for part in self.parts)
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):

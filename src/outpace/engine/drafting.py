@@ -126,7 +126,7 @@ class Drafting:
         """Those of ``rows`` whose drafter wants to hear what becomes final in them, by its name."""
         found: dict[str, list[tuple[int, int, Sequence]]] = {}
         for row in rows:
-            if self.drafts_for(row[2]) and self.drafters[row[2].drafter].listens:
+            if self.drafts_for(row[2]) and self.drafters[row[2].drafter].observes:
                 found.setdefault(row[2].drafter, []).append(row)
         return found
 

@@ -137,14 +137,14 @@ class Bench:
 
     def _figures(self, name: str, category: str | None) -> dict[str, Any]:
         chosen = [run for run in self.runs if category is None or run.prompt.category == category]
-        mine = [run for run in chosen if run.configuration == name]
+        own = [run for run in chosen if run.configuration == name]
         first = [run for run in chosen if run.configuration == self.configurations[0].name]
-        stats: Stats = pooled(run.result.stats for run in mine)
-        seconds = sum(run.seconds for run in mine)
+        stats: Stats = pooled(run.result.stats for run in own)
+        seconds = sum(run.seconds for run in own)
         return {
-            "prompts": len(mine),
-            "identical": sum(run.difference is None for run in mine),
-            "near_ties": sum(run.difference is not None and run.difference.near_tie for run in mine),
+            "prompts": len(own),
+            "identical": sum(run.difference is None for run in own),
+            "near_ties": sum(run.difference is not None and run.difference.near_tie for run in own),
             "tokens": stats.tokens,
             "decode_tokens_per_second": stats.decode_tokens_per_second,
             "end_to_end_tokens_per_second": stats.tokens / seconds if seconds else 0.0,
@@ -152,7 +152,7 @@ class Bench:
             "acceptance_rate": stats.acceptance_rate,
             "speedup": speedup(
                 [run.result.stats.decode_tokens_per_second for run in first],
-                [run.result.stats.decode_tokens_per_second for run in mine],
+                [run.result.stats.decode_tokens_per_second for run in own],
             ),
         }
 

@@ -73,7 +73,7 @@ def write_answers(
     """Append the model's answers to ``out``, a JSON line each: id, prompt, text, token_ids. Returns how many it has.
 
     What is there already is not answered again, so an interrupted run goes on, also one that was killed in the middle
-    of a line: that line is cut off, and ``say`` is told. Prompts that do not fit are left out. Raises ParameterError
+    of a line: that line is cut off, and ``say`` is called. Prompts that do not fit are left out. Raises ParameterError
     for a file of something else, which stays as it is.
     """
     known = resume(out, say)

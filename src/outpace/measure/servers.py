@@ -116,11 +116,11 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
     """None where two answers are the same: in their tokens and the bits of their logprobs if both tell them, in their
     text and how they ended. Where the text is the same, tokens that do not make it count as logprobs."""
     if a.tokens is not None and b.tokens is not None:
-        for i, (mine, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
-            if mine.text != other.text:
+        for i, (token, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+            if token.text != other.text:
                 # llama.cpp's server tells under a grammar which token would have come without it
                 what = "token" if a.text != b.text or (_spells(a) and _spells(b)) else "logprob"
-                return RemoteDifference(what, i, mine.text, other.text, _gap(mine, other))
+                return RemoteDifference(what, i, token.text, other.text, _gap(token, other))
         short, there = min(len(a.tokens), len(b.tokens)), (a.tokens, b.tokens)
         if len(a.tokens) != len(b.tokens):
             x, y = (tokens[short].text if len(tokens) > short else None for tokens in there)
@@ -131,9 +131,9 @@ def difference(a: Answer, b: Answer) -> RemoteDifference | None:
         return RemoteDifference("text", at, a.text[at : at + 20], b.text[at : at + 20])
     if a.finish != b.finish:
         return RemoteDifference("finish", len(a.tokens or a.text), a.finish, b.finish)
-    for i, (mine, other) in enumerate(zip(a.tokens or (), b.tokens or (), strict=False)):
-        if mine.logprob != other.logprob:
-            return RemoteDifference("logprob", i, mine.logprob, other.logprob, abs(mine.logprob - other.logprob))
+    for i, (token, other) in enumerate(zip(a.tokens or (), b.tokens or (), strict=False)):
+        if token.logprob != other.logprob:
+            return RemoteDifference("logprob", i, token.logprob, other.logprob, abs(token.logprob - other.logprob))
     return None
 
 

@@ -110,10 +110,10 @@ def from_bench(value: dict[str, Any]) -> list[Measured]:
         seconds = plain["seconds"] / plain["steps"]
         found = []
         for config in value["configs"][1:]:
-            mine = _pooled(value["runs"], config["name"])
-            if not mine["drafted"]:
+            counts = _pooled(value["runs"], config["name"])
+            if not counts["drafted"]:
                 continue
-            found.append(_measured(config, mine, seconds))
+            found.append(_measured(config, counts, seconds))
         return found
     except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         raise ParameterError(
@@ -141,15 +141,15 @@ def _pooled(runs: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return {**total, "drafted_at": drafted_at, "accepted_at": accepted_at}
 
 
-def _measured(config: dict[str, Any], mine: dict[str, Any], plain: float) -> Measured:
-    drafted_at, accepted_at = mine["drafted_at"], mine["accepted_at"]
+def _measured(config: dict[str, Any], counts: dict[str, Any], plain: float) -> Measured:
+    drafted_at, accepted_at = counts["drafted_at"], counts["accepted_at"]
     tried = drafted_at[0] + sum(min(d, a) for d, a in zip(drafted_at[1:], accepted_at, strict=False))
     drafts = drafted_at[0]
-    size = mine["drafted"] / drafts
-    draft = mine["draft"] / mine["drafted"] / plain
-    step = mine["seconds"] / mine["steps"] / plain  # the mean over steps with and without a draft
-    covered = drafts / mine["steps"]
+    size = counts["drafted"] / drafts
+    draft = counts["draft"] / counts["drafted"] / plain
+    step = counts["seconds"] / counts["steps"] / plain  # the mean over steps with and without a draft
+    covered = drafts / counts["steps"]
     width = 1.0 + max(step - 1.0 - draft * size * covered, 0.0) / covered
-    tokens = mine["tokens"] / mine["steps"]
+    tokens = counts["tokens"] / counts["steps"]
     costs = StepCosts(draft, width, max(round(size), 1))
     return Measured(config["name"], sum(accepted_at) / tried, covered, size, costs, tokens, tokens / step)

@@ -223,10 +223,10 @@ def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
     original, longest = facts.get("original_max_position_embeddings"), facts.whole("max_position_embeddings")
     tables = []
     for i, source in enumerate(family.ropes):
-        told = {"partial_rotary_factor": facts.get("partial_rotary_factor")}
-        told |= parameters.get(source.layers, parameters if i == 0 else {})
+        entries = {"partial_rotary_factor": facts.get("partial_rotary_factor")}
+        entries |= parameters.get(source.layers, parameters if i == 0 else {})
         if original is not None:
-            told["original_max_position_embeddings"] = original
+            entries["original_max_position_embeddings"] = original
         base = facts.number(source.config, source.base)
-        tables.append(rope.from_config(facts.about(told), base, head_dim, longest))
+        tables.append(rope.from_config(facts.about(entries), base, head_dim, longest))
     return tables

@@ -49,8 +49,8 @@ def difference(recorded: Mapping[str, Any], target: Mapping[str, Any], names: tu
     """In which of ``names`` two identities differ first, as the end of a sentence about ``recorded``; None: in none."""
     for name in names:
         if recorded.get(name) != target.get(name):
-            said = name.replace("_", " ")
-            return f"its target's {said} is {recorded.get(name)}, that of {target.get('name')} is {target.get(name)}"
+            label = name.replace("_", " ")
+            return f"its target's {label} is {recorded.get(name)}, that of {target.get('name')} is {target.get(name)}"
     return None
 
 

@@ -26,16 +26,16 @@ def kind(root: Path = ROOT) -> tuple[str, frozenset[str]]:
 
     The name has family and model number behind it: virtual machines are given names that say little.
     """
-    said: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for line in lines(root / "proc/cpuinfo"):
         key, _, value = line.partition(":")
         if not key.strip():
             break  # the next processor is of the same kind
-        said[key.strip()] = value.strip()
-    name = said.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" in said and "model" in said:
-        name += f" (family {said['cpu family']} model {said['model']})"
-    return name, frozenset(said.get("flags", said.get("Features", "")).split())
+        entries[key.strip()] = value.strip()
+    name = entries.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in entries and "model" in entries:
+        name += f" (family {entries['cpu family']} model {entries['model']})"
+    return name, frozenset(entries.get("flags", entries.get("Features", "")).split())
 
 
 def physical_cores(root: Path = ROOT) -> int:

@@ -119,15 +119,15 @@ def of(error: BaseException, names: Names | None = None) -> APIError:
             error.param = names.get(error.param, error.param)
         return error
     if isinstance(error, MissingExtraError):
-        return APIError(501, error.told(spell_), code="not_installed")
+        return APIError(501, error.spelled(spell_), code="not_installed")
     if isinstance(error, MemoryLimitError):
-        return APIError(400, error.told(spell_), param=_param(error, named), code="context_length_exceeded")
+        return APIError(400, error.spelled(spell_), param=_param(error, named), code="context_length_exceeded")
     if isinstance(error, (ComplexityError, NoTokenAllowedError)):  # what was asked for ended it
-        return APIError(400, error.told(spell_), code="no_answer")
+        return APIError(400, error.spelled(spell_), code="no_answer")
     if isinstance(error, OutpaceError) and isinstance(error, ValueError):
-        return APIError(400, error.told(spell_), param=_param(error, named))
+        return APIError(400, error.spelled(spell_), param=_param(error, named))
     if isinstance(error, OutpaceError):
-        return APIError(500, error.told(spell_))
+        return APIError(500, error.spelled(spell_))
     return APIError(500, "an internal error; the server's log has it")
 
 

@@ -28,14 +28,14 @@ class _Chunks(torch.autograd.Function):
         total, facts = tensors[0].new_zeros(()), []
         for start in range(0, len(tensors[0]), size):
             stop = start + size
-            leaves = [
+            inputs = [
                 (t[start:stop] if i < split else t).detach().requires_grad_(wanted[i]) for i, t in enumerate(tensors)
             ]
             with torch.enable_grad():
-                loss, more = function(start, stop, *leaves)
+                loss, more = function(start, stop, *inputs)
             asked = [i for i, needs in enumerate(wanted) if needs]
             if asked:
-                for i, found in zip(asked, torch.autograd.grad(loss, [leaves[i] for i in asked]), strict=True):
+                for i, found in zip(asked, torch.autograd.grad(loss, [inputs[i] for i in asked]), strict=True):
                     gradient = gradients[i]
                     assert gradient is not None
                     if i < split:

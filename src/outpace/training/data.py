@@ -1,4 +1,4 @@
-"""``Answers``: what a target said to prompts, read from a folder that ``outpace train data`` or ``import`` made."""
+"""``Answers``: a target's answers to prompts, read from a folder that ``outpace train data`` or ``import`` made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[str, int, float]  # prompt id, sample, temperature: what a folder ha
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. ``tokens`` int32 [L]: the prompt's ``prompt_length``, then what the target said, EOS included."""
+    """One answer. ``tokens`` int32 [L]: the prompt's ``prompt_length``, then the answer, EOS included."""
 
     id: str  # the prompt's
     source: str
@@ -108,9 +108,9 @@ class Answers:
         return self.columns.prompt_lengths[self.index]
 
     def token_counts(self, prompts: bool = False) -> I64:
-        """How often each token was said: int64 [V]. ``prompts``: tokens of prompts count, too."""
-        said = [a.tokens if prompts else a.tokens[a.prompt_length :] for a in self]
-        return np.bincount(np.concatenate([np.zeros(0, np.int32), *said]), minlength=self.target["vocab_size"])
+        """How often each token occurs: int64 [V]. ``prompts``: tokens of prompts count, too."""
+        counted = [a.tokens if prompts else a.tokens[a.prompt_length :] for a in self]
+        return np.bincount(np.concatenate([np.zeros(0, np.int32), *counted]), minlength=self.target["vocab_size"])
 
     @cached_property
     def hash(self) -> str:
@@ -158,7 +158,7 @@ def read_columns(folder: Path, meta: Mapping[str, Any]) -> Columns:
     def column(name: str) -> list[Any]:
         return [value for table in tables for value in table.column(name).to_pylist()]
 
-    lengths = np.concatenate([np.zeros(1, np.int64), *(its for its, _ in pieces)])
+    lengths = np.concatenate([np.zeros(1, np.int64), *(sizes for sizes, _ in pieces)])
     return Columns(
         column("id"), column("source"), column("finish"),
         np.array(column("sample"), np.int32), np.array(column("temperature"), np.float32),

@@ -27,5 +27,5 @@ def on_cpu(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
-        return {name: on_cpu(its) for name, its in state.items()}
-    return [on_cpu(its) for its in state] if isinstance(state, list) else state
+        return {name: on_cpu(value) for name, value in state.items()}
+    return [on_cpu(value) for value in state] if isinstance(state, list) else state

@@ -58,8 +58,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): make the data again, or restore the file") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        said = meta.get("format") if isinstance(meta, dict) else None
-        raise DataError(f"{path} has format {said}, and this version reads {FORMAT}: make the data again")
+        version = meta.get("format") if isinstance(meta, dict) else None
+        raise DataError(f"{path} has format {version}, and this version reads {FORMAT}: make the data again")
     for name, kind in (("model", str), ("target", dict), ("options", dict), ("load", dict), ("counts", dict)):
         if not isinstance(meta.get(name), kind):
             raise DataError(f"{path} has no {name}: make the data again, or restore the file")

@@ -66,7 +66,7 @@ def _answer(where: str, line: bytes, vocabulary: int, temperature: float) -> Ans
     try:
         value = json.loads(line)
         id_, source, finish = str(value["id"]), str(value.get("source", "all")), str(value.get("finish", "stop"))
-        prompt, said = _ids(value, "prompt", vocabulary), _ids(value, "answer", vocabulary)
+        prompt, answer = _ids(value, "prompt", vocabulary), _ids(value, "answer", vocabulary)
         own = (
             float(value.get("temperature", temperature)),
             int(value.get("sample", 0)),
@@ -79,7 +79,7 @@ def _answer(where: str, line: bytes, vocabulary: int, temperature: float) -> Ans
         ) from error
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{where}: {error}: write one JSON object a line, with lists of token ids") from error
-    return Answer(id_, source, np.concatenate([prompt, said]), len(prompt), *own)
+    return Answer(id_, source, np.concatenate([prompt, answer]), len(prompt), *own)
 
 
 def _ids(value: dict[str, Any], name: str, vocabulary: int) -> np.ndarray[Any, Any]:

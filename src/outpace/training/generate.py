@@ -66,8 +66,8 @@ class Job:
         text = f"{self.prompt.id}\0{self.temperature!r}\0{self.sample}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    def answer(self, prompt: Sequence[int], said: Sequence[int], finish: str) -> Answer:
-        tokens = np.array([*prompt, *said], np.int32)
+    def answer(self, prompt: Sequence[int], generated: Sequence[int], finish: str) -> Answer:
+        tokens = np.array([*prompt, *generated], np.int32)
         own = self.temperature, self.sample, finish, self.seed
         return Answer(self.prompt.id, self.prompt.category, tokens, len(prompt), *own)
 
@@ -112,9 +112,9 @@ def generate(
 ) -> int:
     """Answer ``todo`` and write the answers in its order, whatever order they end in. How many were left out.
 
-    Prompts that do not fit the context or the memory are left out, and ``say`` is told. ``done(answers, tokens)`` hears
-    of every step. What ends it (an error, Ctrl-C, a kill) leaves at most 20 seconds of finished answers unwritten.
-    Raises DataError.
+    Prompts that do not fit the context or the memory are left out, and ``say`` is called. ``done(answers, tokens)`` is
+    called after every step. What ends it (an error, Ctrl-C, a kill) leaves at most 20 seconds of finished answers
+    unwritten. Raises DataError.
     """
     asked: dict[int, tuple[int, list[int]]] = {}  # request: its place in todo, its prompt
     ended: dict[int, Answer | None] = {}  # None: left out

@@ -161,7 +161,7 @@ class Cache:
         check_room(self.path, self.missing, "the hidden states")
 
     def fill(self, model: Model, done: Callable[[int, int], None] = lambda answers, tokens: None) -> int:
-        """Compute what is missing; tokens computed. ``done(answers, tokens)`` hears of every answer.
+        """Compute what is missing; tokens computed. ``done(answers, tokens)`` is called for every answer.
 
         What is written stays, whatever ends it: the next ``fill`` goes on behind it. Raises DataError for a full disk.
         """
@@ -186,19 +186,19 @@ class Cache:
         whole = folders.states_path(self.path, number)
         part = whole.with_suffix(".part")
         starts, bounds = self.answers.columns.starts, self.answers.columns.shards
-        its = starts[bounds[number] : bounds[number + 1] + 1] - starts[bounds[number]]
+        offsets = starts[bounds[number] : bounds[number + 1] + 1] - starts[bounds[number]]
         if whole.exists() and whole.stat().st_size == self.sizes[number]:
-            done(len(its) - 1, 0)
+            done(len(offsets) - 1, 0)
             return 0
         with folders.writing(whole, "what was written before is kept"):
             if whole.exists():  # its shard has grown since
                 whole.replace(part)
             have = part.stat().st_size // self.bytes_per_token if part.exists() else 0
-            first = int(np.searchsorted(its, have, side="right")) - 1  # answers whose states are whole
-            if have > its[-1]:
+            first = int(np.searchsorted(offsets, have, side="right")) - 1  # answers whose states are whole
+            if have > offsets[-1]:
                 raise DataError(f"{part} is larger than its answers' states: remove it, and run the same command again")
             with part.open("ab") as file:
-                file.truncate(int(its[first]) * self.bytes_per_token)
+                file.truncate(int(offsets[first]) * self.bytes_per_token)
                 done(first, 0)
                 sequences = [self.answers[i].tokens for i in range(bounds[number] + first, bounds[number + 1])]
                 for states in forward_states(model, sequences, self.layers):
@@ -207,7 +207,7 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(whole)
-        return int(its[-1] - its[first])
+        return int(offsets[-1] - offsets[first])
 
 
 def check_room(path: Path, size: int, what: str) -> None:

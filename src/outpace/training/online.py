@@ -35,7 +35,7 @@ _REPLAYED = "replayed"
 @dataclass(frozen=True, slots=True)
 class OnlineOptions:
     """``share``: CPU seconds a second, over all threads; ``most_load``: the load average a core up to which it works;
-    ``least``: tokens said since the last round until another begins. A round takes at most ``steps`` of ``tokens`` each
+    ``least``: new answer tokens until another round begins. A round takes at most ``steps`` of ``tokens`` each
     from ``lr`` on, with ``replay_share`` as many tokens of older answers as of recorded ones; ``held_out``: the share
     of recorded prompts that it is judged on, ``judged`` their most tokens; ``gain``: tokens a step more that replace
     the drafter. ``poll``: seconds between two looks."""
@@ -192,7 +192,7 @@ def watch(
 
 
 def _fresh(data: Path, known: frozenset[str]) -> tuple[frozenset[str], int]:
-    """What identifies the answers there are, and how many tokens were said in those that are not ``known``."""
+    """What identifies the answers there are, and how many answer tokens are in those that are not ``known``."""
     if not (data / folders.META).exists() or not folders.shards(data):
         return known, 0
     keys, new = set(), 0

@@ -41,8 +41,8 @@ class Team:
         params = [p for p in network.parameters() if p.requires_grad]
         flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in params])
         flat = self._accelerator.reduce(flat, "sum")
-        for p, its in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            p.grad = its.view_as(p).clone()
+        for p, gradient in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = gradient.view_as(p).clone()
 
     def add(self, numbers: Iterable[float]) -> list[float]:
         """Sums over the processes."""

@@ -74,12 +74,12 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, prompt: I32, said: tuple[int, ...], *, temperature: float, seed: int, finish: str) -> None:
-        """Keep an answer: ``prompt`` int32 [n] and what was said. Raises DataError when the disk is full."""
-        its = np.array(said, np.int32)
-        if not len(prompt) or not len(its) or len(prompt) + len(its) > self._most:
+    def add(self, prompt: I32, answer: tuple[int, ...], *, temperature: float, seed: int, finish: str) -> None:
+        """Keep an answer: ``prompt`` int32 [n] and the answer's token ids. Raises DataError when the disk is full."""
+        answer_ids = np.array(answer, np.int32)
+        if not len(prompt) or not len(answer_ids) or len(prompt) + len(answer_ids) > self._most:
             return
-        tokens = np.concatenate([np.asarray(prompt, np.int32), its])
+        tokens = np.concatenate([np.asarray(prompt, np.int32), answer_ids])
         self._take(Answer(_digest(prompt), SOURCE, tokens, len(prompt), temperature, 0, finish, seed & (2**63 - 1)))
         self._unsaved = True
         if time.monotonic() - self._written > self._every:
@@ -90,8 +90,8 @@ class Recorder:
         if not self._unsaved:
             return
         answers, before = list(self._kept.values()), self._meta["counts"]["answers"]
-        said = sum(len(a.tokens) - a.prompt_length for a in answers)
-        counts = {"answers": len(answers), "tokens": self.tokens, "answer_tokens": said}
+        answer_tokens = sum(len(a.tokens) - a.prompt_length for a in answers)
+        counts = {"answers": len(answers), "tokens": self.tokens, "answer_tokens": answer_tokens}
         self._meta = {**self._meta, "counts": counts}
         with folders.writing(self.path, f"{before} answers are there"):
             if len(answers) < before:  # the folder never claims more than it has
@@ -171,15 +171,15 @@ def recording(
         if request.params.rules:
             return
         temperature = request.params.temperature
-        its = partial(keep, request.prompt, result.token_ids, temperature, result.seed, result.finish_reason)
-        its() if later is None else later(its)
+        record = partial(keep, request.prompt, result.token_ids, temperature, result.seed, result.finish_reason)
+        record() if later is None else later(record)
 
-    def keep(prompt: I32, said: tuple[int, ...], temperature: float, seed: int, finish: str) -> None:
+    def keep(prompt: I32, answer: tuple[int, ...], temperature: float, seed: int, finish: str) -> None:
         nonlocal recorder
         if recorder is None:
             return
         try:
-            recorder.add(prompt, said, temperature=temperature, seed=seed, finish=finish)
+            recorder.add(prompt, answer, temperature=temperature, seed=seed, finish=finish)
         except DataError as error:
             log.warning("nothing more is recorded: %s", error)
             recorder = None

@@ -183,7 +183,7 @@ class _Computed:
                             self._under_way.remove(i)
                             self._ready.setdefault(i, deque()).append(states)
                         self._changed.notify_all()
-        except BaseException as error:  # whatever it is, the reader is told, not a thread that nobody watches
+        except BaseException as error:  # whatever it is, the reader gets it, not a thread that nobody watches
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -59,7 +59,7 @@ class Writer:
         columns = read_columns(path, self.meta)
         self.known: set[Key] = set()
         self._rows: list[Answer] = []  # of the shard that is not full
-        self._count = self._tokens = self._said = 0
+        self._count = self._tokens = self._answer_tokens = 0
         self._number, self._written = 0, time.monotonic()
         self._unsaved = False
         self._load(columns)
@@ -70,7 +70,7 @@ class Writer:
     @property
     def counts(self) -> dict[str, int]:
         """How many answers there are, tokens with their prompts, and tokens without."""
-        return {"answers": self._count, "tokens": self._tokens, "answer_tokens": self._said}
+        return {"answers": self._count, "tokens": self._tokens, "answer_tokens": self._answer_tokens}
 
     def add(self, answer: Answer) -> None:
         """Append one. Raises DataError when it is there already."""
@@ -121,7 +121,7 @@ class Writer:
         self._rows.append(answer)
         self._count += 1
         self._tokens += len(answer.tokens)
-        self._said += len(answer.tokens) - answer.prompt_length
+        self._answer_tokens += len(answer.tokens) - answer.prompt_length
 
     def _resumed(self, target: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         meta = folders.read_meta(self.path)

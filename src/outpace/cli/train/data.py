@@ -9,7 +9,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
-from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.cli.train.shared import kept, say, summary, writer_for
 from outpace.common.option import option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
@@ -62,8 +62,8 @@ def run(
             left_out = answers.generate(engine, todo, writer, max_tokens, done=advance, say=say)
         seconds = time.perf_counter() - begun
         found = {"out": str(out), "new": len(writer) - before["answers"], "left_out": left_out, **writer.counts}
-        said = writer.counts["answer_tokens"] - before["answer_tokens"]
-        found |= {"seconds": round(seconds, 1), "tokens_per_second": round(said / seconds, 1)}
+        generated = writer.counts["answer_tokens"] - before["answer_tokens"]
+        found |= {"seconds": round(seconds, 1), "tokens_per_second": round(generated / seconds, 1)}
         if cache:
             kept_states = hidden_states.Cache(out)
             with progress("states", len(writer), speed=True) as advance:
@@ -74,8 +74,8 @@ def run(
     if common.json:
         print(json.dumps(found))
         return 0
-    print(told(out, writer.counts))
-    print(f"  {found['new']:,} new, {left_out:,} left out, {said / seconds:,.0f} tokens/s")
+    print(summary(out, writer.counts))
+    print(f"  {found['new']:,} new, {left_out:,} left out, {generated / seconds:,.0f} tokens/s")
     if cache:
         print(f"  states: {format_bytes(kept_states.bytes)}")
     return 0

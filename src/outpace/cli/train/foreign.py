@@ -8,7 +8,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
-from outpace.cli.train.shared import kept, say, told, writer_for
+from outpace.cli.train.shared import kept, say, summary, writer_for
 from outpace.common.option import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
@@ -22,7 +22,7 @@ def run(
     ],
     out: Annotated[Path, option("--out", help="The folder to make, or to add to.")],
     temperature: Annotated[
-        float, option("--temperature", "-T", help="At which they were said, where a line does not tell.")
+        float, option("--temperature", "-T", help="Of the answers, where a line does not have it.")
     ] = 0.0,
     shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
 ) -> int:
@@ -43,7 +43,7 @@ def run(
     print(
         json.dumps(found)
         if common.json
-        else f"{told(out, writer.counts)}; {new:,} of them new, {known:,} known already"
+        else f"{summary(out, writer.counts)}; {new:,} of them new, {known:,} known already"
     )
     return 0
 

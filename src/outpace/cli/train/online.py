@@ -61,9 +61,9 @@ def run(
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted: {out} has the best drafter, if a round has ended with a gain") from error
     if common.json:
-        print(json.dumps([asdict(its) for its in done]))
+        print(json.dumps([asdict(each) for each in done]))
     else:
-        print(f"{out}: {len(done)} rounds, {sum(its.kept for its in done)} of them with a gain")
+        print(f"{out}: {len(done)} rounds, {sum(each.kept for each in done)} of them with a gain")
     return 0
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def writer_for(out: Path, engine: Engine, load: Load, options: Mapping[str, Any], shard: int) -> Writer:
-    """A folder to write what the engine's target says. Raises DataError."""
+    """A folder for the answers of the engine's target. Raises DataError."""
     from outpace.models.fingerprint import identity
     from outpace.models.options import LoadOptions
     from outpace.training.writer import Writer
@@ -33,7 +33,7 @@ def writer_for(out: Path, engine: Engine, load: Load, options: Mapping[str, Any]
 
 @contextmanager
 def kept(writer: Writer) -> Iterator[None]:
-    """Ctrl-C says what there is."""
+    """Ctrl-C reports how many answers were kept."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -46,7 +46,6 @@ def say(what: str) -> None:
     print(f"outpace: {what}", file=sys.stderr)
 
 
-def told(out: Path, counts: Mapping[str, int]) -> str:
-    return (
-        f"{out}: {counts['answers']:,} answers, {counts['tokens']:,} tokens, {counts['answer_tokens']:,} of them said"
-    )
+def summary(out: Path, counts: Mapping[str, int]) -> str:
+    answers, tokens, own = counts["answers"], counts["tokens"], counts["answer_tokens"]
+    return f"{out}: {answers:,} answers, {tokens:,} tokens, {own:,} of them the answers' own"

@@ -22,13 +22,13 @@ from outpace.exact.tree import Tree, pack
 from outpace.params import Acceptance
 
 POOL = 4096  # first tokens a row remembers n-grams of
-SURE, UNSURE = 0.3, 0.02  # what a guess and a window node are said to be worth, a level
+SURE, UNSURE = 0.3, 0.02  # what a guess and a window node are taken to be worth, a level
 
 
 @dataclass(slots=True)
 class _Row:
     request: int
-    # [g][column], at position pending + 1 + column + g; None: nobody has said anything there yet
+    # [g][column], at position pending + 1 + column + g; None: nothing was generated there yet
     generations: list[list[int | None]] = field(default_factory=list)
     pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)  # newest last
     leaves: list[int] = field(default_factory=list)  # the draft's node of the last generation, by column
@@ -96,11 +96,11 @@ class LookaheadDrafter(Drafter):
 
     def _seeded(self, row: _Row, tokens: I32) -> list[list[int]]:
         """The window, with tokens of the sequence where it is short or unknown: likelier than random ones."""
-        held = tokens.tolist()
+        known = tokens.tolist()
 
         def token(g: int, column: int) -> int:
-            said = row.generations[g][column] if column < len(row.generations[g]) else None
-            return int(held[-1 - (7 * (column + 1) + 3 * g) % len(held)]) if said is None else said
+            generated = row.generations[g][column] if column < len(row.generations[g]) else None
+            return int(known[-1 - (7 * (column + 1) + 3 * g) % len(known)]) if generated is None else generated
 
         if not row.generations:
             row.generations.append([])
@@ -113,9 +113,11 @@ class LookaheadDrafter(Drafter):
             row = self._rows.get(event.row)
             if row is None or event.verdict is None:
                 continue
-            said = event.choices
-            # The policy may have dropped the draft: then nothing was said of its nodes.
-            aged = said is not None and len(said) == row.nodes + 1 and bool(row.leaves) and self._refine(row, said)
+            choices = event.choices
+            # The policy may have dropped the draft: then its nodes have no choices.
+            aged = False
+            if choices is not None and len(choices) == row.nodes + 1 and row.leaves:
+                aged = self._refine(row, choices)
             # The pending token moved on; a window that gave its oldest generation up has moved by one already.
             drop = max(len(event.tokens) - aged, 0)
             row.generations = [generation[drop:] for generation in row.generations]
@@ -141,12 +143,12 @@ class LookaheadDrafter(Drafter):
         return full
 
     def _remember(self, row: _Row, first: int, rest: tuple[int, ...]) -> None:
-        held = row.pool.setdefault(first, OrderedDict())
+        continuations = row.pool.setdefault(first, OrderedDict())
         row.pool.move_to_end(first)
-        held[rest] = None
-        held.move_to_end(rest)
-        while len(held) > self._guesses:
-            held.popitem(last=False)
+        continuations[rest] = None
+        continuations.move_to_end(rest)
+        while len(continuations) > self._guesses:
+            continuations.popitem(last=False)
         while len(row.pool) > POOL:
             row.pool.popitem(last=False)
 

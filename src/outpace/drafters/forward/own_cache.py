@@ -50,8 +50,8 @@ class OwnCache:
         before = {row: self._rows.fed(row) for row in rows}
         left = list(tokens)
         try:
-            while any(len(its) > CATCH_UP for its in left):
-                long = [i for i, its in enumerate(left) if len(its) > CATCH_UP]
+            while any(len(rest) > CATCH_UP for rest in left):
+                long = [i for i, rest in enumerate(left) if len(rest) > CATCH_UP]
                 self._forward([rows[i] for i in long], [left[i][:CATCH_UP] for i in long], wanted=False)
                 for i in long:
                     left[i] = left[i][CATCH_UP:]
@@ -71,8 +71,8 @@ class OwnCache:
             [cached[row] for row in rows], tokens, starts, [wanted] * len(rows), last_only=True, **inputs
         )
         output = self.model.forward(batch)
-        for row, its in zip(rows, tokens, strict=True):
-            self._rows.append(row, its)
+        for row, new in zip(rows, tokens, strict=True):
+            self._rows.append(row, new)
         return output, batch
 
     def length(self, row: int) -> int:

@@ -105,7 +105,7 @@ class TranslatedDrafter(ChainDrafter):
         """The target's ids of the text that the draft model's ids ``drafted`` int32 [n] stand for."""
         row = self._rows[view.row]
         spelled = [self._own.of(token) for token in drafted.tolist()]
-        silent = next((i for i, its in enumerate(spelled) if not its), len(spelled))
+        silent = next((i for i, text in enumerate(spelled) if not text), len(spelled))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ids = self._encode(view.tokens, row.text.fragment, decoder.decode(b"".join(spelled[:silent])))
         if silent < len(spelled) and int(drafted[silent]) in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:

@@ -95,7 +95,7 @@ def read(path: str | Path) -> Checkpoint:
         if own.get("quantized") == "q4_1":
             stored = {name: _quantized(tensor) for name, tensor in stored.items()}
     names = layouts.canonical(stored, config)
-    found = {name: stored[its] for name, its in names.items()}
+    found = {name: stored[stored_name] for name, stored_name in names.items()}
     method, described = _describe(facts, own, config, {name: tensor.shape for name, tensor in found.items()})
     if own.get("method", method) != method:
         raise own.fail(f"its method is {own.get('method')!r}, but its layout is of {method!r}: export it again")

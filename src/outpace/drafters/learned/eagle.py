@@ -198,8 +198,10 @@ class EagleDrafter(ChainDrafter):
             parts.append((others, self._grow([views[i] for i in others], sizes[others])))
         if len(parts) > 1 and parts[1][1].confidence is not None:  # of a batch, all or none
             chain = parts[0][1]
-            said = np.tile(ASSUMED ** (np.arange(chain.tokens.shape[1]) + 1.0), (len(alone), 1)).astype(np.float32)
-            parts[0] = alone, replace(chain, confidence=said)
+            confidence = np.tile(ASSUMED ** (np.arange(chain.tokens.shape[1]) + 1.0), (len(alone), 1)).astype(
+                np.float32
+            )
+            parts[0] = alone, replace(chain, confidence=confidence)
         return Drafts.join(parts, len(rows))
 
     def _limited(self, view: RowView, size: int) -> RowView:

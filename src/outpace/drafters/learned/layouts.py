@@ -50,7 +50,7 @@ def canonical(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
             found[_medusa_name(name) if medusa else name.replace("midlayer.", "layers.0.")] = name
     if medusa and config.get("original_lm_head") and "lm_head.weight" not in found and "lm_heads.0.weight" in found:
         shared = found["lm_heads.0.weight"]  # one head for all, although each is listed
-        found = {name: its for name, its in found.items() if not name.startswith("lm_heads.")}
+        found = {name: tensor for name, tensor in found.items() if not name.startswith("lm_heads.")}
         found["lm_head.weight"] = shared
     return found
 
@@ -71,15 +71,15 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     kind = facts.get("speculators_model_type")
     if not isinstance(kind, str) or kind not in METHODS:
         raise facts.fail(f"speculators_model_type is {kind!r}: {', '.join(METHODS)} and Medusa are read")
-    its = facts.part("transformer_layer_config")
-    model = its.get("model_type", "llama")
+    layer = facts.part("transformer_layer_config")
+    model = layer.get("model_type", "llama")
     if model not in ("llama", "qwen3"):
-        raise its.fail(f"its layers are those of {model!r}: llama and qwen3 are read")
-    _same_hidden(facts, its)
-    vocab = its.whole("vocab_size", most=MAX_VOCAB)
+        raise layer.fail(f"its layers are those of {model!r}: llama and qwen3 are read")
+    _same_hidden(facts, layer)
+    vocab = layer.whole("vocab_size", most=MAX_VOCAB)
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     if METHODS[kind] == "eagle":
-        decoder = _decoder(its, model == "qwen3", 1)
+        decoder = _decoder(layer, model == "qwen3", 1)
         flags = {name: facts.flag(name, False) for name in _FLAGS}
         return "eagle", _eagle(facts, decoder, vocab, draft, _hidden_layers(facts, _EAGLE_LAYERS), flags)
     if facts.get("markov_head_type", "vanilla") != "vanilla":
@@ -88,7 +88,7 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     if not hidden_layers:
         raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
     rank, head = facts.whole("markov_rank", 256, least=0), facts.flag("enable_confidence_head", True)
-    decoder = _decoder(its, True, None)  # its layers are Qwen3's, whatever the model_type
+    decoder = _decoder(layer, True, None)  # its layers are Qwen3's, whatever the model_type
     block, anchor = facts.whole("block_size", most=1024), facts.flag("sample_from_anchor")
     mask = facts.whole("mask_token_id", most=vocab - 1, least=0)
     reads = facts.flag("confidence_head_with_markov", True)
@@ -174,43 +174,43 @@ def _hidden_layers(facts: Facts, key: str) -> tuple[int, ...]:
     return tuple(i - 1 for i in ids)
 
 
-def _same_hidden(facts: Facts, its: Facts) -> None:
-    hidden = its.whole("hidden_size")
+def _same_hidden(facts: Facts, layer: Facts) -> None:
+    hidden = layer.whole("hidden_size")
     if facts.whole("target_hidden_size", hidden) != hidden:
         raise facts.fail(f"target_hidden_size is not its own hidden_size, {hidden}: {_REMEDY}")
 
 
-def _decoder(its: Facts, qk_norm: bool, layers: int | None, counted: bool = True) -> Decoder:
+def _decoder(facts: Facts, qk_norm: bool, layers: int | None, counted: bool = True) -> Decoder:
     """``layers``: how many there must be; not ``counted``: whatever num_hidden_layers says (some have the target's)."""
     for key in ("attention_bias", "mlp_bias", "quantization_config"):
-        if its.get(key):
-            raise its.fail(f"it has {key}: {_REMEDY}")
-    if its.get("hidden_act", "silu") != "silu":
-        raise its.fail(f"its activation is {its.get('hidden_act')!r}: silu is read")
-    if "sliding_attention" in its.listed("layer_types"):
-        raise its.fail(f"it has sliding windows: {_REMEDY}")
-    hidden, heads = its.whole("hidden_size"), its.whole("num_attention_heads", most=1 << 16)
-    found = its.whole("num_hidden_layers", 1, most=1024) if counted else 1
+        if facts.get(key):
+            raise facts.fail(f"it has {key}: {_REMEDY}")
+    if facts.get("hidden_act", "silu") != "silu":
+        raise facts.fail(f"its activation is {facts.get('hidden_act')!r}: silu is read")
+    if "sliding_attention" in facts.listed("layer_types"):
+        raise facts.fail(f"it has sliding windows: {_REMEDY}")
+    hidden, heads = facts.whole("hidden_size"), facts.whole("num_attention_heads", most=1 << 16)
+    found = facts.whole("num_hidden_layers", 1, most=1024) if counted else 1
     if layers is not None and found != layers:
-        raise its.fail(f"it has {found} layers: {layers} is read")
-    kv_heads = its.whole("num_key_value_heads", heads, most=heads)
-    head_dim = its.whole("head_dim", max(1, hidden // heads), most=1 << 12)
+        raise facts.fail(f"it has {found} layers: {layers} is read")
+    kv_heads = facts.whole("num_key_value_heads", heads, most=heads)
+    head_dim = facts.whole("head_dim", max(1, hidden // heads), most=1 << 12)
     if heads % kv_heads or head_dim % 2:
-        raise its.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
+        raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
     return Decoder(
-        hidden, found, heads, kv_heads, head_dim, its.whole("intermediate_size"), its.number("rms_norm_eps", 1e-6),
-        _rope_theta(its), its.whole("max_position_embeddings", 2048), qk_norm,
+        hidden, found, heads, kv_heads, head_dim, facts.whole("intermediate_size"), facts.number("rms_norm_eps", 1e-6),
+        _rope_theta(facts), facts.whole("max_position_embeddings", 2048), qk_norm,
     )  # fmt: skip
 
 
-def _rope_theta(its: Facts) -> float:
-    rope = its.part("rope_parameters" if its.get("rope_parameters") else "rope_scaling")
+def _rope_theta(facts: Facts) -> float:
+    rope = facts.part("rope_parameters" if facts.get("rope_parameters") else "rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise its.fail(
+        raise facts.fail(
             f"its rope is of the kind {kind!r} or turns a part of each head: only whole, unscaled ones are read"
         )
-    return rope.number("rope_theta", its.number("rope_theta", 1e4))
+    return rope.number("rope_theta", facts.number("rope_theta", 1e4))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _rope_theta(its: Facts) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """The target as other programs find it: ``name`` a Hugging Face id or folder (None: not said)."""
+    """The target as other programs find it: ``name`` a Hugging Face id or folder (None: not known)."""
 
     name: str | None = None
     architectures: tuple[str, ...] = ()

@@ -136,10 +136,10 @@ def _fitting(method: str, path: str | Path, context: DraftContext) -> tuple[Chec
         raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
     fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
     checkpoint = fit(checkpoint, info, fingerprint)
-    said = stranger(checkpoint, info, fingerprint)
-    if said is None:
+    difference = stranger(checkpoint, info, fingerprint)
+    if difference is None:
         return checkpoint, ()
-    note = f"{name}: {said}, so its drafts may rarely be accepted: train one beside this target"
+    note = f"{name}: {difference}, so its drafts may rarely be accepted: train one beside this target"
     log.warning("%s", note)
     return checkpoint, (note,)
 

@@ -199,7 +199,7 @@ def gains_of_accuracy(accuracy: npt.NDArray[np.float64]) -> Callable[[Path], flo
 def gains_of_ranks(ranks: npt.NDArray[np.integer]) -> Callable[[Path], float]:
     """A path's gain as the share of ``ranks`` int [n, K] that begin with it: what was measured, heads together.
 
-    ``ranks[i, k]``: the rank that head k gave to what the target said at start i; large where it is no candidate.
+    ``ranks[i, k]``: the rank that head k gave to the target's token at start i; large where it is no candidate.
     """
     counts: Counter[Path] = Counter()
     for row in ranks.tolist():

@@ -212,11 +212,11 @@ class NativeParallel:
 
     def growth(self, row: int, positions: int) -> int:
         """See ``ParallelRuntime.growth``. What a draft takes for as long as it lasts is not in it."""
-        cached, held = self._network_rows().get(row), len(self._live().positions.get(row, ()))
+        cached, cached_positions = self._network_rows().get(row), len(self._live().positions.get(row, ()))
         n: int = (
             self._model.kv_bytes_for(positions)
             if cached is None
-            else self._model.kv_growth(cached, max(0, positions - held))
+            else self._model.kv_growth(cached, max(0, positions - cached_positions))
         )
         return n
 

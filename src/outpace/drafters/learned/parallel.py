@@ -92,7 +92,7 @@ class ParallelDrafter(Drafter):
     """Chains of what ``network`` predicts. ``layers``: of the target, in the network's order.
 
     Greedy rows' ``confidence`` is the confidence head's. Rows that sample under ``coupled`` share the request's noise,
-    and their chances are told as ``picks.chosen`` tells them. Rows whose rules say what is allowed, and those that
+    and their probabilities are those of ``picks.chosen``. Rows whose rules say what is allowed, and those that
     sample under ``rejection``, draw from what rules and filters leave, the latter with their q.
     """
 

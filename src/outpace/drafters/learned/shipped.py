@@ -42,11 +42,11 @@ def folder() -> Path:
 def located(info: ModelInfo, options: LoadOptions) -> Path:
     """Its folder, to run it beside a target loaded with ``options``. Raises DrafterError where it is not for it."""
     path = folder()
-    its = _card(path).get("target", {})
+    target = _card(path).get("target", {})
     found = fingerprint_of(info.name, options)
-    if its.get("fingerprint") != found:
+    if target.get("fingerprint") != found:
         raise DrafterError(
-            f"{SPEC} was trained for the demo model ({its.get('fingerprint')}), and this is {info.name} ({found}): "
+            f"{SPEC} was trained for the demo model ({target.get('fingerprint')}), and this is {info.name} ({found}): "
             "train one for it (outpace train eagle), or leave it out; a folder of that name is ./demo"
         )
     return path

@@ -161,8 +161,8 @@ class Slab:
 
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions."""
-        held = -(-self.length(row) // BLOCK)
-        return max(-(-positions // BLOCK) - held, 0) * self._block
+        blocks = -(-self.length(row) // BLOCK)
+        return max(-(-positions // BLOCK) - blocks, 0) * self._block
 
     @property
     def bytes(self) -> int:

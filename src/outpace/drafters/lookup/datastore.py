@@ -88,7 +88,7 @@ def build(
 ) -> Datastore:
     """Write a datastore of ``sequences`` of token ids; ``add``: more segments to one that is there.
 
-    ``done(n)`` hears of every n tokens that are indexed. Whole or not at all: what was there stays until the end.
+    ``done(n)`` is called for every n tokens that are indexed. Whole or not at all: what was there stays until the end.
     Raises DrafterError.
     """
     target = Path(path)
@@ -127,20 +127,20 @@ def build(
 
 def _batches(sequences: Iterable[Sequence[int]], segment: int) -> Iterable[I32]:
     """The sequences one after another, each with END behind it, in arrays of about ``segment`` tokens."""
-    held: list[I32] = []
+    parts: list[I32] = []
     size = 0
     for sequence in sequences:
         for start in range(0, len(sequence), segment):
             part = np.append(np.asarray(sequence[start : start + segment], np.int32), np.int32(END))
             if len(part) < 3:  # nothing follows anything
                 continue
-            held.append(part)
+            parts.append(part)
             size += len(part)
             if size >= segment:
-                yield np.concatenate(held)
-                held, size = [], 0
-    if held:
-        yield np.concatenate(held)
+                yield np.concatenate(parts)
+                parts, size = [], 0
+    if parts:
+        yield np.concatenate(parts)
 
 
 def _write_segment(path: Path, tokens: I32) -> None:

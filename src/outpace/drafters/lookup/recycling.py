@@ -3,7 +3,7 @@
 Every forward gives the target's few likeliest tokens after the pending token and after every node, accepted or not.
 They are kept as that token's list, and a tree is drafted by following the lists from the pending token on. Each row has
 lists of its own, gone when the row is. With ``history`` all rows share one table that stays; that is off unless asked
-for, since what one user was told then shows in how fast another is answered.
+for, since one user's answers then show in how fast another is answered.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RecyclingDrafter(LookupDrafter):
         self.native.release(row)
 
     def check(self, rows: Sequence[int]) -> None:
-        held = set(self.native.rows())
-        assert held <= set(rows), f"rows {held - set(rows)} were never released"
+        known = set(self.native.rows())
+        assert known <= set(rows), f"rows {known - set(rows)} were never released"
         assert self.native.lists <= self._capacity, f"{self.native.lists} lists are kept, the bound is {self._capacity}"
 
 

@@ -1,7 +1,7 @@
 """``suffix``: SuffixDecoding (arXiv 2411.04975): what followed earlier appearances of the sequence's end, as a tree.
 
 Every row has an index of its own tokens, gone when the row is. With ``history`` finished outputs are kept for later
-requests; that is off unless asked for, since what one user was told then shows in how fast another is answered.
+requests; that is off unless asked for, since one user's answers then show in how fast another is answered.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class SuffixDrafter(LookupDrafter):
             self._rows.bound()
 
     def check(self, rows: Sequence[int]) -> None:
-        held = self._rows.rows()
-        assert set(held) <= set(rows), f"rows {set(held) - set(rows)} were never released"
+        by_row = self._rows.rows()
+        assert set(by_row) <= set(rows), f"rows {set(by_row) - set(rows)} were never released"
         assert self.places <= self._capacity, f"{self.places} tokens are kept, the bound is {self._capacity}"
-        for places, known in held.values():
+        for places, known in by_row.values():
             assert places <= known
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class SuffixDrafter(LookupDrafter):
         body = tokens.astype("<i4").tobytes()
         header = _HEADER.pack(MAGIC, self._vocab, len(tokens), zlib.crc32(body))
         try:
-            write_bytes(Path(path), header + body, mode=0o600)  # what users were told is for its owner only
+            write_bytes(Path(path), header + body, mode=0o600)  # users' answers are for its owner only
         except OSError as error:
             raise DrafterError(
                 f"suffix: {path} cannot be written ({error.strerror}): give a folder that can"

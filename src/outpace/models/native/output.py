@@ -93,9 +93,9 @@ class NativeHiddenStates:
         return NativeHiddenStates(self._states, self._places[indices], self._columns)
 
     def layers(self, columns: Sequence[int]) -> NativeHiddenStates:
-        its = tuple(columns) if self._columns is None else tuple(self._columns[column] for column in columns)
+        chosen = tuple(columns) if self._columns is None else tuple(self._columns[column] for column in columns)
         return NativeHiddenStates(
-            self._states, self._places, None if its == tuple(range(self._states.shape[1])) else its
+            self._states, self._places, None if chosen == tuple(range(self._states.shape[1])) else chosen
         )
 
     @property
@@ -138,8 +138,8 @@ class NativeParts:
 def features_of(states: Any) -> F32:
     """Hidden states as the runtime takes them: float32 [n, H], contiguous. Raises ValueError."""
     if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype != np.float32:
-        said = f"{states.dtype} {list(states.shape)}" if isinstance(states, np.ndarray) else type(states).__name__
-        raise ValueError(f"hidden states are {said}, but must be a numpy array, float32 [n, hidden size]")
+        kind = f"{states.dtype} {list(states.shape)}" if isinstance(states, np.ndarray) else type(states).__name__
+        raise ValueError(f"hidden states are {kind}, but must be a numpy array, float32 [n, hidden size]")
     return np.ascontiguousarray(states)
 
 

@@ -42,7 +42,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A matrix to be packed: where it lies in the model's file, and everything that packing is told of it."""
+    """A matrix to be packed: where it lies in the model's file, and everything that packing needs to know."""
 
     stored: StoredTensor
     type: int  # as GGUF counts them
@@ -66,12 +66,11 @@ class Packer:
         self._arena, self._threads = _native.Arena(), threads
         self.made: dict[str, tuple[Any, list[Any]]] = {}
 
-    def __call__(self, name: str, its: Source) -> Any:
+    def __call__(self, name: str, source: Source) -> Any:
         """Raises ValueError for what the runtime refuses."""
-        matrix = _native.pack(
-            self._arena, its.stored.data, its.type, its.rows, its.cols, its.heads, its.target, self._threads
-        )
-        self.made[name] = matrix, its.facts
+        shape = source.rows, source.cols, source.heads
+        matrix = _native.pack(self._arena, source.stored.data, source.type, *shape, source.target, self._threads)
+        self.made[name] = matrix, source.facts
         return matrix
 
 
@@ -107,16 +106,16 @@ class PackedFile:
         """Into memory of this process alone, in huge pages; before any matrix is found. Raises MemoryError."""
         self._file.copy(threads)
 
-    def __call__(self, name: str, its: Source) -> Any:
+    def __call__(self, name: str, source: Source) -> Any:
         offset, size, *facts = self._header["matrices"].get(name) or [0, 0]
-        if facts != its.facts:
+        if facts != source.facts:
             raise UnusableError(f"it has another {name}")
         try:
-            matrix = _native.mapped_matrix(self._file, offset, its.type, its.rows, its.cols, its.target)
-            stride = _native.row_bytes(its.type, its.cols)
+            matrix = _native.mapped_matrix(self._file, offset, source.type, source.rows, source.cols, source.target)
+            stride = _native.row_bytes(source.type, source.cols)
             same = matrix.bytes == size and all(
-                matrix.row_is(row, its.stored.part(row * stride, stride), its.type, its.target)
-                for row in (0, its.rows - 1)  # which stay in their places when heads are reordered
+                matrix.row_is(row, source.stored.part(row * stride, stride), source.type, source.target)
+                for row in (0, source.rows - 1)  # which stay in their places when heads are reordered
             )
         except (ValueError, TypeError) as error:
             raise UnusableError(f"its {name} is malformed: {error}") from error

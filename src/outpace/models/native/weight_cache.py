@@ -2,7 +2,7 @@
 
 ``OUTPACE_WEIGHT_CACHE`` is a folder, or 0 for none; without it the cache folder's ``weights``.
 ``OUTPACE_WEIGHT_CACHE_LIMIT`` bounds all files together (LIMIT). A model without kept weights is packed as ever:
-nothing that goes wrong here is an error, but it is said.
+nothing that goes wrong here is an error, but it is logged.
 """
 
 from __future__ import annotations
@@ -84,19 +84,19 @@ def place(name: str, files: Sequence[Path], target: str) -> Place | None:
     except OSError as error:
         log.info("%s: the packed weights are not kept, since the model's file has gone: %s", name, error)
         return None
-    if sum(its.st_size for _, its in found) < SMALLEST:
+    if sum(stat.st_size for _, stat in found) < SMALLEST:
         return None
     key = {
         "outpace": __version__,
         "interface": _fast.INTERFACE,
-        "files": [[str(path), its.st_size, its.st_mtime_ns, its.st_ino] for path, its in found],
+        "files": [[str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in found],
         "target": target,
     }
     return Place(where / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}{_SUFFIX}", name, key)
 
 
 def find(where: Place, threads: int) -> packed.PackedFile | None:
-    """The kept weights, checked; None where there are none, or none that can be used, which is said.
+    """The kept weights, checked; None where there are none, or none that can be used, which is logged.
 
     Small pages would cost 5 to 8 % of every narrow forward. So where the system holds the file in such, and there is
     memory, weights are copied into huge pages: that takes about as long as packing, and decoding is worth more.
@@ -142,13 +142,13 @@ def entries(where: Path) -> list[Entry]:
     found = []
     for path in where.glob(f"*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # another process may be clearing up
-            its = path.stat()
+            stat = path.stat()
             try:
                 with path.open("rb") as file:
                     header = packed.read_header(file)
-                found.append(Entry(path, header["name"], its.st_size, its.st_mtime, header["key"]))
+                found.append(Entry(path, header["name"], stat.st_size, stat.st_mtime, header["key"]))
             except (packed.UnusableError, PermissionError):
-                found.append(Entry(path, path.name, its.st_size, its.st_mtime, None))
+                found.append(Entry(path, path.name, stat.st_size, stat.st_mtime, None))
     return sorted(found, key=lambda entry: entry.used, reverse=True)
 
 

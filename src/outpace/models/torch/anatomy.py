@@ -188,8 +188,8 @@ def _layers(
                 continue
             for i, layer in enumerate(child):
                 inside = {id(m) for m in layer.modules()}
-                held = [j for j, module in enumerate(attention) if id(module) in inside]
-                if held != [i]:
+                inner = [j for j, module in enumerate(attention) if id(module) in inside]
+                if inner != [i]:
                     raise ModelError(
                         f"layer {i} ({type(layer).__name__}) has no attention of its own (recurrent state or linear "
                         f"attention), which cannot be rolled back"

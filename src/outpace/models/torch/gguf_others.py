@@ -102,9 +102,9 @@ def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
     if gguf.architecture == "gemma2" and config.num_hidden_layers == _LARGEST_GEMMA2:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     for key, names in _SAME.items():
-        told = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-        if meta.get(key) is not None and not _equal(meta.get(key), told):
-            raise _other(meta, key, told)
+        configured = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        if meta.get(key) is not None and not _equal(meta.get(key), configured):
+            raise _other(meta, key, configured)
     for key, neutral in _NEUTRAL.items():
         if not _equal(meta.get(key, neutral), neutral):
             raise _other(meta, key, neutral)
@@ -134,10 +134,10 @@ def _equal(a: Any, b: Any) -> bool:
     return numbers and math.isclose(a, b, rel_tol=1e-6)
 
 
-def _other(meta: Facts, key: str, told: Any) -> ModelError:
+def _other(meta: Facts, key: str, configured: Any) -> ModelError:
     value = meta.get(key)
     return meta.fail(
-        f"its {meta.prefix}{key} is {value!r}, where transformers' GGUF support has {told!r}: "
+        f"its {meta.prefix}{key} is {value!r}, where transformers' GGUF support has {configured!r}: "
         "use the original Hugging Face model"
     )
 

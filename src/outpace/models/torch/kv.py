@@ -67,35 +67,37 @@ class TorchKV:
         return row
 
     def free(self, row: int) -> None:
-        self._cut(self._held(row), 0)
+        self._cut(self._state(row), 0)
         del self._rows[row]
 
     def length(self, row: int) -> int:
-        return self._held(row).length
+        return self._state(row).length
 
     def truncate(self, row: int, n: int) -> None:
-        held = self._held(row)
-        if not 0 <= n <= held.length:
-            raise ValueError(f"row {row} holds {held.length} positions and cannot be cut to {n}")
-        self._cut(held, n)
+        state = self._state(row)
+        if not 0 <= n <= state.length:
+            raise ValueError(f"row {row} holds {state.length} positions and cannot be cut to {n}")
+        self._cut(state, n)
 
     def compact(self, row: int, start: int, keep: I32) -> None:
-        held = self._held(row)
+        state = self._state(row)
         n = len(keep)
         if (
             start < 0
-            or start > held.length
-            or (n and (keep[0] < 0 or start + int(keep[-1]) >= held.length or (np.diff(keep) < 1).any()))
+            or start > state.length
+            or (n and (keep[0] < 0 or start + int(keep[-1]) >= state.length or (np.diff(keep) < 1).any()))
         ):
-            raise ValueError(f"row {row} of length {held.length} cannot keep {keep.tolist()} after {start}: ascending?")
+            raise ValueError(
+                f"row {row} of length {state.length} cannot keep {keep.tolist()} after {start}: ascending?"
+            )
         moved = int((keep != np.arange(n)).argmax()) if n and int(keep[-1]) != n - 1 else n  # before it, all in place
         if moved < n:
-            self._own(held, start + moved, start + n)
-            self._move(held, (keep[moved:] + start).tolist(), start + moved)
-        self._cut(held, start + n)
+            self._own(state, start + moved, start + n)
+            self._move(state, (keep[moved:] + start).tolist(), start + moved)
+        self._cut(state, start + n)
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        source, target = self._held(src), self._held(dst)
+        source, target = self._state(src), self._state(dst)
         if not 0 <= n <= source.length or target.length:
             raise ValueError(
                 f"row {dst} (length {target.length}) cannot begin with {n} positions of row {src} "
@@ -106,9 +108,9 @@ class TorchKV:
         target.blocks, target.length, target.runs = shared, n, None
 
     def growth(self, row: int, n: int) -> int:
-        held = self._held(row)
-        more = self._count(held.length + n) - len(held.blocks)
-        if n and held.length % self._size and self._references[held.blocks[-1]] > 1:
+        state = self._state(row)
+        more = self._count(state.length + n) - len(state.blocks)
+        if n and state.length % self._size and self._references[state.blocks[-1]] > 1:
             more += 1
         return more * self._block_bytes
 
@@ -116,8 +118,8 @@ class TorchKV:
         return self._count(positions) * self._block_bytes
 
     def exclusive(self, rows: Sequence[int]) -> int:
-        held = Counter(block for row in set(rows) for block in self._held(row).blocks)
-        return sum(int(self._references[block]) == n for block, n in held.items()) * self._block_bytes
+        counts = Counter(block for row in set(rows) for block in self._state(row).blocks)
+        return sum(int(self._references[block]) == n for block, n in counts.items()) * self._block_bytes
 
     @property
     def bytes(self) -> int:
@@ -141,15 +143,15 @@ class TorchKV:
         return self._position_bytes
 
     def check(self) -> None:
-        held = np.zeros_like(self._references)
+        counts = np.zeros_like(self._references)
         for index, row in self._rows.items():
             assert len(row.blocks) == self._count(row.length), f"row {index}: {row.length} in {len(row.blocks)} blocks"
-            np.add.at(held, row.blocks, 1)
+            np.add.at(counts, row.blocks, 1)
             assert row.runs is None or row.runs == self._runs_of(row.blocks), (
                 f"row {index}: its runs are not its blocks"
             )
-        assert (held == self._references).all(), "blocks are held by other rows than they are counted for"
-        assert self._used == np.count_nonzero(held), "blocks in use are miscounted"
+        assert (counts == self._references).all(), "blocks are held by other rows than they are counted for"
+        assert self._used == np.count_nonzero(counts), "blocks in use are miscounted"
         assert self._limit is None or self.bytes <= self.reserved <= self._limit, "KV memory is over its limit"
 
     def close(self) -> None:
@@ -169,20 +171,20 @@ class TorchKV:
         Raises ValueError for a row that is not there, MemoryLimitError where there is no room.
         """
         for row in more:
-            self._held(row)
-        before = {row: list(held.blocks) for row, held in self._rows.items()}
+            self._state(row)
+        before = {row: list(state.blocks) for row, state in self._rows.items()}
         try:
             for row, n in more.items():
                 self._grow(row, n)
             yield {row: self._runs(self._rows[row]) for row in more}
         except BaseException:
             for row, blocks in before.items():
-                held = self._rows[row]
-                if held.blocks != blocks:
-                    held.blocks, held.runs = blocks, None
+                state = self._rows[row]
+                if state.blocks != blocks:
+                    state.blocks, state.runs = blocks, None
             self._references[:] = 0
-            for held in self._rows.values():
-                self._references[held.blocks] += 1
+            for state in self._rows.values():
+                self._references[state.blocks] += 1
             self._used = int(np.count_nonzero(self._references))
             raise
         for row, n in more.items():
@@ -190,56 +192,56 @@ class TorchKV:
 
     def runs(self, row: int) -> list[Run]:
         """Where the row's slots lie, in order; the last run may go on beyond the row's end."""
-        return self._runs(self._held(row))
+        return self._runs(self._state(row))
 
     # Blocks
 
-    def _held(self, row: int) -> _Row:
-        held = self._rows.get(row)
-        if held is None:
+    def _state(self, row: int) -> _Row:
+        state = self._rows.get(row)
+        if state is None:
             raise ValueError(f"row {row} is not allocated")
-        return held
+        return state
 
     def _count(self, positions: int) -> int:
         return -(-positions // self._size)
 
-    def _cut(self, held: _Row, n: int) -> None:
+    def _cut(self, state: _Row, n: int) -> None:
         keep = self._count(n)
-        if keep < len(held.blocks):
-            gone = held.blocks[keep:]
-            del held.blocks[keep:]
-            held.runs = None
+        if keep < len(state.blocks):
+            gone = state.blocks[keep:]
+            del state.blocks[keep:]
+            state.runs = None
             self._references[gone] -= 1
             self._used -= int((self._references[gone] == 0).sum())
-        held.length = n
+        state.length = n
 
     def _grow(self, row: int, n: int) -> None:
         """Blocks for ``n`` more positions of the row, and none of those that it will write in shared."""
-        held = self._rows[row]
+        state = self._rows[row]
         try:
-            self._own(held, held.length, held.length + n)
-            missing = self._count(held.length + n) - len(held.blocks)
+            self._own(state, state.length, state.length + n)
+            missing = self._count(state.length + n) - len(state.blocks)
             while missing > 0:
-                held.blocks.append(self._take(held.blocks[-1] if held.blocks else -1, missing))
-                held.runs = None
+                state.blocks.append(self._take(state.blocks[-1] if state.blocks else -1, missing))
+                state.runs = None
                 missing -= 1
         except MemoryLimitError as error:
             raise MemoryLimitError(f"{n} more positions of row {row} do not fit: {error}") from error
 
-    def _own(self, held: _Row, start: int, end: int) -> None:
+    def _own(self, state: _Row, start: int, end: int) -> None:
         """Copy those of the row's blocks that it shares and that have slots of ``start .. end - 1``."""
-        for i in range(start // self._size, min(self._count(end), len(held.blocks))):
-            old = held.blocks[i]
+        for i in range(start // self._size, min(self._count(end), len(state.blocks))):
+            old = state.blocks[i]
             if self._references[old] > 1:
-                stays = self._follows(old) and i + 1 == len(held.blocks)
-                new = self._take(-1 if stays or not i else held.blocks[i - 1], len(held.blocks) - i)
+                stays = self._follows(old) and i + 1 == len(state.blocks)
+                new = self._take(-1 if stays or not i else state.blocks[i - 1], len(state.blocks) - i)
                 source, target = self._slabs[self._slab_of[old]], self._slabs[self._slab_of[new]]
                 a, b = (old - source.first) * self._size, (new - target.first) * self._size
-                for theirs, own in zip(source.tensors, target.tensors, strict=True):
-                    own[..., b : b + self._size, :] = theirs[..., a : a + self._size, :]
+                for shared, own in zip(source.tensors, target.tensors, strict=True):
+                    own[..., b : b + self._size, :] = shared[..., a : a + self._size, :]
                 # The row that goes on keeps the place with room behind it; it moves where another goes on there.
-                movers = [row for row in self._rows.values() if row is not held and old in row.blocks]
-                for row in movers if stays else [held]:
+                movers = [row for row in self._rows.values() if row is not state and old in row.blocks]
+                for row in movers if stays else [state]:
                     row.blocks[row.blocks.index(old)], row.runs = new, None
                     self._references[old] -= 1
                     self._references[new] += 1
@@ -316,10 +318,10 @@ class TorchKV:
             f"shorten the request, or bound the KV memory so that requests wait"
         )
 
-    def _runs(self, held: _Row) -> list[Run]:
-        if held.runs is None:
-            held.runs = self._runs_of(held.blocks)
-        return held.runs
+    def _runs(self, state: _Row) -> list[Run]:
+        if state.runs is None:
+            state.runs = self._runs_of(state.blocks)
+        return state.runs
 
     def _runs_of(self, blocks: list[int]) -> list[Run]:
         runs: list[Run] = []
@@ -333,9 +335,9 @@ class TorchKV:
                 begin = i
         return runs
 
-    def _move(self, held: _Row, sources: list[int], start: int) -> None:
+    def _move(self, state: _Row, sources: list[int], start: int) -> None:
         """Copy slots ``sources`` (ascending, none below where it goes) to ``start`` and on."""
-        runs = self._runs(held)
+        runs = self._runs(state)
         only = next((run for run in runs if run.slot <= start and sources[-1] < run.slot + run.count), None)
         if only is not None:
             shift = only.at - only.slot
@@ -345,5 +347,5 @@ class TorchKV:
             return
         for target, source in enumerate(sources, start):
             a, b = run_of(runs, source), run_of(runs, target)
-            for theirs, own in zip(a.slab.tensors, b.slab.tensors, strict=True):
-                own[..., b.at, :] = theirs[..., a.at, :]
+            for old, own in zip(a.slab.tensors, b.slab.tensors, strict=True):
+                own[..., b.at, :] = old[..., a.at, :]

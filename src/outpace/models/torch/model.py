@@ -39,7 +39,7 @@ class TransformersModel:
         """Take over ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
-        blocks of ``kv_block`` positions. ``warn`` is told what had to be limited.
+        blocks of ``kv_block`` positions. ``warn`` is called with what had to be limited.
         Raises ModelError with the reason when the model cannot be served exactly.
         """
         module.requires_grad_(False).eval()

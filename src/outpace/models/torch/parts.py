@@ -98,9 +98,9 @@ def _watch(module: Any, embedding: Any, head: Any, layers: torch.nn.ModuleList, 
     def headed(_module: Any, inputs: tuple[Any, ...]) -> None:
         seen.headed = inputs[0]
 
-    def called(its: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def called(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            seen.calls.append((its, inputs[0], output))
+            seen.calls.append((module, inputs[0], output))
 
     inside = {id(m) for m in layers.modules()} | {id(head)}
     hooks = [

@@ -69,9 +69,9 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference)
         reference.logits[0, 6:FORK], reference.logits[:2, FORK:].swapaxes(0, 1).reshape(len(tree), -1),
         reference.logits[2, 9:],
     ]  # fmt: skip
-    ours, theirs = np.concatenate(found), np.concatenate(expected)
-    scale = max(1.0, float(np.abs(theirs).max()))
-    worst = float(np.abs(ours - theirs).max()) / scale
+    ours, reference_scores = np.concatenate(found), np.concatenate(expected)
+    scale = max(1.0, float(np.abs(reference_scores).max()))
+    worst = float(np.abs(ours - reference_scores).max()) / scale
     if not worst <= TOLERANCE.get(kv.dtype, 1e-3):
         raise ModelError(
             f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their "

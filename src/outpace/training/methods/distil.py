@@ -107,14 +107,14 @@ class DistilObjective(Method[Student, DistilOptions]):
             return torch.zeros((), device=batch.device), {}
         weight = sequence_weights(torch.ones(len(at), device=at.device), batch.sequence[at], batch.sequences)
         normed = student(batch.tokens, batch.position, batch.starts)[at]
-        heard = self.target.norm(batch.states[at, -1])
+        target_states = self.target.norm(batch.states[at, -1])
         rows = student.lm_head if self.ids is None else student.lm_head[self.ids]
         measure = LOSSES[name][0]
 
         def piece(start: int, stop: int, normed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             logits = normed @ rows.T
             with torch.no_grad():
-                p = torch.softmax(heard[start:stop] @ self._rows.T, -1)
+                p = torch.softmax(target_states[start:stop] @ self._rows.T, -1)
             missed = measure(logits, p)
             agree = (logits.argmax(-1) == p.argmax(-1)).to(missed.dtype)
             return (weight[start:stop] * missed).sum(), torch.stack((missed, agree), -1).detach()
@@ -179,7 +179,7 @@ class DistilObjective(Method[Student, DistilOptions]):
             sequences.append(own)
         if not cuts:
             return batch
-        heard = dict(zip(cuts, self.teacher.states([sequences[b] for b in cuts]), strict=True))
+        taught = dict(zip(cuts, self.teacher.states([sequences[b] for b in cuts]), strict=True))
         states, masks, starts = [], [], [0]
         for b, own in enumerate(sequences):
             own_rows = slice(batch.starts[b], batch.starts[b + 1])
@@ -188,7 +188,7 @@ class DistilObjective(Method[Student, DistilOptions]):
                 states.append(batch.states[own_rows, -1:])
                 masks.append(batch.loss_mask[own_rows])
                 continue
-            states.append(heard[b][:, None].to(batch.states))
+            states.append(taught[b][:, None].to(batch.states))
             masks.append(torch.arange(len(own), device=own.device) >= cuts[b] - 1)
             masks[-1][-1] = False
         return TrainBatch(

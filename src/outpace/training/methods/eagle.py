@@ -64,15 +64,15 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
         draw = torch.Generator().manual_seed(batch.seed)
         options = self.options
         counts = self._counts(batch)
-        # Where the target may be heard: p at position i is of token i + 1.
+        # Where the target's p is used: p at position i is of token i + 1.
         anchors = self._anchors(batch, counts, draw)
         rows = self.draft_head.draw(batch.tokens, draw)
-        heard = torch.nonzero(counts).flatten()
+        positions = torch.nonzero(counts).flatten()
         with torch.no_grad():
-            logits = widened(self.target.norm(batch.states[heard, -1]) @ rows.head.T)
+            logits = widened(self.target.norm(batch.states[positions, -1]) @ rows.head.T)
             p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
         row = torch.full((len(batch),), -1, device=batch.device)
-        row[heard] = torch.arange(len(heard), device=batch.device)
+        row[positions] = torch.arange(len(positions), device=batch.device)
         outputs = unroll(
             self.network,
             self._disturbed(batch.states[:, :-1].float(), draw),
@@ -84,17 +84,17 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
         # Of each step: the anchors that count, what was put out there, and the row of the target's p.
         steps = list[tuple[Tensor, Tensor, Tensor]]()
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
-            mine = torch.nonzero(counts[at + s + 1]).flatten()
-            steps.append((at[mine], normed[mine], row[at[mine] + s + 1]))
+            counted = torch.nonzero(counts[at + s + 1]).flatten()
+            steps.append((at[counted], normed[counted], row[at[counted] + s + 1]))
         weights, whole = self._weights(batch, steps, p, rows)
         name = "tv" if options.loss == LENGTH else options.loss
         total = outputs[0].new_zeros(())
         figures: dict[str, float] = {}
-        for s, ((_, normed, heard_at), weight) in enumerate(zip(steps, weights, strict=True)):
+        for s, ((_, normed, rows_of_p), weight) in enumerate(zip(steps, weights, strict=True)):
             if len(normed):
-                its, said = frozen_head_loss(normed, rows.head, rows.offset, p[heard_at], weight, name)
-                total = total + its
-                figures[f"accept{s}"], figures[f"agree{s}"] = said.mean(0).tolist()
+                step_loss, step_figures = frozen_head_loss(normed, rows.head, rows.offset, p[rows_of_p], weight, name)
+                total = total + step_loss
+                figures[f"accept{s}"], figures[f"agree{s}"] = step_figures.mean(0).tolist()
         return total if whole is None else total + (whole - total.detach()), figures
 
     def _weights(
@@ -115,8 +115,8 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
                 for s, (at, _, _) in enumerate(steps)
             ], None
         accepted = torch.zeros(len(batch), count, device=batch.device)
-        for s, (at, normed, heard_at) in enumerate(steps):
-            accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[heard_at])
+        for s, (at, normed, rows_of_p) in enumerate(steps):
+            accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[rows_of_p])
         first = steps[0][0]
         each = torch.zeros(len(batch), device=batch.device)
         ones = torch.ones(len(first), device=batch.device)
@@ -160,9 +160,9 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
             yield at[inside], normed[inside]
 
     def _counts(self, batch: TrainBatch) -> Tensor:
-        """bool [N]: positions after which the target is listened to; what it says there is in the draft vocabulary.
+        """bool [N]: positions whose p is learned: the token after them is in the draft vocabulary.
 
-        What was said stands for the target's likeliest token: forming all logits costs more than the whole network.
+        The answer's own token stands for the target's likeliest one: all logits cost more than the whole network.
         """
         following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
         return batch.loss_mask & (self.draft_head.place[following] >= 0)

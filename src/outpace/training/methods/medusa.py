@@ -40,8 +40,8 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         heads = self.network.config.heads
-        index, said = self._wanted(batch)
-        counts = (said >= 0) & batch.loss_mask[index]
+        index, wanted = self._wanted(batch)
+        counts = (wanted >= 0) & batch.loss_mask[index]
         raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
@@ -120,15 +120,15 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
 
         ``NEVER`` beyond the options' ranks, for tokens outside the draft vocabulary, and beyond the answer's end.
         """
-        _, said = self._wanted(batch)
+        _, wanted = self._wanted(batch)
         found = []
         for part in torch.arange(len(batch), device=batch.device).split(_ROWS):
             logits = self.network(self.target.norm(batch.states[part, -1])) @ self.draft_head.head.T
-            own = said[part][..., None]
-            mine = logits.gather(-1, own.clamp_min(0))
+            own = wanted[part][..., None]
+            own_logits = logits.gather(-1, own.clamp_min(0))
             lower = torch.arange(logits.shape[-1], device=batch.device) < own
-            rank = ((logits > mine) | ((logits == mine) & lower)).sum(-1)
-            found.append(rank.masked_fill((said[part] < 0) | (rank >= self.options.ranks), NEVER))
+            rank = ((logits > own_logits) | ((logits == own_logits) & lower)).sum(-1)
+            found.append(rank.masked_fill((wanted[part] < 0) | (rank >= self.options.ranks), NEVER))
         ranks: npt.NDArray[np.int64] = torch.cat(found).cpu().numpy()
         return ranks
 

@@ -85,7 +85,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         )
         before = network.before(batch.tokens[index])
         with torch.no_grad():
-            heard = self.target.norm(batch.states[:, -1])
+            target_states = self.target.norm(batch.states[:, -1])
         drawn = self.draft_head.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
         head, offset = drawn.head, drawn.offset
 
@@ -94,7 +94,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
             if markov:
                 logits = logits + markov[0] @ markov[1].T
             with torch.no_grad():
-                wanted = heard[index[start:stop]] @ head.T
+                wanted = target_states[index[start:stop]] @ head.T
                 p = torch.softmax(wanted if offset is None else wanted.add_(offset), -1)
             if offset is not None:
                 logits = logits + offset
@@ -168,7 +168,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         return right, tried, confidence
 
     def _starts(self, batch: TrainBatch) -> Iterable[Tensor]:
-        """Anchors that serving may have, some at a time: those whose own token was said, and is not the first."""
+        """Anchors that serving may have, some at a time: those whose own token is the answer's, and not the first."""
         counts = batch.loss_mask.clone()
         counts[1:] &= batch.loss_mask[:-1]
         counts[list(batch.starts[:-1])] = False
@@ -187,15 +187,15 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         bounds = torch.searchsorted(at, torch.tensor(batch.starts, device=at.device)).tolist()
         needed = [(start, at[a:b]) for (a, b), start in zip(pairwise(bounds), batch.starts, strict=False) if a < b]
         # Nothing beyond a sequence's last anchor is seen.
-        reach = [torch.arange(start, int(its[-1]), device=at.device) for start, its in needed]
+        reach = [torch.arange(start, int(anchors[-1]), device=at.device) for start, anchors in needed]
         every = torch.cat(reach)
         context = self.network.context(batch.states[every, :-1].float(), batch.position[every])
-        sizes = [len(its) for its in reach]
+        sizes = [len(span) for span in reach]
         parts = zip(*(zip(k.split(sizes), v.split(sizes), strict=True) for k, v in context), strict=True)
         tokens = self.network.inputs(batch.tokens[at])
         embedded = self.target.embed(tokens.flatten()).view(*tokens.shape, -1)
-        seen = [its - start for start, its in needed]
-        return self.network.blocks(embedded, batch.position[at], [list(its) for its in parts], seen)
+        seen = [anchors - start for start, anchors in needed]
+        return self.network.blocks(embedded, batch.position[at], [list(part) for part in parts], seen)
 
     def _slots(self, batch: TrainBatch, at: Tensor) -> tuple[Tensor, Tensor]:
         """Where the tokens before those that slots say stand: packed indices [A, K]; whether the sequence goes on."""

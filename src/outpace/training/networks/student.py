@@ -86,7 +86,7 @@ class Student(nn.Module):
     def continued(self, prompt: Tensor, count: int, draw: torch.Generator | None = None) -> Tensor:
         """``prompt`` int64 [n] and ``count`` words of its own at temperature 1 (``draw`` None: the likeliest)."""
         cos, sin = self.rope(torch.arange(len(prompt), device=prompt.device))
-        x, cache, said = self.embed_tokens[prompt], [], []
+        x, cache, sampled = self.embed_tokens[prompt], [], []
         for layer in self.layers:
             q, k, v = (t.transpose(0, 1)[None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
             cache.append((k, v))
@@ -98,10 +98,10 @@ class Student(nn.Module):
             token = logits.argmax(-1)
             if draw is not None:  # a generator's numbers are the CPU's
                 token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=draw)[:, 0].to(prompt.device)
-            said.append(token)
+            sampled.append(token)
             if i + 1 < count:
                 hidden, cache = self.step(token, len(prompt) + i, cache)
-        return torch.cat((prompt, *said))
+        return torch.cat((prompt, *sampled))
 
 
 def chosen_layers(layers: int, wanted: int, how: str) -> list[int]:

@@ -50,8 +50,8 @@ class AnchoredAttention(torch.autograd.Function):
             later = torch.arange(n0, n1, device=q.device) > anchors[m0:m1, None]
             scores[..., :n] = seen.masked_fill_(later, float("-inf"))
             if own:
-                mine = own_k[m0:m1].permute(2, 0, 1, 3).unsqueeze(1)  # [KV, 1, m, s, d]
-                scores[..., n:] = (queries.view(kv_heads, group, m, 1, dim) * mine).sum(-1)
+                keys = own_k[m0:m1].permute(2, 0, 1, 3).unsqueeze(1)  # [KV, 1, m, s, d]
+                scores[..., n:] = (queries.view(kv_heads, group, m, 1, dim) * keys).sum(-1)
             p = torch.softmax(scores, -1).to(q.dtype)  # a card's autocast makes float32 of it
             mixed = torch.matmul(p[..., :n].reshape(kv_heads, -1, n), v[n0:n1].transpose(0, 1))
             if own:
@@ -81,7 +81,7 @@ class AnchoredAttention(torch.autograd.Function):
             dp = torch.empty_like(p)
             dp[..., :n] = torch.matmul(g, v[n0:n1].permute(1, 2, 0)).view(kv_heads, group, m, n)
             if own:
-                mine, values = own_k[m0:m1].permute(2, 0, 1, 3), own_v[m0:m1].permute(2, 0, 1, 3)
+                keys, values = own_k[m0:m1].permute(2, 0, 1, 3), own_v[m0:m1].permute(2, 0, 1, 3)
                 dp[..., n:] = (g.view(kv_heads, group, m, 1, dim) * values.unsqueeze(1)).sum(-1)
             ds = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p)
             ds_seen = ds[..., :n].reshape(kv_heads, -1, n)
@@ -90,7 +90,7 @@ class AnchoredAttention(torch.autograd.Function):
             dv[n0:n1] = torch.matmul(p[..., :n].reshape(kv_heads, -1, n).transpose(1, 2), g).transpose(0, 1)
             if own:
                 ds_own = ds[..., n:, None]  # [KV, G, m, s, 1]
-                dqueries = dqueries + (ds_own * mine.unsqueeze(1)).sum(-2).view(kv_heads, -1, dim)
+                dqueries = dqueries + (ds_own * keys.unsqueeze(1)).sum(-2).view(kv_heads, -1, dim)
                 down_k[m0:m1] = (ds_own * queries.view(kv_heads, group, m, 1, dim)).sum(1).permute(1, 2, 0, 3)
                 down_v[m0:m1] = (p[..., n:, None] * g.view(kv_heads, group, m, 1, dim)).sum(1).permute(1, 2, 0, 3)
             dq[m0:m1] = (dqueries.view(kv_heads, group, m, dim) * scale).permute(2, 0, 1, 3).reshape(m, heads, dim)

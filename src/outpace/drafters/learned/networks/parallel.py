@@ -72,19 +72,19 @@ class ParallelNetwork(nn.Module):
 
     def __init__(self, config: ParallelConfig, seed: int = 0) -> None:
         super().__init__()
-        its = config.decoder
+        decoder = config.decoder
         self.config = config
-        self.fc = nn.Linear(len(config.hidden_layers) * its.hidden, its.hidden, bias=False)
-        self.hidden_norm = Norm(its.hidden, its.eps)
-        self.layers = nn.ModuleList(Layer(its) for _ in range(its.layers))
-        self.norm = Norm(its.hidden, its.eps)
-        self.rope = Rope(its.head_dim, its.rope_theta)
+        self.fc = nn.Linear(len(config.hidden_layers) * decoder.hidden, decoder.hidden, bias=False)
+        self.hidden_norm = Norm(decoder.hidden, decoder.eps)
+        self.layers = nn.ModuleList(Layer(decoder) for _ in range(decoder.layers))
+        self.norm = Norm(decoder.hidden, decoder.eps)
+        self.rope = Rope(decoder.head_dim, decoder.rope_theta)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         draw = torch.Generator().manual_seed(seed)
         initialise(self, draw)
         with torch.no_grad():
-            self.fc.weight[:, -its.hidden :] += torch.eye(its.hidden)  # the highest layer passes through
+            self.fc.weight[:, -decoder.hidden :] += torch.eye(decoder.hidden)  # the highest layer passes through
             if self.markov_head is not None:
                 nn.init.normal_(self.markov_head.markov_w1.weight, std=0.01, generator=draw)
 
@@ -115,14 +115,14 @@ class ParallelNetwork(nn.Module):
         size = self.config.block
         x = embedded.flatten(0, 1)
         cos, sin = self.rope((position[:, None] + torch.arange(size, device=position.device)).flatten())
-        counts = [len(its) for its in seen]
+        counts = [len(limits) for limits in seen]
         for i, layer in enumerate(self.layers):
             attention: Attention = layer.self_attn
             normed = layer.input_layernorm(x)
             k, v = (part.unflatten(0, (-1, size)) for part in attention.keys_values(normed, cos, sin))
             q = attention.queries(normed, cos, sin).unflatten(0, (-1, size))
             parts = zip(q.split(counts), k.split(counts), v.split(counts), contexts, seen, strict=True)
-            found = [attend(a, b, c, *context[i], its) for a, b, c, context, its in parts]
+            found = [attend(a, b, c, *context[i], limits) for a, b, c, context, limits in parts]
             x = x + attention.o_proj(torch.cat(found).flatten(0, 1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         x = x.unflatten(0, (-1, size))
