@@ -13,13 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A parameter in a message, by its name in Python, perhaps with a value."""
+    """A parameter in a message, by its ``name`` in Python, perhaps with a ``value``."""
 
     name: str
     value: Any = ...  # ...: none; a singleton that can be pickled
 
     @property
     def has_value(self) -> bool:
+        """Whether the message has the value, too."""
         return self.value is not ...
 
     def __str__(self) -> str:
@@ -29,7 +30,7 @@ class Argument:
 class OutpaceError(Exception):
     """Base of every error that Outpace raises on purpose.
 
-    ``parts``: texts, ``Argument``s, and errors whose own message is part of this one.
+    ``parts`` of the message: texts, ``Argument``s, and errors whose own message is part of this one.
     """
 
     def __init__(self, *parts: Any) -> None:

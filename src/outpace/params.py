@@ -54,17 +54,18 @@ class LogitRule(Protocol):
         """The state after ``prompt`` int32 [P]."""
 
     def advance(self, state: Any, token: int) -> Any:
-        """The state one output token further; ``state`` itself is not changed."""
+        """The state after ``state`` and one output ``token`` (an id); ``state`` itself is not changed."""
 
     def apply(self, state: Any, logits: F32) -> None:
-        """Change float32 ``logits`` [V] in place. -inf forbids a token."""
+        """Change float32 ``logits`` [V] in place, given ``state``. -inf forbids a token."""
 
 
 class GrammarRule(LogitRule, Protocol):
     """A rule with all methods that a rule may have. ``allows`` needs ``mask``; nothing needs to inherit from here."""
 
     def mask(self, state: Any) -> U32 | None:
-        """uint32 [ceil(V / 32)]: token t is allowed if bit t % 32 of word t // 32 is set. Not to be changed by anyone.
+        """What ``state`` allows, uint32 [ceil(V / 32)]: token t if bit t % 32 of word t // 32 is set. Not to be
+        changed.
 
         None: there is no mask in this state, and ``apply`` is called.
         """
@@ -76,7 +77,7 @@ class GrammarRule(LogitRule, Protocol):
         """
 
     def forced(self, state: Any) -> Sequence[int]:
-        """Tokens, in order, that are likely since the text must go on so; as many as are known, perhaps none.
+        """Token ids, in order, that follow ``state`` since the text must go on so; as many as are known, perhaps none.
 
         They are drafted, which costs nothing, and never imposed: under the mask the target may choose others.
         """
@@ -116,7 +117,7 @@ class SamplingParams:
     The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``rules``), top-n-sigma,
     temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off
     (``top_k=-1``, None for a filter or a list) are taken. Raises ParameterError (a ValueError) that names the
-    parameter. ``PARAMETERS`` has every field's definition.
+    parameter.
     """
 
     temperature: float = defined(
@@ -248,6 +249,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether every choice is the likeliest token."""
         return self.temperature == 0
 
     @property
@@ -257,14 +259,16 @@ class SamplingParams:
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether results have log-probabilities of their tokens."""
         return self.logprobs or self.top_logprobs > 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
         return tuple(self.stop)
 
     def with_(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, validated anew."""
+        """A copy with ``changes``, fields by name, validated anew. Raises ParameterError."""
         unknown = changes.keys() - PARAMETERS.keys()
         if unknown:
             raise refusal(unknown)
@@ -297,7 +301,8 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], rules: Sequence[LogitRule] = ()) -> SamplingParams:
-        """What ``to_dict`` gave, with the rules given again. Raises ParameterError when they are not those."""
+        """The parameters of ``value``, which ``to_dict`` gave, with the ``rules`` given again. Raises ParameterError
+        when they are not those."""
         given = dict(value)
         named, own = list(given.pop("rules", [])), [type(rule).__name__ for rule in rules]
         if named != own:
@@ -311,6 +316,9 @@ class SamplingParams:
 
 
 PARAMETERS: Mapping[str, Parameter] = definitions(SamplingParams)
+SamplingParams.__doc__ = "\n".join(
+    (SamplingParams.__doc__ or "", *(f"    ``{name}``: {known.meaning}" for name, known in PARAMETERS.items()))
+)
 FILTERS = tuple(name for name, parameter in PARAMETERS.items() if parameter.stage == "filter")
 
 

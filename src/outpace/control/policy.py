@@ -46,6 +46,7 @@ EVERYTHING = "everything"  # the ``Policy.native`` that drafts and verifies all 
 class Policy(Protocol):
     """Chooses each row's draft: ``plan`` before drafting, ``trim`` after, ``learn`` after the verdicts.
 
+    ``rows``: the step's B rows; ``drafts`` and ``verdicts``: theirs; ``load``: what else is in the step.
     Called once a step in this order, for the same rows; a step that fails in between is simply planned again. Rows
     whose drafter is "none" are in ``rows`` with ``most`` 0.
     """
@@ -62,11 +63,11 @@ class Policy(Protocol):
         """The part of ``drafts`` that is worth verifying, with parents of what it keeps, and each row's decision."""
 
     def learn(self, rows: Sequence[RowView], drafts: Drafts, verdicts: Verdicts, seconds: Mapping[str, float]) -> None:
-        """What became of the step: ``drafts`` as verified, the step's wall seconds by phase (draft, target, verify,
+        """What became of the step: ``drafts`` as verified; ``seconds``: wall time by phase (draft, target, verify,
         other). Rows that were released since ``plan`` are over: nothing may be kept of them."""
 
     def release(self, row: int) -> None:
-        """The row is gone; keep nothing of it but shared averages."""
+        """``row`` is gone; keep nothing of it but shared averages."""
 
 
 class Fixed:

@@ -53,29 +53,43 @@ class DraftContext:
 
 
 class RowView(NamedTuple):
-    """One decoding row, as a drafter and the policy see it before a step."""
+    """One decoding row, as a drafter and the policy see it before a step.
+
+    ``row``: its number in the KV cache; ``request``: its request's id. ``tokens`` int32 [L]: all committed tokens, the
+    pending one last; a view, not to be kept. ``limit``: the most committed tokens that the row will ever have.
+    ``chooser``: of the next output token: parameters, noise, rules and their state. ``acceptance``: how its drafts are
+    verified. ``adaptive``: the policy chooses how much is drafted, not the request. ``depth``: levels that a stepwise
+    drafter may draft (None: as many as nodes). ``drafter``: the name of the one that the request chose ("none": it
+    decodes plainly), and its ``cost``.
+    """
 
     row: int
     request: int
-    tokens: I32  # [L] all committed tokens, the pending one last; a view, not to be kept
-    limit: int  # the row will never have more committed tokens than this
-    chooser: Chooser  # for the next output token: parameters, noise, rules and their state
+    tokens: I32
+    limit: int
+    chooser: Chooser
     acceptance: Acceptance
-    adaptive: bool = False  # the policy chooses how much is drafted, not the request
-    depth: int | None = None  # levels that a stepwise drafter may draft; None: as many as nodes
-    drafter: str = ""  # the name of the drafter that the request chose; "none": it decodes plainly
-    cost: DraftCost = DraftCost()  # that drafter's
+    adaptive: bool = False
+    depth: int | None = None
+    drafter: str = ""
+    cost: DraftCost = DraftCost()
 
 
 class Event(NamedTuple):
-    """Something became final in a row that goes on: a prefill chunk, or a verdict's tokens."""
+    """Something became final in a row that goes on: a prefill chunk, or a verdict's tokens.
+
+    ``row``: its number; ``tokens`` int32 [n]: committed since the last event; ``start``: the index of the first of them
+    in the sequence. ``verdict``: None for a prefill chunk. ``hidden_states`` [m, T, H]: of positions start - 1 to
+    start + m - 2, whose KV is final. ``choices`` int32 [1 + nodes]: the target's choice after the pending token, then
+    after each node.
+    """
 
     row: int
-    start: int  # index of ``tokens[0]`` in the sequence
-    tokens: I32  # [n] committed since the last event
-    verdict: Verdict | None = None  # None: a prefill chunk
-    hidden_states: HiddenStates | None = None  # [m, T, H] of positions start - 1 .. start + m - 2: their KV is final
-    choices: I32 | None = None  # the target's choice after each node, the pending token's first
+    start: int
+    tokens: I32
+    verdict: Verdict | None = None
+    hidden_states: HiddenStates | None = None
+    choices: I32 | None = None
 
 
 def levels(rows: Sequence[RowView], sizes: I32) -> I32:
@@ -117,21 +131,21 @@ class Drafter:
         return type(self).observe is not Drafter.observe
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Called after every prefill chunk and every verdict."""
+        """Learn from ``events``: called after every prefill chunk and every verdict."""
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
-        """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of a row's verified ``tokens``
+        """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of ``row``'s verified ``tokens``
         int32 [n] (the pending token and the draft's nodes), best first; -1: none. A native model gives them to
         ``native`` instead."""
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        """The row ``dst`` begins with the first n tokens of ``src``. A drafter may ignore it and catch up."""
+        """The row ``dst`` begins with the first ``n`` tokens of ``src``. A drafter may ignore it and catch up."""
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
-        """The row is gone; keep nothing of it. ``tokens``: all that it committed, where its request ended well."""
+        """``row`` is gone; keep nothing of it. ``tokens``: all that it committed, where its request ended well."""
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
-        """As ``release``, but the target's KV of the row stays, under its number, for rows that begin alike: what a
+        """As ``release``, but the target's KV of ``row`` stays, under its number, for rows that begin alike: what a
         ``fork`` of it would take may be kept until ``release``, which then follows."""
         self.release(row, tokens)
 
@@ -141,8 +155,8 @@ class Drafter:
         return False
 
     def growth(self, row: int, positions: int) -> int:
-        """KV bytes more that drafting takes once the row has so many positions (the row may be unknown yet, and then
-        takes the most)."""
+        """KV bytes more that drafting takes once ``row`` has so many ``positions`` (the row may be unknown yet, and
+        then takes the most)."""
         return 0
 
     @property
@@ -151,7 +165,7 @@ class Drafter:
         return 0
 
     def check(self, rows: Sequence[int]) -> None:
-        """Assert own invariants, given the rows that are alive; anything else must have been released."""
+        """Assert own invariants, given the ``rows`` that are alive; anything else must have been released."""
 
     def close(self) -> None:
         """Give back memory and threads."""

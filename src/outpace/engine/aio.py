@@ -53,7 +53,7 @@ class AsyncEngine:
     async def load(
         cls, model: str = "demo", *, drafter: str | None = "auto", drafters: Sequence[str] = (), **options: Any
     ) -> AsyncEngine:
-        """``Engine.load`` off the event loop."""
+        """``Engine.load`` off the event loop, with the same arguments and errors."""
         return cls(await asyncio.to_thread(Engine.load, model, drafter=drafter, drafters=drafters, **options))
 
     @property
@@ -67,13 +67,13 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     async def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
-        """``Engine.encode`` off the event loop."""
+        """``Engine.encode`` off the event loop, with the same arguments and errors."""
         return await asyncio.to_thread(self._engine.encode, prompt, raw=raw)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
     ) -> AsyncIterator[Delta]:
-        """``Engine.stream``: deltas of one request as they come."""
+        """``Engine.stream``: deltas of one request as they come, with the same arguments and errors."""
         raises = checked_errors(errors)
         prepared = await asyncio.to_thread(self._engine.prepare, prompt, params, **options)
         async with contextlib.aclosing(await self.open([prepared])) as running:
@@ -84,7 +84,7 @@ class AsyncEngine:
                         delta.result.raise_for_error()
 
     async def open(self, requests: Sequence[Prepared]) -> Running:
-        """Queue requests together, between two steps; what comes of them. Whoever opens it closes it."""
+        """Queue ``requests`` together, between two steps. Whoever opens what it returns closes it."""
         running = Running(self, requests)
         adding = asyncio.wrap_future(self._call(running.begin))
         try:
@@ -97,7 +97,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
     ) -> Result:
-        """``Engine.generate``: run one request with one sample to its end."""
+        """``Engine.generate``: run one request with one sample to its end, with the same arguments and errors."""
         prepared = await asyncio.to_thread(prepared_one, self._engine.prepare, prompt, params, options)
         return (await self._collected([prepared], errors, False))[0]
 
@@ -110,7 +110,7 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Any,
     ) -> list[Result]:
-        """``Engine.generate_many``: results in the order of the prompts, and of the samples within one."""
+        """``Engine.generate_many``: results in the order of the prompts, with the same arguments and errors."""
         prepared = await asyncio.to_thread(prepared_many, self._engine.prepare, prompts, params, options)
         return await self._collected(prepared, errors, progress)
 
@@ -155,7 +155,7 @@ class AsyncEngine:
         return await self.ask(lambda engine: engine.stats)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """What ``question`` says of the engine, asked in its thread between two steps: keep it short."""
+        """``question(engine)``, called in the engine's thread between two steps: keep it short."""
         answer: T = await asyncio.wrap_future(self._call(lambda: question(self._engine)))
         return answer
 

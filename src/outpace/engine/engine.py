@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 class Engine:
     """Decodes requests together, exactly as the target alone would have. One thread owns an engine.
 
+    ``model``: the target; ``tokenizer``: of its text (None: prompts are token ids, and answers have no text).
     ``drafter``: the one that requests get unless they choose; ``drafters``: others that they may choose, by name.
     ``options``: those of ``EngineOptions``. ``kv_memory``: a hard bound in bytes over target and drafters (never more
     than the model's own). ``cost``: what a forward costs, if that was measured (else it is now, where size is "auto").
@@ -74,8 +75,8 @@ class Engine:
         self.drafter = drafter or NoDrafter()
         own = {} if isinstance(self.drafter, NoDrafter) else {self.drafter.name: self.drafter}
         self.drafters: dict[str, Drafter] = {**own, **(drafters or {})}
-        for its in own.values():
-            its.check_acceptance(self.options.acceptance)
+        for each in own.values():
+            each.check_acceptance(self.options.acceptance)
         self.adaptive = self.options.size == "auto" and bool(self.drafters)
         make: Callable[[], Policy] = Fixed
         if self.adaptive:
@@ -188,24 +189,26 @@ class Engine:
         return Prepared(request, sequences)
 
     def submit(self, prepared: Prepared) -> int:
-        """Queue what ``prepare`` made, once, and return its id. Raises ParameterError when the engine was closed."""
+        """Queue ``prepared``, which ``prepare`` made, once, and return its id. Raises ParameterError when the engine
+        was closed."""
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
         self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
-        """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
+        """The token ids int32 [n] that ``prompt`` stands for; ``raw``: as in ``prepare``. Raises ParameterError when
+        there are none."""
         return intake.encode(prompt, self.tokenizer, self.model.info.vocab_size, raw=raw)
 
     def request(self, request: int) -> Request:
-        """What was asked, of a request that runs or waits. Raises ParameterError for any other."""
+        """What was asked, of the ``request`` with this id, which runs or waits. Raises ParameterError for any other."""
         if request not in self._core.requests:
             raise ParameterError(f"request {request} neither runs nor waits: it has ended, or never was")
         return self._core.requests[request]
 
     def cancel(self, request: int) -> list[Delta]:
-        """End a request's samples now and return their last deltas (none if it is over or unknown)."""
+        """End the samples of the ``request`` with this id now and return their last deltas (none if it is over)."""
         self._core.cancel(request)
         outbox = self._core.outbox
         deltas = [delta for delta in outbox if delta.request == request]
@@ -253,7 +256,8 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
     ) -> Iterator[Delta]:
-        """Deltas of one request as they come. Closing the iterator cancels it. Options as in ``prepare``.
+        """Deltas of one request as they come. Closing the iterator cancels it. ``prompt``, ``params`` and ``options``:
+        as in ``prepare``.
 
         Other requests of this engine run along, and keep their deltas: streams may be interleaved. A request that ends
         in an error raises it after its last delta; with ``errors="return"`` that delta's result has it.
@@ -279,8 +283,10 @@ class Engine:
     ) -> Result:
         """Run one request with one sample to its end: ``engine.generate("Hi", max_tokens=8)``.
 
-        ``options``: as in ``prepare``, or fields of ``SamplingParams``. A request that ends in an error raises it;
-        with ``errors="return"`` its result has it.
+        ``prompt``: text, token ids or chat messages; ``params``: None decodes greedily, at most 256 tokens.
+        ``options``: as in ``prepare``, or fields of ``SamplingParams``, which take the place of those in ``params``.
+        Raises ParameterError (a ValueError), DrafterError, MemoryLimitError or RuleError; a request that ends in an
+        error raises it, and with ``errors="return"`` its result has it.
         """
         return self._run([prepared_one(self.prepare, prompt, params, options)], errors, False)[0]
 
@@ -293,10 +299,10 @@ class Engine:
         progress: bool | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Run requests together; results in the order of the prompts, and of the samples within one.
+        """Run requests together; results in the order of ``prompts``, and of the samples within one.
 
-        ``errors``, ``options``: as in ``generate``; the first error that is raised cancels the others. ``progress``:
-        a bar on standard error; None: in a notebook.
+        ``params``: for all of them, or one each. ``errors``, ``options``: as in ``generate``; the first error that is
+        raised cancels the others. ``progress``: a bar on standard error; None: in a notebook.
         """
         return self._run(prepared_many(self.prepare, prompts, params, options), errors, progress)
 

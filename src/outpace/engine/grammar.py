@@ -54,9 +54,9 @@ Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and i
 class Grammars:
     """Compiles grammars for one tokenizer and model. Its methods may be called from several threads.
 
-    ``vocab_size``: the model's; ``eos_ids``: allowed where a text may end, and nowhere else; the usual one first.
-    Methods give a rule for ``SamplingParams(rules=[...])``, which any number of requests may share; the last 64 are
-    kept. Compiling takes milliseconds, at most a second or two; the first also reads the vocabulary, 10 to 30
+    ``tokenizer``, ``vocab_size``: the model's; ``eos_ids``: allowed where a text may end, and nowhere else; the usual
+    one first. Methods give a rule for ``SamplingParams(rules=[...])``, which any number of requests may share; the last
+    64 are kept. Compiling takes milliseconds, at most a second or two; the first also reads the vocabulary, 10 to 30
     microseconds a token.
 
     ``after``: free text comes first, until this text (or special token) has been written: the end of a model's
@@ -80,13 +80,13 @@ class Grammars:
 
     @staticmethod
     def of(engine: Engine) -> Grammars:
-        """For an engine's target."""
+        """For the target of ``engine``. Raises GrammarError for one without a tokenizer."""
         if engine.tokenizer is None:
             raise GrammarError("a grammar is about text, and the engine has no tokenizer: give it one")
         return Grammars(engine.tokenizer, engine.model.info.vocab_size, engine.model.info.eos_ids)
 
     def json_object(self, *, after: str | None = None, whitespace: bool = False) -> Grammar:
-        """Any JSON object."""
+        """Any JSON object. ``after``, ``whitespace``: see the class."""
         return self.json_schema({"type": "object"}, after=after, whitespace=whitespace)
 
     def json_schema(
@@ -102,9 +102,9 @@ class Grammars:
     def lark(
         self, text: str, *, after: str | None = None, items: int = MOST_ITEMS, part: Source | None = None
     ) -> Grammar:
-        """Text of a context-free grammar in Lark's syntax, with llguidance's extensions. ``items``: most of the parses
-        that may go on at once, after which a request ends with an error; an ambiguous grammar has many. ``part``: what
-        ``@part`` in the text stands for."""
+        """Texts of ``text``, a context-free grammar in Lark's syntax, with llguidance's extensions. ``items``: most of
+        the parses that may go on at once, after which a request ends with an error; an ambiguous grammar has many.
+        ``part``: what ``@part`` in the text stands for."""
         return self._compiled(("lark", text), after, items=items, part=part)
 
     def _compiled(

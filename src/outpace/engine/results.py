@@ -21,23 +21,38 @@ _SHOWN = 60  # characters of a text in a repr
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a request gained since its last delta. The last one has a ``finish_reason`` and the ``result``."""
+    """What one sample of a request gained since its last delta.
+
+    ``request``: the id that ``Engine.add`` returned; ``sample``: from 0 to n - 1. ``text`` may lag behind ``token_ids``
+    while a character or a stop string is incomplete. ``sources``: who wrote each token, a drafter's name or "target".
+    ``logprobs``: of each token, where they were asked for; ``prompt_logprobs``: with the first delta. ``drafted``:
+    draft tokens verified since the last delta. The last delta has a ``finish_reason`` and the ``result``.
+    """
 
     request: int
     sample: int
     text: str
     token_ids: tuple[int, ...]
-    sources: tuple[str, ...]  # who wrote each token: a drafter's name, or "target"
+    sources: tuple[str, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # where they were asked for, with the first tokens
-    drafted: int = 0  # draft tokens verified since the last delta
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    drafted: int = 0
     finish_reason: FinishReason | None = None
     result: Result | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished sample of one request."""
+    """One finished sample of one request.
+
+    ``request``, ``sample``, ``text``, ``token_ids``, ``sources``, ``logprobs``: as in ``Delta``, of the whole answer.
+    ``finish_reason``: "stop" (EOS, a stop string or a stop id, which ``stopped_by`` names), "length", "cancelled",
+    "deadline" or "error" (``error`` is its message, ``cause`` the exception where one was raised). ``prompt_tokens``:
+    how many the prompt has. ``seed``: of the noise, drawn where none was given; the same request with it gets the same
+    tokens. ``drafter`` and ``acceptance``: what drafted ("none": plain decoding) and how drafts were verified.
+    ``stats``: counts and times. ``prompt_logprobs``: one a prompt token, None for the first. ``notes``: what was turned
+    off or is lossy, and why. ``reader``: how tokens became text.
+    """
 
     request: int
     sample: int
@@ -51,15 +66,16 @@ class Result:
     acceptance: Acceptance
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of the prompt's tokens; the first has none
-    stopped_by: str | int | None = None  # the stop string or token id
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    stopped_by: str | int | None = None
     error: str | None = None
-    cause: OutpaceError | None = field(default=None, repr=False, compare=False)  # the error, where one was raised
-    notes: tuple[str, ...] = ()  # what was turned off or lossy, and why
-    reader: TextReader | None = field(default=None, repr=False, compare=False)  # how its tokens became text
+    cause: OutpaceError | None = field(default=None, repr=False, compare=False)
+    notes: tuple[str, ...] = ()
+    reader: TextReader | None = field(default=None, repr=False, compare=False)
 
     @property
     def completion_tokens(self) -> int:
+        """How many tokens the answer has."""
         return len(self.token_ids)
 
     def raise_for_error(self) -> Result:
@@ -104,9 +120,9 @@ class Result:
 
         text = "".join(marked(*piece) for piece in self.pieces)
         who = ", ".join([*(marked(source, source) for source in drafters), "the rest: the target's own"])
-        said = "; ".join([self.finish_reason, self.stats.summary, f"seed {self.seed}", *self.notes])
-        said = f"error: {self.error}; {said}" if self.error is not None else said
+        figures = "; ".join([self.finish_reason, self.stats.summary, f"seed {self.seed}", *self.notes])
+        figures = f"error: {self.error}; {figures}" if self.error is not None else figures
         return (
             f'<div style="white-space: pre-wrap">{text}</div>'
-            f'<div style="opacity: 0.7; font-size: smaller">{who}<br>{escape(said)}</div>'
+            f'<div style="opacity: 0.7; font-size: smaller">{who}<br>{escape(figures)}</div>'
         )

@@ -36,54 +36,71 @@ class Counted(NamedTuple):
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one request, or of many when merged with ``pooled``. Times in seconds."""
+    """Counts of one request, or of many when merged with ``pooled``, and times in seconds.
+
+    ``steps``: target forwards in which the row decoded; ``tokens``: committed output tokens; ``drafted``, ``accepted``:
+    draft tokens, ``drafted_at``, ``accepted_at`` by depth from 0, ``drafted_by``, ``accepted_by`` by source.
+    ``steps_by_size``: steps by nodes verified, ``steps_by_threads``: by threads, where the backend says how many
+    computed. ``expected``: for "on" and "off", [steps, sum of the logarithm of the speed-up that was expected].
+    ``prompt_tokens``; ``reused_tokens``: those whose KV another row had; ``preemptions``: times that the row was given
+    up for others and computed again; ``kv_bytes``: reserved for the row, drafter included (pooled: the maximum).
+    ``queue_seconds``: from ``add`` to the first row; ``prefill_seconds``; ``seconds``: of decoding, by phase;
+    ``time_to_first_token``: from ``add`` to the first delta (pooled: the mean), which had ``first_delta_tokens``;
+    ``decode_seconds``: from the first delta to the last; ``total_seconds``: from ``add`` to the last. ``requests``: how
+    many are counted.
+    """
 
     steps: int = 0
-    tokens: int = 0  # committed output tokens
+    tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # by depth in the draft, from 0
+    drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    accepted_by: dict[str, int] = field(default_factory=dict)  # by source
+    accepted_by: dict[str, int] = field(default_factory=dict)
     drafted_by: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
-    preemptions: int = 0  # times that it gave its row up for others and was computed again
-    reused_tokens: int = 0  # prompt tokens whose KV another row had
-    queue_seconds: float = 0.0  # add to its first row
+    preemptions: int = 0
+    reused_tokens: int = 0
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of decoding, by phase
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     first_delta_tokens: int = 0
-    time_to_first_token: float = 0.0  # pooled: the mean
-    decode_seconds: float = 0.0  # first delta to last
-    total_seconds: float = 0.0  # add to last delta
-    steps_by_size: dict[int, int] = field(default_factory=dict)  # steps, by nodes verified
-    expected: dict[str, list[float]] = field(default_factory=dict)  # "on", "off" -> [steps, sum of log speed expected]
-    steps_by_threads: dict[int, int] = field(default_factory=dict)  # where the backend says how many it computed with
-    kv_bytes: int = 0  # reserved for the row, target and drafter; pooled: the maximum
+    time_to_first_token: float = 0.0
+    decode_seconds: float = 0.0
+    total_seconds: float = 0.0
+    steps_by_size: dict[int, int] = field(default_factory=dict)
+    expected: dict[str, list[float]] = field(default_factory=dict)
+    steps_by_threads: dict[int, int] = field(default_factory=dict)
+    kv_bytes: int = 0
     requests: int = 1
 
     @property
     def tokens_per_step(self) -> float:
+        """Tokens over steps."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
+        """By depth: of the drafts that had a node there, the share that accepted one."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
     def decode_tokens_per_second(self) -> float:
+        """Tokens after the first delta over the time after it."""
         return (self.tokens - self.first_delta_tokens) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
+        """Tokens over the time from ``add`` to the last delta."""
         return self.tokens / self.total_seconds if self.total_seconds > 0 else 0.0
 
     def add(self, step: Counted) -> None:
-        """Add one step."""
+        """Add one ``step``: see ``count``, ``decide`` and ``ran_on``."""
         kept, levels, sources, path, size, expected, threads = step
         self.count(kept, levels, sources, path)
         self.decide(size, expected)
@@ -112,8 +129,8 @@ class Stats:
             self.accepted_by[source] = self.accepted_by.get(source, 0) + 1
 
     def decide(self, size: int, expected: float | None) -> None:
-        """Add what the policy decided for one step: nodes verified, and the speed it expected of the best draft over
-        plain decoding (None: there was nothing to decide)."""
+        """Add what the policy decided for one step: ``size`` nodes were verified; ``expected``: the speed of the best
+        draft over plain decoding (None: there was nothing to decide)."""
         self.steps_by_size[size] = self.steps_by_size.get(size, 0) + 1
         if expected is not None:
             sums = self.expected.setdefault("on" if size else "off", [0.0, 0.0])
@@ -121,7 +138,7 @@ class Stats:
             sums[1] += math.log(max(expected, 1e-3))
 
     def ran_on(self, threads: int | None) -> None:
-        """Add how many threads one step was computed with."""
+        """Add that one step was computed with so many ``threads`` (None: not known)."""
         if threads is not None:
             self.steps_by_threads[threads] = self.steps_by_threads.get(threads, 0) + 1
 
@@ -133,10 +150,10 @@ class Stats:
         if not self.expected:
             return "" if on else "off: nothing was proposed"
         means = {name: f"expected {math.exp(log / n):.2f}x" for name, (n, log) in self.expected.items()}
-        said = [f"on in {on} of {total} steps: {means['on']}"] if "on" in means else []
+        parts = [f"on in {on} of {total} steps: {means['on']}"] if "on" in means else []
         if on < total:
-            said.append(f"off: {means.get('off', 'nothing was proposed')}")
-        return "; ".join(said)
+            parts.append(f"off: {means.get('off', 'nothing was proposed')}")
+        return "; ".join(parts)
 
     @property
     def summary(self) -> str:
@@ -204,12 +221,12 @@ def pooled(parts: Iterable[Stats]) -> Stats:
         for named, more in ((total.drafted_by, part.drafted_by), (total.accepted_by, part.accepted_by)):
             for source, count in more.items():
                 named[source] = named.get(source, 0) + count
-        for mine, theirs in (
+        for counts, more_steps in (
             (total.steps_by_size, part.steps_by_size),
             (total.steps_by_threads, part.steps_by_threads),
         ):
-            for number, steps in theirs.items():
-                mine[number] = mine.get(number, 0) + steps
+            for number, steps in more_steps.items():
+                counts[number] = counts.get(number, 0) + steps
         for name, sums in part.expected.items():
             total.expected[name] = _add_floats(total.expected.get(name, [0.0, 0.0]), sums)
         for phase in PHASES:

@@ -63,11 +63,12 @@ class Drafts:
 
     @staticmethod
     def empty(rows: int) -> Drafts:
+        """No node for any of ``rows`` rows."""
         return Drafts(np.zeros((rows, 0), np.int32), np.zeros(rows, np.int32))
 
     @staticmethod
     def chains(proposals: Sequence[Sequence[int] | I32], source: str = "") -> Drafts:
-        """Chains of token ids, one list a row, from a deterministic drafter."""
+        """Chains of token ids from a deterministic drafter: ``proposals``, one list a row; ``source``: who drafted."""
         widths = np.array([len(p) for p in proposals], np.int32)
         tokens = np.zeros((len(proposals), int(widths.max(initial=0))), np.int32)
         for i, proposal in enumerate(proposals):
@@ -78,6 +79,7 @@ class Drafts:
         return len(self.widths)
 
     def row(self, i: int) -> Draft:
+        """Row ``i``'s draft, a view."""
         k = int(self.widths[i])
         return Draft(
             self.tokens[i, :k],
@@ -91,7 +93,7 @@ class Drafts:
 
     @staticmethod
     def join(parts: Sequence[tuple[Sequence[int], Drafts]], rows: int) -> Drafts:
-        """One batch of ``rows`` from drafts of some of its rows each: ``(rows, their drafts)``, no row twice."""
+        """One batch of ``rows`` rows from ``parts``: pairs of rows and their drafts, no row twice."""
         if len(parts) == 1 and len(parts[0][0]) == rows:
             return parts[0][1]
         w = max((drafts.tokens.shape[1] for _, drafts in parts), default=0)
@@ -123,13 +125,13 @@ class Drafts:
         return Drafts(tokens, widths, parents, q, confidence, source, sources, levels)
 
     def one_hot(self, vocab: int) -> F64:
-        """q float64 [B, W, vocab] of a deterministic drafter."""
+        """q float64 [B, W, ``vocab``] of a deterministic drafter."""
         q = np.zeros((*self.tokens.shape, vocab))
         np.put_along_axis(q, self.tokens[..., None].astype(np.intp), 1.0, axis=2)
         return q
 
     def sources_of(self, i: int) -> list[str]:
-        """Who drafted each node of row i."""
+        """Who drafted each node of row ``i``."""
         k = int(self.widths[i])
         if self.source is None:
             return [self.sources[0] if self.sources else UNNAMED] * k

@@ -30,14 +30,15 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Raw log-softmax of the target (before rules and temperature), in nats, at one committed token.
+    """Raw log-softmax of the target (before rules and temperature) at one committed ``token`` (an id).
 
-    ``text``: the token's own, decoded alone; None where there is no tokenizer.
+    ``logprob``: in nats; ``top``: the likeliest alternatives, best first. ``text``: the token's own, decoded alone;
+    None where there is no tokenizer.
     """
 
     token: int
     logprob: float
-    top: tuple[Alternative, ...] = ()  # best first
+    top: tuple[Alternative, ...] = ()
     text: str | None = None
 
     def with_texts(self, text_of: Callable[[int], str]) -> TokenLogprob:

@@ -87,7 +87,7 @@ class Batch:
         return len(self.token)
 
     def is_chain(self, b: int) -> bool:
-        """Whether row b's new tokens follow one another."""
+        """Whether the new tokens of row ``b`` follow one another."""
         parent = self.parent[self.starts[b] : self.starts[b + 1]]
         return bool((parent == np.arange(-1, len(parent) - 1)).all())
 
@@ -152,18 +152,18 @@ class Output(Protocol):
     """A forward's result, lazy. Indices ``at`` are packed indices that were ``wanted``."""
 
     def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
-        """``verify.walk`` for a whole batch, where the logits lie: one call and at most one copy.
+        """``verify.walk`` of ``drafts`` for a whole batch, where the logits lie: one call and at most one copy.
 
         Row i's pending token is packed at ``starts[i]`` (int32 [B]), its node n at ``starts[i] + 1 + n``. A row whose
-        chooser is None, or which cannot be decided there (no token is allowed, NaN, too near a filter's edge), gets
-        ``accepted`` -1: the engine walks it node by node. None: this output has no such path.
+        entry in ``choosers`` is None, or which cannot be decided there (no token is allowed, NaN, too near a filter's
+        edge), gets ``accepted`` -1: the engine walks it node by node. None: this output has no such path.
         """
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """The target's choice int32 [n] after each token ``at`` int32 [n], under ``choosers[i]``."""
 
     def logits(self, at: I32) -> F32:
-        """float32 [n, V] on the host."""
+        """After packed indices ``at`` int32 [n]: float32 [n, V] on the host."""
 
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         """Raw log-softmax at ``tokens[i]`` after ``at[i]``, with ``top[i]`` alternatives."""
@@ -187,27 +187,29 @@ class KVCache(Protocol):
         """An empty row's index. Takes no memory yet."""
 
     def free(self, row: int) -> None:
-        """Give the row back; blocks that no other row shares are free again."""
+        """Give ``row`` back; blocks that no other row shares are free again."""
 
-    def length(self, row: int) -> int: ...
+    def length(self, row: int) -> int:
+        """Positions of ``row`` in use."""
 
     def truncate(self, row: int, n: int) -> None:
-        """Keep the first n positions. Arithmetic: nothing is copied or cleared; blocks beyond are given back."""
+        """Keep the first ``n`` positions of ``row``. Arithmetic: nothing is copied or cleared; blocks beyond are given
+        back."""
 
     def compact(self, row: int, start: int, keep: I32) -> None:
-        """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end the row there: a tree's kept path."""
+        """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end ``row`` there: a tree's kept path."""
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        """Make ``dst``'s first n positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
+        """Make ``dst``'s first ``n`` positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
     def growth(self, row: int, n: int) -> int:
-        """Bytes that ``n`` more positions of the row would take now, a copy of a shared block included."""
+        """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included."""
 
     def bytes_for(self, positions: int) -> int:
-        """What a row of so many positions takes when it shares nothing."""
+        """What a row of so many ``positions`` takes when it shares nothing."""
 
     def exclusive(self, rows: Sequence[int]) -> int:
-        """Bytes that would be free if these rows were: their blocks that no other row shares."""
+        """Bytes that would be free if ``rows`` were: their blocks that no other row shares."""
 
     @property
     def bytes(self) -> int:
@@ -229,13 +231,16 @@ class Model(Protocol):
     """A decoder-only language model; target and draft model alike."""
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo:
+        """Sizes, dtype and identity."""
 
     @property
-    def kv(self) -> KVCache: ...
+    def kv(self) -> KVCache:
+        """Keys and values of its rows."""
 
     @property
-    def parts(self) -> Parts: ...
+    def parts(self) -> Parts:
+        """Embedding, final norm and head, which a learned drafter shares."""
 
     def forward(self, batch: Batch) -> Output:
         """Run the batch, write its KV at each row's end, and lengthen the rows by their new tokens.
