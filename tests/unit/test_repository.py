@@ -7,6 +7,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import yaml
+
 import outpace
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +54,11 @@ def test_what_contributing_names_is_there() -> None:
     named = re.findall(r"`(?:\./)?([\w.]+/[\w./]*)`", text)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_conda_recipe_needs_what_the_package_needs() -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "recipe.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {f"python{project['project']['requires-python']}", *project["project"]["dependencies"]}
+    assert {line.replace(" ", "") for line in recipe["requirements"]["run"]} == needed
+    assert {*project["build-system"]["requires"]} <= {line.replace(" ", "") for line in recipe["requirements"]["host"]}
