@@ -124,7 +124,7 @@ def _card(
     for bench in benches:
         parts += [
             "## Speed",
-            f"Over plain decoding, paired prompt by prompt: median (95 %). {bench['model']} on "
+            f"Decode tokens/s over plain decoding's (95 % over prompts). {bench['model']} on "
             f"{bench['machine']['model']}, {bench['threads']} threads, T = {bench['temperature']:g}, "
             f"{bench['max_tokens']} tokens. Command: `outpace bench`.",
             _table(("drafter", "size", "prompts", "identical", "tokens a step", "tokens/s", "speed"), (
@@ -146,9 +146,9 @@ def _shares(values: Sequence[float], between: str) -> str:
 
 
 def _ratio(speedup: Mapping[str, float | None]) -> str:
-    if speedup["median"] is None:
+    if speedup["ratio"] is None:
         return ""
-    return f"{speedup['median']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})"
+    return f"{speedup['ratio']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})"
 
 
 def _data(folder: Path, recipe: Mapping[str, Any]) -> str:

@@ -152,13 +152,22 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     code, out, _ = outpace(capsys, "generate", prompt, "--compare", "--max-tokens", "40")
     assert code == 0
     assert "identical" in out
-    assert out.count("tokens/s") == 2
+    assert [line.split()[0] for line in out.splitlines() if "tokens/s" in line] == [
+        "plain",
+        "suffix+eagle:demo",
+        "plain",
+    ]
+    assert "tokens a step" in out
     assert "green: drafted by suffix+eagle:demo and accepted" in out  # what auto stands for
     code, out, _ = outpace(
         capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
     )
     assert code == 0
-    assert json.loads(out)["compare"]["identical"] is True
+    found = json.loads(out)["compare"]
+    assert found["identical"] is True
+    assert found["moved"] == (found["speedup"]["ratio"] > found["tokens_per_step"])
+    assert found["speedup"]["ratio"] == found["decode_tokens_per_second"] / found["plain_decode_tokens_per_second"]
+    assert found["control"]["low"] <= found["control"]["ratio"] <= found["control"]["high"]
 
 
 def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
@@ -179,7 +188,7 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
     )
     for figures in (ngram, ngram["by_category"]["copy"]):
         assert set(fields.split()) <= set(figures)
-    assert len(value["runs"]) == 6
+    assert [run["config"] for run in value["runs"]] == ["none", "ngram:size=3", "control"] * 3
     assert value["interrupted"] is False
     assert value["threads"] >= 1
     assert value["machine"]["cores"] >= 1
@@ -206,7 +215,7 @@ def test_a_bench_that_ends_midway_keeps_what_it_has(
     calls, real, out_file = iter(range(100)), Engine.generate_many, tmp_path / "out.json"
 
     def failing(self: Engine, *args: Any, **options: Any) -> Any:
-        if next(calls) == 5:  # two warm up, two answer the first prompt
+        if next(calls) == 6:  # two warm up, three answer the first prompt
             assert json.loads(out_file.read_text())["interrupted"] is True  # so that a killed run keeps it, too
             raise error
         return real(self, *args, **options)
@@ -216,7 +225,7 @@ def test_a_bench_that_ends_midway_keeps_what_it_has(
     assert (found, err.startswith(said), err.count("\n")) == (code, True, 1)
     value = json.loads(out_file.read_text())
     assert value["interrupted"] is True
-    assert [run["id"] for run in value["runs"]] == ["a", "a"]
+    assert [run["id"] for run in value["runs"]] == ["a", "a", "a"]
     assert value["configs"][0]["prompts"] == 1
     assert "tokens/step" in out
     assert not list(tmp_path.glob(".*.tmp"))

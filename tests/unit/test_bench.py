@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from outpace.cli.bench_table import show
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
-from outpace.errors import ParameterError
-from outpace.measure.bench import Bench, Configuration, speedup
+from outpace.engine.statistics import Stats
+from outpace.errors import MissingExtraError, ParameterError
+from outpace.measure import plot
+from outpace.measure.bench import CONTROL, Bench, Configuration, Run, speedup
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
 from outpace.params import SamplingParams
 from tests.toy import ToyModel, ToyTokenizer
@@ -65,7 +70,11 @@ def test_the_report_has_the_promised_fields_and_pools_them() -> None:
     plain, ngram, model = bench.report()
     assert [e["drafter"] for e in (plain, ngram, model)] == ["none", "ngram", "model:toy"]
     assert [e["size"] for e in (plain, ngram, model)] == [0, 3, 3]
-    assert plain["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert plain["speedup"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+    for entry in (ngram, model):  # the one definition: of the speeds beside it
+        speeds = [its["decode_tokens_per_second"] for its in (plain, entry)]
+        assert entry["speedup"]["ratio"] == pytest.approx(speeds[1] / speeds[0])
+    assert len(model["acceptance_by_position"]) == 3
     assert model["acceptance_rate"] > 0.1
     assert model["tokens_per_step"] > plain["tokens_per_step"] == 1.0
     for entry in (plain, ngram, model):
@@ -125,18 +134,101 @@ def test_a_prompt_that_does_not_fit_is_refused_before_the_run() -> None:
     assert bench.configurations[0].engine.model.forwards == []  # type: ignore[attr-defined]
 
 
-def test_speedup_is_the_median_of_pairs_with_its_interval() -> None:
-    before, after = [10.0, 10.0, 20.0, 10.0, 10.0], [20.0, 30.0, 20.0, 10.0, 25.0]
-    figures = speedup(before, after)
-    assert figures["median"] == 2.0
-    low, high = figures["low"], figures["high"]
-    assert low is not None
-    assert high is not None
-    assert 1.0 <= low < 2.0 < high <= 3.0
-    assert speedup(before, after) == figures  # the same bootstrap every time
-    assert speedup([10.0], [15.0]) == {"median": 1.5, "low": 1.5, "high": 1.5}
-    assert speedup([10.0, 0.0], [15.0, 9.0])["median"] == 1.5  # an answer of one delta has no speed
-    assert speedup([], [])["median"] is None
+def run_of(name: str, tokens: int, steps: int, seconds: float) -> Run:
+    """One measured answer of so many tokens, the first of which came with the first delta."""
+    stats = Stats(tokens=tokens + 1, first_delta_tokens=1, steps=steps + 1, decode_seconds=seconds)
+    result: Any = SimpleNamespace(stats=stats)
+    return Run(ROWS[0], 0, name, result, seconds, None)
+
+
+def stats_of(pairs: list[tuple[int, float]]) -> list[Stats]:
+    return [run_of("none", tokens, tokens, seconds).result.stats for tokens, seconds in pairs]
+
+
+def test_speedup_is_the_ratio_of_pooled_speeds_with_its_interval() -> None:
+    before, after = stats_of([(10, 1.0), (30, 2.0), (20, 2.0)]), stats_of([(10, 0.5), (30, 2.0), (20, 1.0)])
+    found = speedup(before, after)
+    assert found["ratio"] == pytest.approx((60 / 3.5) / (60 / 5))
+    assert found["low"] is not None
+    assert found["high"] is not None
+    assert 1.0 <= found["low"] < found["ratio"] < found["high"] <= 2.0
+    assert speedup(before, after) == found  # the same bootstrap every time
+    assert speedup(before[:1], after[:1]) == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert speedup(before + stats_of([(0, 0.0)]), after + stats_of([(0, 0.0)]))["ratio"] == found["ratio"]
+    for nothing in ([], stats_of([(0, 0.0)])):
+        assert speedup(nothing, nothing) == {"ratio": None, "low": None, "high": None}
+
+
+def test_a_ratio_above_tokens_a_step_is_not_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = bench_of()
+    bench.control = True
+    times = {"none": 2.0, "ngram": 1.0, "model": 0.5, CONTROL: 1.6}
+    bench.runs = [run_of(name, 20, 20 if name in ("none", CONTROL) else 10, t) for name, t in times.items()]
+    assert [entry["moved"] for entry in bench.report()] == [False, True, True]  # 21 tokens in 11 steps are below 2
+    head = {"model": "toy", "backend": "native", "dtype": "q", "threads": 1, "max_tokens": 9, "temperature": 0.0}
+    value = {**head, "acceptance": "coupled", "configs": bench.report(), "control": bench.figures(CONTROL), "runs": []}
+    show(value, promised=True)
+    out = capsys.readouterr().out
+    assert "4.00x!" in out
+    assert "model's 4.00x is more than 1.91 tokens a step can give: the machine moved" in out
+    assert "none against none, as a control: 1.25x" in out
+    bench.runs[1] = run_of("ngram", 20, 10, 1.2)
+    assert not bench.report()[1]["moved"]
+
+
+def test_the_control_is_the_first_configuration_again() -> None:
+    bench = bench_of()
+    bench.control = True
+    bench.run(ROWS[:2], 2, lambda n: None)
+    assert [run.configuration for run in bench.runs[::2]] == ["none", "ngram", "model", CONTROL]
+    assert [entry["name"] for entry in bench.report()] == ["none", "ngram", "model"]
+    assert bench.figures(CONTROL)["tokens"] == bench.report()[0]["tokens"]
+
+
+@pytest.mark.parametrize("name", ["out.png", "out.svg"])
+def test_a_plot_has_every_drafter_and_category(tmp_path: Path, name: str) -> None:
+    from matplotlib import rc_context
+
+    bench = bench_of()
+    bench.run(ROWS, 1, lambda n: None)
+    value = {"model": "toy", "backend": "native", "dtype": "q4", "configs": bench.report()}
+    plot.check(tmp_path / name)
+    with rc_context({"svg.fonttype": "none"}):  # text as text
+        plot.draw(tmp_path / name, value)
+    data = (tmp_path / name).read_bytes()
+    if name.endswith(".png"):
+        assert data.startswith(b"\x89PNG")
+    else:
+        assert all(f">{text}</text>".encode() in data for text in ("odd", "even", "all", "none", "ngram", "model", "3"))
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ParameterError, match=r"neither a \.png nor an \.svg"):
+        plot.check(tmp_path / "out.gif")
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"matplotlib: .*install .*outpace\[plot\]"):
+        plot.check(tmp_path / "out.png")
+
+
+def test_prompts_from_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text('\ufeffid,category,prompt,system\na,c,"One, two.\nThree.",\n,,Four.,Be brief.\n', encoding="utf-8")
+    said = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Four."})
+    assert read_prompts(path) == [
+        PromptRow("a", "c", ("One, two.\nThree.",)), PromptRow("2", "all", ("Four.",), messages=said),
+    ]  # fmt: skip
+    for text, says in (
+        ("text\nHello.\n", "no column prompt, but text"),
+        ("", "no column prompt, but nothing"),
+        ('prompt\n"open\n', "unexpected end of data: this is no CSV file"),
+        ("prompt,id\n,7\n", "line 2: needs turns"),
+        ("prompt\nHello, you.\n", "line 2: more cells than columns"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=says):
+            read_prompts(path)
 
 
 def test_rows_are_spread_evenly_over_the_file(tmp_path: Path) -> None:

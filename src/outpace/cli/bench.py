@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command, Interrupted
-from outpace.cli.options import ACCEPTANCE, RECORD, SIZE, BenchCommon, Load, recorded
+from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, RECORD, SIZE, Common, Load, recorded
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
 
@@ -16,30 +16,31 @@ if TYPE_CHECKING:
 
 def run(
     load: Load,
-    common: BenchCommon,
-    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt, id, category.")],
+    common: Common,
+    prompts: Annotated[Path, PROMPTS],
     drafter: Annotated[
         list[str] | None,
         option("--drafter", "-d", help="Repeatable: the first is compared with. Default: none, then auto."),
     ] = None,
     size: Annotated[Any, SIZE] = None,
     acceptance: Annotated[str, ACCEPTANCE] = "coupled",
-    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 512,
     temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
     seed: Annotated[int, option("--seed", help="The same for every prompt and configuration.")] = 0,
     concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 1,
     all_turns: Annotated[bool, option("--all-turns", help="Run whole conversations, not only first turns.")] = False,
-    json: Annotated[
-        Path | None, option("--json", metavar="OUT", help="Write everything to this file, prompt by prompt.")
+    plot: Annotated[
+        Path | None,
+        option("--plot", metavar="FILE", help="Draw speeds by category and acceptance by position: a .png or .svg."),
     ] = None,
     record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
     from outpace.cli.bench_table import show
-    from outpace.common.files import check_writable, write_json
     from outpace.common.progress import progress
-    from outpace.measure.bench import Bench, Configuration
+    from outpace.measure import plot as plots
+    from outpace.measure.bench import CONTROL, Bench, Configuration
     from outpace.measure.compare import promises_tokens
     from outpace.measure.prompts import read_prompts
     from outpace.params import SamplingParams
@@ -48,20 +49,21 @@ def run(
         raise ParameterError(f"--concurrency {concurrency} is out of range: give at least 1")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     rows = read_prompts(prompts, limit)
-    if json is not None:
-        check_writable(json)
+    if plot is not None:
+        plots.check(plot)
     names = drafter or ["none", "auto"]
     if len(set(names)) < len(names):
         raise ParameterError(f"--drafter {max(names, key=names.count)} is there twice: name each configuration once")
     # No prompt is found again in the KV: a warm-up, or a turn before, would favour one configuration.
     engines = load.engines(names, size=size, acceptance=acceptance, max_rows=concurrency, prefix_rows=0)
     configurations = [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)]
-    bench = Bench(configurations, params, all_turns)
+    bench = Bench(configurations, params, all_turns, control=True)
     head = {**_head(bench, acceptance), "concurrency": concurrency, "all_turns": all_turns}
 
     def value(interrupted: bool) -> dict[str, Any]:
         runs = [run.to_dict() for run in bench.runs]
-        return {**head, "interrupted": interrupted, "configs": bench.report(), "runs": runs}
+        figures = {"configs": bench.report(), "control": bench.figures(CONTROL)}
+        return {**head, "interrupted": interrupted, **figures, "runs": runs}
 
     stopped: KeyboardInterrupt | OutpaceError | None = None
     try:
@@ -69,8 +71,8 @@ def run(
 
             def done(n: int) -> None:
                 advance(n)
-                if json is not None:
-                    write_json(json, value(interrupted=True))  # also for a run that is killed
+                if common.json is not None and not common.prints_json:
+                    common.emit(value(interrupted=True))  # also for a run that is killed
 
             with recorded(engines[0], record, load):  # all give the same answers
                 bench.run(rows, concurrency, done)
@@ -80,13 +82,15 @@ def run(
         for engine in engines:
             engine.close()
     if bench.runs:
-        if json is not None:
-            write_json(json, value(interrupted=stopped is not None))
-        show(value(interrupted=stopped is not None), promised=promises_tokens(acceptance, params))
+        found = value(interrupted=stopped is not None)
+        if plot is not None:
+            plots.draw(plot, found)
+        if not common.emit(found):
+            show(found, promised=promises_tokens(acceptance, params))
     if isinstance(stopped, OutpaceError):
         raise stopped
     if stopped is not None:
-        kept = len(bench.runs) // len(configurations)
+        kept = bench.report()[0]["prompts"]
         raise Interrupted(f"interrupted: kept {kept} answers of each configuration") from stopped
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace.cli.terminal import table
+from outpace.measure.bench import doubt, written
 
 _COLUMNS = ("decode tok/s", "end-to-end tok/s", "tokens/step", "accepted", "speedup (95 %)", "identical")
 
@@ -28,6 +29,10 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
             cells = _cells(figures, promised, drafts=entry["size"] != 0)
             rows.append(["" if i else category or "all", entry["name"], *cells])
     print(table(("category", "drafter", *_COLUMNS), rows, left=2))
+    first, control = configs[0]["name"], value["control"]["speedup"]
+    print(f"{first} against {first}, as a control: {written(control)}; so much a ratio says of the machine alone")
+    for note in filter(None, (doubt(entry["name"], entry) for entry in configs)):
+        print(note)
     if not promised:
         print(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
         return
@@ -43,13 +48,12 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
 
 
 def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str]:
-    ratio = figures["speedup"]
     ties = f" ({figures['near_ties']} near-ties)" if promised and figures["near_ties"] else ""
     return [
         f"{figures['decode_tokens_per_second']:.1f}",
         f"{figures['end_to_end_tokens_per_second']:.1f}",
         f"{figures['tokens_per_step']:.2f}",
         f"{figures['acceptance_rate']:.0%}" if drafts else "-",
-        "-" if ratio["median"] is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})",
+        written(figures["speedup"]) + ("!" if figures["moved"] else ""),
         f"{figures['identical']}/{figures['prompts']}{ties}",
     ]

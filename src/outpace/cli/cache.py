@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from typing import Annotated
 
 from outpace.cli.command import Command
@@ -34,14 +33,14 @@ def run(
     where, limit = weight_cache.folder(), weight_cache.limit()
     freed = weight_cache.clear(where) if clear and where is not None else None
     found = [] if where is None else weight_cache.entries(where)
-    if common.json:
+    if common.json is not None:
         files = [
             {"path": str(e.path), "model": e.name, "bytes": e.bytes, "used": e.used, "made_of": e.key} for e in found
         ]
         named = [{"name": e.name, "path": str(e.paths[0]), "bytes": e.bytes, "whole": e.whole} for e in fetched]
         packed = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
-        print(json_.dumps({**packed, "removed": removed, "downloads": named}))
-        return 0
+        if common.emit({**packed, "removed": removed, "downloads": named}):
+            return 0
     if removed is not None:
         print(f"{format_bytes(removed)} removed")
     for each in fetched:

@@ -158,6 +158,7 @@ class _Parser:
             program, description=about, epilog=f"Example: {example}", formatter_class=_Help, allow_abbrev=False
         )
         self._lazy: list[tuple[argparse.Action, Callable[[], str]]] = []
+        self._bare: dict[str, str] = {}
 
     def add(self, name: str, hint: Any, default: Any) -> None:
         """A parameter annotated with ``Annotated[type, Spelling]``."""
@@ -190,13 +191,31 @@ class _Parser:
             )
         if callable(text):
             self._lazy.append((action, text))
+        if spelling.bare is not None:
+            self._bare |= dict.fromkeys(spelling.names, spelling.bare)
+
+    def _completed(self, arguments: Sequence[str]) -> Iterator[str]:
+        """``arguments``, each option that may stand alone with its value. A file's name is what looks like one: the
+        word behind ``--json`` may as well be a prompt."""
+        words = iter(arguments)
+        for word in words:
+            if word not in self._bare:
+                yield word
+                continue
+            following = next(words, None)
+            if following is not None and following.endswith((".json", ".jsonl")) and " " not in following:
+                yield f"{word}={following}"
+                continue
+            yield f"{word}={self._bare[word]}"
+            if following is not None:
+                yield from self._completed([following])
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Raises UsageError, or SystemExit after ``--help``."""
         if not {"-h", "--help"}.isdisjoint(arguments):
             for action, text in self._lazy:
                 action.help = text().replace("%", "%%")
-        found, unknown = self._parser.parse_known_args(arguments)
+        found, unknown = self._parser.parse_known_args(list(self._completed(arguments)))
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), None)
             if name is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from outpace.cli.command import Command, Group
-from outpace.cli.options import Load
+from outpace.cli.options import LIMIT, PROMPTS, Load
 from outpace.common.option import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
@@ -57,8 +57,8 @@ def build(
 def answers(
     load: Load,
     out: Annotated[Path, argument(help="JSON lines to write, or to go on with.")],
-    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt.")],
-    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    prompts: Annotated[Path, PROMPTS],
+    limit: Annotated[int | None, LIMIT] = None,
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 200,
     concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 16,
 ) -> int:

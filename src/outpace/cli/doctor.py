@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 import time
@@ -36,11 +35,9 @@ def run(
         "memory": machine.memory(),
         "backends": _backends(),
         "instruction_sets": _instruction_sets(),
-        "model": _model(load, measure, _silent if common.json else _say),
+        "model": _model(load, measure, _silent if common.prints_json else _say),
     }
-    if common.json:
-        print(json.dumps(found))
-    else:
+    if not common.emit(found):
         _print(found)
     return 0 if found["model"]["ok"] else 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,8 +34,7 @@ def run(
     a, b = read(first), read(second)
     with ExitStack() as stack:
         found = explain(a, b, lambda: _target(a, model, stack))
-    if common.json:
-        print(json_.dumps({**found.to_dict(), "cut": [a.cut, b.cut]}))
+    if common.emit({**found.to_dict(), "cut": [a.cut, b.cut]}):
         return 0 if found.identical else 1
     for explanation in found.explanations:
         print(explanation)

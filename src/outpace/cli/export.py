@@ -40,8 +40,7 @@ def vllm(
     rows = TargetRows.of(source)
     served = verifier_of(source, verifier)
     config = to_vllm(out, drafter, rows, served, tokens=tokens, dtype=dtype)
-    if common.json:
-        print(json_.dumps({"target": served.name, "out": str(out), "speculative_config": config}))
+    if common.emit({"target": served.name, "out": str(out), "speculative_config": config}):
         return 0
     if served.name is None:
         print(

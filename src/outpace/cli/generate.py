@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from outpace.engine.results import Result
     from outpace.exact.sampling import TokenLogprob
     from outpace.params import LogitRule, Prompt, SamplingParams
-
-_PATIENCE = 6.0  # seconds; a comparison that took less is repeated, so that its speeds are medians
 
 
 def run(
@@ -81,11 +78,12 @@ def run(
         if grammar is not None:
             params = params.with_(rules=[grammar(engine)])
         if compare:
-            return _compare(engine, tokens, params, common.json)
-        results = _stream(engine, tokens, params, quiet=common.json)
-        if common.json:
-            reports = [report(engine, result) for result in results]
-            print(json.dumps(reports[0] if n == 1 else {"samples": reports}, ensure_ascii=False))
+            from outpace.cli.compare import compared
+
+            return compared(engine, tokens, params, common)
+        results = _stream(engine, tokens, params, quiet=common.prints_json)
+        reports = [report(engine, result) for result in results]
+        common.emit(reports[0] if n == 1 else {"samples": reports})
     failed = [result.error for result in results if result.error]
     if failed:
         raise ParameterError(str(failed[0]))
@@ -179,62 +177,15 @@ def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool)
 
 
 def _summary(engine: Engine, result: Result) -> str:
-    stats = result.stats
     parts = [
-        f"{stats.tokens} tokens at {stats.decode_tokens_per_second:.0f} tokens/s",
-        f"{stats.tokens_per_step:.2f} tokens a step",
-        f"{result.drafter}, {stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens accepted",
-        *([f"drafting {stats.decision}"] if engine.adaptive else []),
+        result.drafter,
+        result.stats.summary,
+        *([f"drafting {result.stats.decision}"] if engine.adaptive else []),
         f"{engine.model.info.backend} {engine.model.info.dtype}",
         f"seed {result.seed}",
         *result.notes,
     ]
     return "[" + "; ".join(parts) + "]"
-
-
-def _compare(engine: Engine, tokens: I32, params: SamplingParams, as_json: bool) -> int:
-    from statistics import median
-
-    from outpace.cli.terminal import coloured
-    from outpace.exact.noise import fresh_seed
-    from outpace.measure.bench import Bench, Configuration
-    from outpace.measure.prompts import PromptRow
-
-    params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
-    row = PromptRow("prompt", "all", ("",), token_ids=tuple(tokens.tolist()))
-    bench = Bench([Configuration("plain", engine, plain=True), Configuration("drafted", engine)], params)
-    bench.run([row], 1, lambda _: None)
-    if sum(run.result.stats.total_seconds for run in bench.runs) < _PATIENCE:
-        bench.run([row, row], 1, lambda _: None)
-    (plain, _), (drafted, difference) = ((run.result, run.difference) for run in bench.runs[:2])
-    speeds = [
-        median(run.result.stats.decode_tokens_per_second for run in bench.runs[i::2]) for i in (1, 0)
-    ]  # drafted, plain
-    if as_json:
-        compared = {
-            "identical": difference is None,
-            "difference": None if difference is None else difference.to_dict(),
-            "plain_decode_tokens_per_second": speeds[1],
-            "decode_tokens_per_second": speeds[0],
-            "speedup": speeds[0] / speeds[1] if speeds[1] else None,
-        }
-        print(json.dumps({**report(engine, drafted), "compare": compared}, ensure_ascii=False))
-    else:
-        for piece, source in drafted.pieces:
-            print(piece if source == "target" else coloured(piece, "green"), end="")
-        print("\n")
-        green = coloured("green", "green")
-        print(f"{green}: drafted by {drafted.drafter} and accepted; the rest: the target's own")
-        info = engine.model.info
-        print(f"plain        {speeds[1]:7.1f} tokens/s   ({info.name}, {info.backend} {info.dtype})")
-        ratio = f"   {speeds[0] / speeds[1]:.2f}x" if speeds[1] else ""
-        gained = f"{drafted.stats.tokens_per_step:.2f} tokens a step, {drafted.stats.acceptance_rate:.0%} accepted"
-        print(f"{drafted.drafter:<12} {speeds[0]:7.1f} tokens/s{ratio}   {gained}")
-        if engine.adaptive:
-            print(f"drafting     {drafted.stats.decision}")
-        same = f"identical: {plain.completion_tokens} tokens" if difference is None else str(difference)
-        print(coloured(same, "bold green" if difference is None else "yellow" if difference.near_tie else "red"))
-    return 0 if difference is None or difference.near_tie else 1
 
 
 COMMAND = Command("generate", run, "outpace generate 'Write a haiku about rivers.' --compare")

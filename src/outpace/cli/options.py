@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from outpace.common.files import check_writable, write_json
 from outpace.common.option import option
 from outpace.common.parameter import Biases, Texts, TokenIds, Words
 from outpace.errors import Argument, ParameterError
@@ -26,17 +28,35 @@ def system_message(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
+_STANDARD_OUTPUT = Path("-")
+
+
 @dataclass(frozen=True, slots=True)
 class Common:
-    json: Annotated[bool, option("--json", help="Print one JSON object instead of text.")] = False
+    json: Annotated[
+        Path | None,
+        option("--json", metavar="[FILE]", bare="-", help="Print JSON, not text; or write it to FILE."),
+    ] = None
     verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
     debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
 
+    def __post_init__(self) -> None:
+        if self.json is not None and not self.prints_json:
+            check_writable(self.json)
 
-@dataclass(frozen=True, slots=True)
-class BenchCommon:
-    verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
-    debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
+    @property
+    def prints_json(self) -> bool:
+        """Whether standard output is for JSON alone."""
+        return self.json == _STANDARD_OUTPUT
+
+    def emit(self, value: Any) -> bool:
+        """Give ``value`` as JSON where ``--json`` asks for it, whole or not at all: True if it was printed, so that
+        nothing else may be. Raises OSError."""
+        if self.prints_json:
+            print(json.dumps(value, ensure_ascii=False), flush=True)
+        elif self.json is not None:
+            write_json(self.json, value)
+        return self.prints_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +142,10 @@ def _size(text: str) -> int | str:
 
 
 SIZE = option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
+PROMPTS = option(
+    "--prompts", help="JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line."
+)
+LIMIT = option("--limit", help="So many rows, spread evenly over the file.")
 SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
 RECORD = option("--record", metavar="DIR", help="Keep prompts and answers there, for outpace train online.")
 ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")

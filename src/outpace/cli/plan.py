@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json as json_
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from outpace.cli.command import Command
+from outpace.cli.options import Common
 from outpace.common.option import option
 from outpace.errors import ParameterError
 
 
 def run(
+    common: Common,
     alpha: Annotated[
         float | None, option("--alpha", help="Acceptance of a drafted token, given the one before it: 0 to 1.")
     ] = None,
@@ -26,19 +28,17 @@ def run(
     source: Annotated[
         Path | None, option("--from", metavar="BENCH", help="Take all of them from what bench --json wrote.")
     ] = None,
-    json: Annotated[bool, option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> int:
     """Expected tokens per step, speedup, best size and break-even acceptance of speculative decoding."""
     if (alpha is None) == (source is None):
         raise ParameterError("give either --alpha (with --size, --draft-cost, --width-cost) or --from BENCH")
     if source is not None:
-        return _from_bench(source, json)
+        return _from_bench(source, common)
     from outpace.measure.theory import StepCosts, outlook
 
     assert alpha is not None
     found = outlook(alpha, size, StepCosts(draft_cost, width_cost, size))
-    if json:
-        print(json_.dumps(asdict(found)))
+    if common.emit(asdict(found)):
         return 0
     print(f"tokens per step    {found.tokens_per_step:.2f}   (1 - a^(k+1)) / (1 - a) at a = {alpha:g}, k = {size}")
     print(f"expected speedup   {found.speedup:.2f}x")
@@ -47,18 +47,18 @@ def run(
     return 0
 
 
-def _from_bench(source: Path, as_json: bool) -> int:
+def _from_bench(source: Path, common: Common) -> int:
     from outpace.measure.theory import from_bench, outlook
 
     try:
-        value = json_.loads(source.read_text(encoding="utf-8"))
+        value = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ParameterError(f"{source} cannot be read ({error}): give a file that bench --json wrote") from error
     rows: list[dict[str, Any]] = []
     for measured in from_bench(value):
         found = outlook(measured.alpha, measured.costs.size, measured.costs)
         rows.append({"measured": asdict(measured), "outlook": asdict(found)})
-        if as_json:
+        if common.prints_json:
             continue
         costs = measured.costs
         print(f"{measured.name}")
@@ -73,8 +73,7 @@ def _from_bench(source: Path, as_json: bool) -> int:
         print(f"  break-even       {_break_even(found.break_even, costs.size)}")
     if not rows:
         raise ParameterError(f"{source} has no configuration that drafted: bench some beside none")
-    if as_json:
-        print(json_.dumps(rows))
+    common.emit(rows)
     return 0
 
 

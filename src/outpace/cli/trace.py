@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +28,7 @@ def replay(
     trace = read(file)
     with engine_for(trace, model, threads=threads) as (engine, drafter):
         report = run(trace, engine, drafter)
-    if common.json:
-        print(json_.dumps({**report.to_dict(), "cut": trace.cut}))
+    if common.emit({**report.to_dict(), "cut": trace.cut}):
         return 0 if report.identical else 1
     for departure in report.departures:
         print(departure)
@@ -62,11 +60,8 @@ def view(
     check_writable(out)
     write(file, out)
     size = out.stat().st_size
-    print(
-        json_.dumps({"page": str(out), "bytes": size})
-        if common.json
-        else f"{out}: {size / 1e6:.1f} MB, open it in a browser"
-    )
+    if not common.emit({"page": str(out), "bytes": size}):
+        print(f"{out}: {size / 1e6:.1f} MB, open it in a browser")
     return 0
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from outpace.cli.command import Command
-from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
 from outpace.common.option import option
 from outpace.errors import Argument, ParameterError
 
@@ -20,8 +19,8 @@ def run(
     draft: Draft,
     sampling: Sampling,
     common: Common,
-    prompts: Annotated[Path, option("--prompts", help="JSON lines with turns or prompt, id, category.")],
-    limit: Annotated[int | None, option("--limit", help="So many rows, spread evenly over the file.")] = None,
+    prompts: Annotated[Path, PROMPTS],
+    limit: Annotated[int | None, LIMIT] = None,
     url: Annotated[
         str | None,
         option(
@@ -76,7 +75,7 @@ def _servers(
             kind = "identical" if part is None else "near_ties" if part.near_tie else "different"
             kind = "other_logprobs" if part is not None and part.what == "logprob" else kind
             counts[kind] += 1
-            if part is not None and not common.json and (part.what != "logprob" or against is None):
+            if part is not None and not common.prints_json and (part.what != "logprob" or against is None):
                 print(f"{row.id}: {first.name} / {way.name}: {part}", flush=True)
         wrong = counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
         changed += wrong
@@ -85,12 +84,10 @@ def _servers(
             for row, part in zip(rows, differences, strict=True)
         ]
         listed.append({"a": first.name, "b": way.name, **counts, "prompts": each})
-        if not common.json:
+        if not common.prints_json:
             summary = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items() if count)
             print(f"{first.name} / {way.name}: {summary}", flush=True)
-    if common.json:
-        print(json.dumps({"seed": params.seed, "notes": notes, "compared": listed}))
-    else:
+    if not common.emit({"seed": params.seed, "notes": notes, "compared": listed}):
         for note in notes:
             print(f"note: {note}")
         print(f"{changed} changed; seed {params.seed}")
@@ -101,11 +98,11 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
     from outpace.measure.bench import Bench, Configuration
 
     with load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance) as engine:
-        bench = Bench([Configuration("plain", engine, plain=True), Configuration("drafted", engine)], params)
+        bench = Bench([Configuration("plain", engine, {"drafter": False}), Configuration("drafted", engine)], params)
 
         def show(_: int) -> None:
             run = bench.runs[-1]
-            if not common.json:
+            if not common.prints_json:
                 verdict = "identical" if run.difference is None else str(run.difference)
                 print(f"{run.prompt.id}: {verdict} ({run.result.completion_tokens} tokens)", flush=True)
 
@@ -114,11 +111,9 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
     identical = sum(run["identical"] for run in runs)
     ties = sum(not run["identical"] and run["difference"]["near_tie"] for run in runs)
     different = len(runs) - identical - ties
-    if common.json:
-        names = ("id", "category", "identical", "difference", "tokens")
-        counts = {"identical": identical, "near_ties": ties, "different": different, "seed": params.seed}
-        print(json.dumps({**counts, "prompts": [{name: run[name] for name in names} for run in runs]}))
-    else:
+    names = ("id", "category", "identical", "difference", "tokens")
+    counts = {"identical": identical, "near_ties": ties, "different": different, "seed": params.seed}
+    if not common.emit({**counts, "prompts": [{name: run[name] for name in names} for run in runs]}):
         print(f"{identical} identical, {ties} near-ties, {different} different; seed {params.seed}")
     return 1 if different else 0
 

@@ -23,6 +23,7 @@ class Spelling:
     parser: Callable[[str], Any] | None = None
     choices: tuple[str, ...] = ()
     within: str = ""
+    bare: str | None = None
 
 
 def option(
@@ -32,12 +33,14 @@ def option(
     parser: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
     within: str = "",
+    bare: str | None = None,
 ) -> Spelling:
     """An option's names and its help. ``parser`` makes its value of a text, and raises ValueError with a message.
 
     ``check`` allows one of ``choices``, and numbers ``within`` an interval, such as "(0, 1]": more than 0, at most 1.
+    ``bare``: the value of an option that stands alone, with no JSON file's name behind it.
     """
-    return Spelling(names, help, metavar, parser, choices, within)
+    return Spelling(names, help, metavar, parser, choices, within, bare)
 
 
 def argument(*, help: str, metavar: str | None = None) -> Spelling:

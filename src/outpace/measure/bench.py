@@ -1,15 +1,19 @@
-"""Drafters side by side on the same prompts, in turn (A B A B): speeds, acceptance, and whether the tokens agree."""
+"""Drafters side by side on the same prompts, in turn (A B A B): speeds, acceptance, and whether the tokens agree.
+
+A speedup is a configuration's decode tokens/s over the first one's, both pooled over all prompts. Its interval covers
+the prompts; what the machine does meanwhile shows in the control, the first configuration once more on every prompt.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from outpace.common.arrays import I32
+from outpace.common.arrays import F64, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.engine.statistics import Stats, pooled
@@ -17,25 +21,29 @@ from outpace.measure.compare import Difference, compare
 from outpace.measure.prompts import PromptRow, encode_turns
 from outpace.params import SamplingParams
 
+CONTROL = "control"  # the name of its runs
 _RESAMPLES = 2000
 _WARM_UP = 8  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to decode: an engine over the shared target, and the spec its drafter came from.
-
-    ``plain``: without drafts, whatever the engine's drafter is.
-    """
+    """One way to decode: an engine over the shared target, and what its requests ask for (``Engine.prepare``)."""
 
     name: str
     engine: Engine
-    plain: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def generate(self, prompts: Sequence[I32], params: SamplingParams) -> list[Result]:
         """The answers to ``prompts`` int32 [P] each, run together."""
-        options: dict[str, Any] = {"drafter": False} if self.plain else {}
-        return self.engine.generate_many([prompt.tolist() for prompt in prompts], params, **options)
+        return self.engine.generate_many([prompt.tolist() for prompt in prompts], params, **self.options)
+
+    @property
+    def size(self) -> Any:
+        """Tokens drafted a step: a number, or "auto"."""
+        if self.engine.drafter.name == "none" or self.options.get("drafter") is False:
+            return 0
+        return self.options.get("size", self.engine.options.size)
 
 
 @dataclass(slots=True)
@@ -68,11 +76,15 @@ class Run:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs the prompts and keeps what it has, so that an interrupted run still reports."""
+    """Runs the prompts and keeps what it has, so that an interrupted run still reports.
+
+    ``control``: run the first configuration again, as the last one.
+    """
 
     configurations: Sequence[Configuration]
     params: SamplingParams
     all_turns: bool = False
+    control: bool = False
     runs: list[Run] = field(default_factory=list)
 
     def run(self, prompts: Sequence[PromptRow], concurrency: int, done: Callable[[int], None]) -> None:
@@ -106,7 +118,8 @@ class Bench:
         """One turn of some conversations under every configuration; the first one's results."""
         finished: list[Run] = []
         baseline: list[Result] = []
-        for configuration in self.configurations:
+        again = [replace(self.configurations[0], name=CONTROL)] if self.control else []
+        for configuration in [*self.configurations, *again]:
             begun = time.perf_counter()
             results = configuration.generate(prompts, self.params)
             seconds = (time.perf_counter() - begun) / len(rows)
@@ -123,23 +136,24 @@ class Bench:
         for configuration in self.configurations:
             categories = dict.fromkeys(run.prompt.category for run in self.runs)
             engine = configuration.engine
-            drafts = engine.drafter.name != "none" and not configuration.plain
             entry = {
                 "name": configuration.name,
                 "drafter": engine.drafter.name,
-                "size": engine.options.size if drafts else 0,
+                "size": configuration.size,
                 "acceptance": engine.options.acceptance,
-                **self._figures(configuration.name, None),
+                **self.figures(configuration.name),
             }
-            entry["by_category"] = {name: self._figures(configuration.name, name) for name in categories}
+            entry["by_category"] = {name: self.figures(configuration.name, name) for name in categories}
             out.append(entry)
         return out
 
-    def _figures(self, name: str, category: str | None) -> dict[str, Any]:
+    def figures(self, name: str, category: str | None = None) -> dict[str, Any]:
+        """Of a configuration, or of the control, over a category or all prompts."""
         chosen = [run for run in self.runs if category is None or run.prompt.category == category]
         own = [run for run in chosen if run.configuration == name]
         first = [run for run in chosen if run.configuration == self.configurations[0].name]
-        stats: Stats = pooled(run.result.stats for run in own)
+        stats, base = (pooled(run.result.stats for run in runs) for runs in (own, first))
+        ratio = speedup([run.result.stats for run in first], [run.result.stats for run in own])
         seconds = sum(run.seconds for run in own)
         return {
             "prompts": len(own),
@@ -150,21 +164,48 @@ class Bench:
             "end_to_end_tokens_per_second": stats.tokens / seconds if seconds else 0.0,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
-            "speedup": speedup(
-                [run.result.stats.decode_tokens_per_second for run in first],
-                [run.result.stats.decode_tokens_per_second for run in own],
-            ),
+            "acceptance_by_position": stats.acceptance_by_position,
+            "speedup": ratio,
+            "moved": (ratio["ratio"] or 0.0) * base.tokens_per_step > stats.tokens_per_step,
         }
 
 
-def speedup(before: Sequence[float], after: Sequence[float]) -> dict[str, float | None]:
-    """Median of the paired ratios after / before, and its 95 % interval (bootstrap over prompts, fixed seed).
+def speedup(before: Sequence[Stats], after: Sequence[Stats]) -> dict[str, float | None]:
+    """The ratio of pooled decode speeds, after / before, and its 95 % interval (bootstrap over pairs, fixed seed).
 
-    A pair in which either has no speed (an answer of one delta) says nothing and is left out; None when none is left.
+    None where either has no speed: answers of one delta alone.
     """
-    ratios = np.array([a / b for a, b in zip(after, before, strict=True) if a > 0 and b > 0])
-    if not len(ratios):
-        return {"median": None, "low": None, "high": None}
-    picks = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
-    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+    pairs = [(s.tokens - s.first_delta_tokens, s.decode_seconds) for runs in (before, after) for s in runs]
+    work = np.array(pairs, np.float64).reshape(2, len(before), 2)
+    picks = np.random.default_rng(0).integers(0, max(len(before), 1), (_RESAMPLES, len(before)))
+
+    def ratios(sums: F64) -> F64:  # of tokens and seconds [2, ..., 2]
+        speeds: F64 = sums[..., 0] / sums[..., 1]
+        ratio: F64 = speeds[1] / speeds[0]
+        return ratio
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio, drawn = float(ratios(work.sum(1))), ratios(work[:, picks].sum(2))
+    if not np.isfinite(ratio) or ratio == 0:
+        return {"ratio": None, "low": None, "high": None}
+    low, high = np.quantile(drawn[np.isfinite(drawn)], [0.025, 0.975])
+    return {"ratio": ratio, "low": float(low), "high": float(high)}
+
+
+def written(ratio: Mapping[str, float | None]) -> str:
+    """A speedup with its interval, where there is one."""
+    if ratio["ratio"] is None:
+        return "-"
+    spread = f" ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
+    return f"{ratio['ratio']:.2f}x{spread}"
+
+
+def doubt(name: str, figures: Mapping[str, Any]) -> str:
+    """What is to be said of a speedup that tokens a step cannot explain; "" where they can."""
+    if not figures["moved"]:
+        return ""
+    speed, most = figures["speedup"]["ratio"], figures["tokens_per_step"]
+    return (
+        f"{name}'s {speed:.2f}x is more than {most:.2f} tokens a step can give: the machine moved between the runs, or "
+        "the answers are too short to tell"
+    )

@@ -1,8 +1,11 @@
 """Files of prompts: JSON lines with ``turns`` (texts), ``prompt`` (one text), ``messages`` (a conversation so far) or
-``token_ids``, perhaps an ``id``; or, in a .txt file, a prompt a line."""
+``token_ids``, perhaps an ``id`` and a ``category``; a .csv file with columns ``prompt``, perhaps ``system``, ``id`` and
+``category``; or, in a .txt file, a prompt a line."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +34,17 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     if limit is not None and limit < 1:
         raise ParameterError(Argument("limit", limit), " is out of range: give at least 1")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would break at U+2028 inside a string
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"{path} cannot be read ({error}): give a JSON lines file of prompts") from error
-    read = _text if path.suffix == ".txt" else _row
-    rows = [read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        raise ParameterError(
+            f"{path} cannot be read ({error}): give a file of prompts: JSON lines, CSV or text"
+        ) from error
+    if path.suffix.lower() == ".csv":
+        rows = _table(path, text)
+    else:
+        read = _text if path.suffix.lower() == ".txt" else _row
+        lines = enumerate(text.split("\n"), 1)  # splitlines would break at U+2028 inside a string
+        rows = [read(path, number, line) for number, line in lines if line.strip()]
     if not rows:
         raise ParameterError(f"{path} has no prompts: write one JSON object a line, with turns or prompt")
     if limit is not None and limit < len(rows):
@@ -45,6 +54,31 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
 
 def _text(path: Path, number: int, line: str) -> PromptRow:
     return PromptRow(str(number), "all", (line.strip(),))
+
+
+def _table(path: Path, text: str) -> list[PromptRow]:
+    """Rows of a CSV file, whose first line names the columns."""
+    table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        if "prompt" not in (table.fieldnames or ()):
+            there = ", ".join(table.fieldnames or ["nothing"])
+            raise ParameterError(f"{path}: the first line has no column prompt, but {there}: name the columns there")
+        return [_checked(f"{path}, line {table.line_num}", number, _filled(row)) for number, row in enumerate(table, 1)]
+    except csv.Error as error:
+        where = f"{path}, line {table.line_num}"
+        raise ParameterError(f"{where}: {error}: this is no CSV file, or a text with commas is not quoted") from error
+
+
+def _filled(row: dict[str, str]) -> dict[str, Any]:
+    """A row of a table without its empty cells, as a line of JSON says it."""
+    if None in row:
+        raise csv.Error("more cells than columns")
+    value: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
+    system = value.pop("system", None)
+    if system is not None and "prompt" in value:
+        said = [{"role": "system", "content": system}, {"role": "user", "content": value.pop("prompt")}]
+        return {**value, "messages": said}
+    return value
 
 
 def _row(path: Path, number: int, line: str) -> PromptRow:
@@ -57,6 +91,10 @@ def _row(path: Path, number: int, line: str) -> PromptRow:
         ) from error
     if not isinstance(value, dict):
         raise ParameterError(f'{where}: not an object: write {{"prompt": ...}} or {{"turns": [...]}}')
+    return _checked(where, number, value)
+
+
+def _checked(where: str, number: int, value: dict[str, Any]) -> PromptRow:
     own = str(value.get("id", number)), str(value.get("category", value.get("source", "all")))
     if "token_ids" in value:
         ids = value["token_ids"]

@@ -152,4 +152,6 @@ def _measured(config: dict[str, Any], counts: dict[str, Any], plain: float) -> M
     width = 1.0 + max(step - 1.0 - draft * size * covered, 0.0) / covered
     tokens = counts["tokens"] / counts["steps"]
     costs = StepCosts(draft, width, max(round(size), 1))
-    return Measured(config["name"], sum(accepted_at) / tried, covered, size, costs, tokens, tokens / step)
+    return Measured(
+        config["name"], sum(accepted_at) / tried, covered, size, costs, tokens, float(config["speedup"]["ratio"])
+    )

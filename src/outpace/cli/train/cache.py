@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -43,9 +42,8 @@ def run(
             model.close()
     seconds = time.perf_counter() - begun
     found = {"out": str(folder), "layers": list(cache.layers[:-1]), "bytes": cache.bytes, "tokens": tokens}
-    if common.json:
-        print(json.dumps({**found, "seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds, 1)}))
-    else:
+    found |= {"seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds, 1)}
+    if not common.emit(found):
         print(
             f"{folder}: {format_bytes(cache.bytes)} of states; {tokens:,} tokens now, {tokens / seconds:,.0f} a second"
         )

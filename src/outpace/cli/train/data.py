@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 from outpace.cli.command import Command
-from outpace.cli.options import Common, Load
+from outpace.cli.options import LIMIT, PROMPTS, Common, Load
 from outpace.cli.train.shared import kept, say, summary, writer_for
 from outpace.common.option import option
 from outpace.common.progress import progress
@@ -18,10 +17,7 @@ from outpace.errors import ParameterError
 def run(
     load: Load,
     common: Common,
-    prompts: Annotated[
-        Path,
-        option("--prompts", help="JSON lines with prompt, turns or messages, perhaps id; or .txt, one a line."),
-    ],
+    prompts: Annotated[Path, PROMPTS],
     out: Annotated[Path, option("--out", help="The folder to make, or to go on with.")],
     samples: Annotated[int, option("--samples", metavar="N", help="Answers a prompt where it samples.")] = 1,
     temperature: Annotated[
@@ -29,7 +25,7 @@ def run(
     ] = None,
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 256,
     rows: Annotated[int, option("--rows", metavar="N", help="Answers that are written together.")] = 16,
-    limit: Annotated[int | None, option("--limit", help="So many prompts, spread evenly over the file.")] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     cache: Annotated[bool, option("--cache", help="Keep the hidden states, too, as outpace train cache.")] = False,
     shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
     drafter: Annotated[str, option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
@@ -71,8 +67,7 @@ def run(
             found["states_bytes"] = kept_states.bytes
     if len(writer):
         found["hash"] = Answers.open(out).hash
-    if common.json:
-        print(json.dumps(found))
+    if common.emit(found):
         return 0
     print(summary(out, writer.counts))
     print(f"  {found['new']:,} new, {left_out:,} left out, {generated / seconds:,.0f} tokens/s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -40,11 +39,8 @@ def run(
             files, writer, temperature=temperature, max_length=room, done=advance, say=say
         )
     found = {"out": str(out), "new": new, "known": known, **writer.counts}
-    print(
-        json.dumps(found)
-        if common.json
-        else f"{summary(out, writer.counts)}; {new:,} of them new, {known:,} known already"
-    )
+    if not common.emit(found):
+        print(f"{summary(out, writer.counts)}; {new:,} of them new, {known:,} known already")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +74,8 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
             return 0
         figures = finish(loop)
     seconds = time.perf_counter() - begun
-    if common.json:
-        found = {"out": str(place.out), "steps": at.step, "tokens": at.tokens, "tokens_per_step": at.best}
-        print(json.dumps({**found, "seconds": round(seconds, 1), "loss": at.loss, **figures}))
+    found = {"out": str(place.out), "steps": at.step, "tokens": at.tokens, "tokens_per_step": at.best}
+    if common.emit({**found, "seconds": round(seconds, 1), "loss": at.loss, **figures}):
         return 0
     print(f"{place.out}: {at.best:.3f} tokens a step on held-out answers after {at.tokens:,} tokens")
     for name, value in figures.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -60,9 +59,7 @@ def run(
         done = watch(data, drafter, out, options, rounds=rounds, say=say, replay=replay, model=model, threads=threads)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted: {out} has the best drafter, if a round has ended with a gain") from error
-    if common.json:
-        print(json.dumps([asdict(each) for each in done]))
-    else:
+    if not common.emit([asdict(each) for each in done]):
         print(f"{out}: {len(done)} rounds, {sum(each.kept for each in done)} of them with a gain")
     return 0
 

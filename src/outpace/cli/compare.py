@@ -1,0 +1,75 @@
+"""``outpace generate --compare``: plain and drafted decoding in turn, with plain decoding again as a control."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outpace.cli.options import Common
+from outpace.cli.terminal import coloured
+
+if TYPE_CHECKING:
+    from outpace.common.arrays import I32
+    from outpace.engine.engine import Engine
+    from outpace.params import SamplingParams
+
+_PATIENCE = 10.0  # seconds within which another round begins
+_ROUNDS = 3
+
+
+def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common) -> int:
+    """Show both answers as one, and figures pooled over all rounds. Exit code 1 for more than a near-tie."""
+    from outpace.cli.generate import report
+    from outpace.engine.statistics import pooled
+    from outpace.exact.noise import fresh_seed
+    from outpace.measure.bench import CONTROL, Bench, Configuration, doubt, written
+    from outpace.measure.prompts import PromptRow
+
+    params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
+    row = PromptRow("prompt", "all", ("",), token_ids=tuple(tokens.tolist()))
+    ways = [Configuration("plain", engine, {"drafter": False}), Configuration("drafted", engine)]
+    bench, begun, rounds = Bench(ways, params, control=True), time.perf_counter(), 0
+    while not rounds or (rounds < _ROUNDS and time.perf_counter() - begun < _PATIENCE):
+        bench.run([row], 1, lambda _: None)
+        rounds += 1
+    plain, drafted, control = (bench.figures(name) for name in ("plain", "drafted", CONTROL))
+    first = bench.runs[1]
+    result, difference = first.result, first.difference
+    found = {
+        "identical": difference is None,
+        "difference": None if difference is None else difference.to_dict(),
+        "rounds": rounds,
+        "plain_decode_tokens_per_second": plain["decode_tokens_per_second"],
+        "control": control["speedup"],
+        **{
+            name: drafted[name]
+            for name in ("decode_tokens_per_second", "speedup", "moved", "tokens_per_step", "acceptance_rate")
+        },
+    }
+    code = 0 if difference is None or difference.near_tie else 1
+    if common.emit({**report(engine, result), "compare": found}):
+        return code
+    for piece, source in result.pieces:
+        print(piece if source == "target" else coloured(piece, "green"), end="")
+    print("\n")
+    green, info = coloured("green", "green"), engine.model.info
+    print(f"{green}: drafted by {result.drafter} and accepted; the rest: the target's own")
+    gained = f"{drafted['tokens_per_step']:.2f} tokens a step, {drafted['acceptance_rate']:.0%} accepted"
+    wide = max(12, len(result.drafter))
+    for name, figures, more in (
+        ("plain", plain, f"({info.name}, {info.backend} {info.dtype})"),
+        (result.drafter, drafted, f"{written(drafted['speedup'])}   {gained}"),
+        ("plain again", control, f"{written(control['speedup'])}   what the machine alone does to a ratio"),
+    ):
+        print(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}")
+    print(
+        f"{'figures':<{wide}} of the same {rounds} {'round' if rounds == 1 else 'rounds'}; in brackets 95 % over rounds"
+    )
+    if moved := doubt(result.drafter, drafted):
+        print(coloured(moved, "yellow"))
+    if engine.adaptive:
+        decision = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted").decision
+        print(f"{'drafting':<{wide}} {decision}")
+    same = f"identical: {result.completion_tokens} tokens" if difference is None else str(difference)
+    print(coloured(same, "bold green" if difference is None else "red" if code else "yellow"))
+    return code

@@ -1,0 +1,59 @@
+"""A picture of what ``outpace bench`` measured: decode speed by drafter and category, acceptance by position."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outpace.common.files import check_writable, write_bytes
+from outpace.common.installing import install
+from outpace.errors import MissingExtraError, ParameterError
+
+FORMATS = (".png", ".svg")
+
+
+def check(path: Path) -> None:
+    """Raise ParameterError or MissingExtraError now if ``draw`` could not write ``path`` later."""
+    if path.suffix.lower() not in FORMATS:
+        raise ParameterError(f"{path} is neither a .png nor an .svg: give the picture a name that ends so")
+    check_writable(path)
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError(f"a plot needs matplotlib: {install('outpace[plot]')}")
+
+
+def draw(path: Path, value: Mapping[str, Any]) -> None:
+    """Draw ``value``, which ``bench --json`` writes. Raises OSError."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    configs = value["configs"]
+    categories = list(configs[0]["by_category"])
+    groups = ["all", *(categories if len(categories) > 1 else [])]
+    figure = Figure(figsize=(max(9.0, 4 + 1.2 * len(groups)), 4.2), layout="constrained")
+    speed, accepted = figure.subplots(1, 2, width_ratios=[2 + len(groups) / 4, 2])
+    width = 0.8 / len(configs)
+    for i, entry in enumerate(configs):
+        figures = [entry, *(entry["by_category"][name] for name in groups[1:])]
+        places = [at - 0.4 + width * (i + 0.5) for at in range(len(groups))]
+        (colour,) = {patch.get_facecolor() for patch in speed.bar(
+            places, [its["decode_tokens_per_second"] for its in figures], width, label=entry["name"], color=f"C{i}"
+        )}  # fmt: skip
+        shares = entry["acceptance_by_position"]
+        accepted.plot(range(1, len(shares) + 1), shares, marker="o", color=colour)  # a single position is a point
+    speed.set_xticks(range(len(groups)), groups, rotation=20 if len(groups) > 4 else 0)
+    speed.set_ylabel("decode tokens/s")
+    speed.legend(fontsize="small")
+    accepted.set_xlabel("position in the draft")
+    accepted.set_ylabel("share accepted, of drafts so long")
+    accepted.set_xticks(range(1, max(len(entry["acceptance_by_position"]) for entry in configs) + 1))
+    accepted.set_ylim(-0.02, 1.02)
+    for axes in (speed, accepted):
+        axes.grid(axis="y", alpha=0.3)
+    figure.suptitle(
+        f"{value['model']}, {value['backend']} {value['dtype']}, {configs[0]['prompts']} answers", fontsize=10
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix.lower()[1:], dpi=130)
+    write_bytes(path, buffer.getvalue())
