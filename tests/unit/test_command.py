@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from outpace.cli import app
 from outpace.cli.command import Command, Group, UsageError
 from outpace.common.option import argument, option
+from outpace.errors import ParameterError
 from outpace.params import PARAMETERS
 
 
@@ -130,3 +132,23 @@ def test_a_command_line_is_read_without_heavy_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_json_alone_prints_and_with_a_file_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    for arguments, printed, written in (
+        (["--json"], True, False),
+        (["--json", str(out)], False, True),
+        ([f"--json={out}"], False, True),
+        ([], False, False),
+    ):
+        out.unlink(missing_ok=True)
+        assert app.parse(["plan", *arguments, "--alpha", "0.5"])() == 0
+        text = capsys.readouterr().out
+        assert text.startswith("{") == printed
+        assert ("break-even" in text) != printed
+        assert out.exists() == written
+        assert not written or json.loads(out.read_text())["alpha"] == 0.5
+    assert callable(app.parse(["generate", "--json", "Explain config.json to me."]))  # which is a prompt
+    with pytest.raises(ParameterError, match="cannot be written"):
+        app.parse(["plan", "--json", str(tmp_path / "no" / "out.json")])

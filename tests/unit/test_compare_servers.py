@@ -102,7 +102,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         url: str | None, *, model: str = "demo", sampling: Sampling | None = None, **options: Any
     ) -> tuple[int, Any]:
         code = command.run(
-            Load(model=model), Draft(), sampling or Sampling(), Common(json=True), prompts, url=url,
+            Load(model=model), Draft(), sampling or Sampling(), Common(json=Path("-")), prompts, url=url,
             **{"concurrency": 4, **options},
         )  # fmt: skip
         return code, json.loads(capsys.readouterr().out)
