@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from outpace.cli.bench_table import show
+from outpace.common.installing import install
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.engine import Engine
@@ -208,7 +210,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_with_the_remedy(
     with pytest.raises(ParameterError, match=r"neither a \.png nor an \.svg"):
         plot.check(tmp_path / "out.gif")
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"matplotlib: .*install .*outpace\[plot\]"):
+    with pytest.raises(MissingExtraError, match=f"a plot needs matplotlib: {re.escape(install('outpace[plot]'))}"):
         plot.check(tmp_path / "out.png")
 
 
