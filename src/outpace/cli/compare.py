@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from outpace.cli.options import Common
 from outpace.cli.terminal import coloured
@@ -11,15 +12,20 @@ from outpace.cli.terminal import coloured
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
+    from outpace.engine.results import Result
     from outpace.params import SamplingParams
+
+Report = Callable[["Engine", "Result"], dict[str, Any]]
 
 _PATIENCE = 10.0  # seconds within which another round begins
 _ROUNDS = 3
 
 
-def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common) -> int:
-    """Show both answers as one, and figures pooled over all rounds. Exit code 1 for more than a near-tie."""
-    from outpace.cli.generate import report
+def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common, report: Report) -> int:
+    """Show both answers as one, and figures pooled over all rounds. Exit code 1 for more than a near-tie.
+
+    ``report``: what ``--json`` says of an answer alone.
+    """
     from outpace.engine.statistics import pooled
     from outpace.exact.noise import fresh_seed
     from outpace.measure.bench import CONTROL, Bench, Configuration, doubt, written

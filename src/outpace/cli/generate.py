@@ -80,7 +80,7 @@ def run(
         if compare:
             from outpace.cli.compare import compared
 
-            return compared(engine, tokens, params, common)
+            return compared(engine, tokens, params, common, report)
         results = _stream(engine, tokens, params, quiet=common.prints_json)
         reports = [report(engine, result) for result in results]
         common.emit(reports[0] if n == 1 else {"samples": reports})
