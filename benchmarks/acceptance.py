@@ -78,17 +78,17 @@ def run(given: argparse.Namespace) -> int:
         }
         runs = _known(given.out, head)
         deadline = None if given.minutes is None else time.monotonic() + 60 * given.minutes
-        said = _Progress(len(rows) * len(TEMPERATURES))
+        advance = _Progress(len(rows) * len(TEMPERATURES))
         for batch in _batches(rows, given.rows):
             for temperature in TEMPERATURES:
                 params = SamplingParams(max_tokens=given.max_tokens, temperature=temperature, seed=given.seed)
-                left = [(key, row) for key, row in batch if any((key, temperature, its) not in runs for its in specs)]
+                left = [(key, row) for key, row in batch if any((key, temperature, spec) not in runs for spec in specs)]
                 if left and deadline is not None and time.monotonic() > deadline:
                     return _end(given.out, head, runs, stopped=True)
                 if left:
                     runs |= measured(engines, left, params)
-                    write_json(given.out, told(head, runs))
-                said(len(batch))
+                    write_json(given.out, whole_file(head, runs))
+                advance(len(batch))
     finally:
         for engine in engines.values():
             engine.close()
@@ -118,23 +118,24 @@ def measured(
     return found
 
 
-def told(head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, Any]]) -> dict[str, Any]:
+def whole_file(head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, Any]]) -> dict[str, Any]:
     """The whole file: what was measured, figures by configuration, temperature and category, every run."""
     figures = []
     for name in CONFIGURATIONS:
         for temperature in TEMPERATURES:
-            mine = [run for (_, at, its), run in runs.items() if (at, its) == (temperature, name)]
-            if mine:
-                categories = dict.fromkeys(run["category"] for run in mine)
+            chosen = [run for (_, at, name_of_run), run in runs.items() if (at, name_of_run) == (temperature, name)]
+            if chosen:
+                categories = dict.fromkeys(run["category"] for run in chosen)
                 figures.append({
                     "configuration": name,
                     "temperature": temperature,
-                    **_figures(mine),
+                    **_figures(chosen),
                     "by_category": {
-                        its: _figures([run for run in mine if run["category"] == its]) for its in categories
+                        category: _figures([run for run in chosen if run["category"] == category])
+                        for category in categories
                     },
                 })  # fmt: skip
-    listed = [{"prompt": key, "temperature": at, "configuration": its, **run} for (key, at, its), run in runs.items()]
+    listed = [{"prompt": key, "temperature": at, "configuration": name, **run} for (key, at, name), run in runs.items()]
     return {**head, "figures": figures, "runs": listed}
 
 
@@ -165,8 +166,8 @@ def interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:
-    longest = max((len(its) for its in lists), default=0)
-    return [sum(its[i] for its in lists if i < len(its)) for i in range(longest)]
+    longest = max((len(counts) for counts in lists), default=0)
+    return [sum(counts[i] for counts in lists if i < len(counts)) for i in range(longest)]
 
 
 def _known(path: Path, head: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
@@ -175,13 +176,15 @@ def _known(path: Path, head: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
         return {}
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        its = {name: known[name] for name in head}
+        recorded = {name: known[name] for name in head}
         runs = {(run.pop("prompt"), run.pop("temperature"), run.pop("configuration")): run for run in known["runs"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(f"{path} has no measurement that could go on ({error!r}): name another file") from error
     for name, value in head.items():
-        if its[name] != value:
-            raise ParameterError(f"{path} was measured with {name} {its[name]}, and this is {value}: name another file")
+        if recorded[name] != value:
+            raise ParameterError(
+                f"{path} was measured with {name} {recorded[name]}, and this is {value}: name another file"
+            )
     return runs
 
 
@@ -193,16 +196,16 @@ def _batches(rows: Sequence[tuple[str, PromptRow]], size: int) -> list[list[tupl
 
 def _end(path: Path, head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, Any]], *, stopped: bool) -> int:
     """Print the figures; 0 where all answers were plain decoding's."""
-    figures = told(head, runs)["figures"]
-    for its in figures:
-        positions = ", ".join(f"{share:.2f}" for share in its["acceptance_by_position"][:6])
-        print(f"{its['configuration']}, T = {its['temperature']}: {its['tokens_per_step']:.2f} tokens a step "
-              f"({its['low']:.2f}-{its['high']:.2f}), by position {positions}; "
-              f"identical {its['identical']} of {its['prompts']}")  # fmt: skip
-        print("    " + ", ".join(f"{name} {one['tokens_per_step']:.2f}" for name, one in its["by_category"].items()))
+    figures = whole_file(head, runs)["figures"]
+    for row in figures:
+        positions = ", ".join(f"{share:.2f}" for share in row["acceptance_by_position"][:6])
+        print(f"{row['configuration']}, T = {row['temperature']}: {row['tokens_per_step']:.2f} tokens a step "
+              f"({row['low']:.2f}-{row['high']:.2f}), by position {positions}; "
+              f"identical {row['identical']} of {row['prompts']}")  # fmt: skip
+        print("    " + ", ".join(f"{name} {one['tokens_per_step']:.2f}" for name, one in row["by_category"].items()))
     if stopped:
         print(f"stopped in time: the same command goes on ({path})")
-    return 0 if figures and all(its["identical"] == its["prompts"] for its in figures) else 1
+    return 0 if figures and all(row["identical"] == row["prompts"] for row in figures) else 1
 
 
 class _Progress:

@@ -112,10 +112,10 @@ class Item:
     question: int
     ways: Mapping[str, str]
 
-    def fields(self, its: Contender) -> dict[str, Any]:
+    def fields(self, contender: Contender) -> dict[str, Any]:
         """What is sent beside the question."""
         found: dict[str, Any] = {}
-        for axis, values in its.axes.items():
+        for axis, values in contender.axes.items():
             found |= values[self.ways[axis]]
         return {k: value.format(item=self.number) if isinstance(value, str) else value for k, value in found.items()}
 
@@ -160,15 +160,15 @@ def questions(rows: Sequence[PromptRow], tokens: int) -> list[Question]:
     return found
 
 
-def planned(its: Contender, known: int, requests: int) -> list[Item]:
+def planned(contender: Contender, known: int, requests: int) -> list[Item]:
     """So many requests in the order of starts and crowds, of the first questions. Each value of an axis, and each
     question, comes as often as any other. Raises ParameterError."""
     if requests < 1:
         raise ParameterError(Argument("requests", requests), " is out of range: give at least 1")
     dice, items = random.Random(0), list[Item]()
-    axes = {"stream": ("whole", "streamed"), **its.axes}
+    axes = {"stream": ("whole", "streamed"), **contender.axes}
     ways, each = _deck(list(product(*axes.values())), dice), _deck(range(min(known, -(-requests // ASKED))), dice)
-    phases = list(product(its.starts, CROWDS))
+    phases = list(product(contender.starts, CROWDS))
     for i, (start, crowd) in enumerate(phases):
         while len(items) < (i + 1) * requests // len(phases):
             way = {"start": start, "crowd": crowd, **dict(zip(axes, next(ways), strict=True))}
@@ -184,26 +184,32 @@ def _deck(cards: Sequence[T], dice: random.Random) -> Iterator[T]:
         yield from dice.sample(cards, len(cards))
 
 
-def ask_all(its: Contender, known: Sequence[Question], items: Sequence[Item], journal: Journal, log: Path) -> None:
+def ask_all(
+    contender: Contender, known: Sequence[Question], items: Sequence[Item], journal: Journal, log: Path
+) -> None:
     """Ask what the journal does not have. Raises RemoteError when a server does not start, or dies, or does not answer
     a question that it is asked alone first; what fails later is counted."""
-    with progress(its.name, len(items)) as advance:
-        for start in its.starts:
+    with progress(contender.name, len(items)) as advance:
+        for start in contender.starts:
             first = {item.question for item in items} if start == FIRST else set()
-            unknown = [q for q in sorted(first) if f"{its.name} expects {q}" not in journal]
-            left = [i for i in items if i.ways["start"] == start and f"{its.name} asked {i.number}" not in journal]
+            unknown = [q for q in sorted(first) if f"{contender.name} expects {q}" not in journal]
+            left = [
+                i for i in items if i.ways["start"] == start and f"{contender.name} asked {i.number}" not in journal
+            ]
             if not left and not unknown:
                 continue
-            with servers.started(its.start(start), log) as running:
+            with servers.started(contender.start(start), log) as running:
                 remote = running.remote
                 model = {"model": remote.model(None)}
                 for q in unknown:
-                    journal.add(f"{its.name} expects {q}", asdict(remote.chat({**known[q][1], **model})))
+                    journal.add(f"{contender.name} expects {q}", asdict(remote.chat({**known[q][1], **model})))
 
                 def one(item: Item, remote: Remote = remote, model: Fields = model) -> None:
-                    body = {**known[item.question][1], **model, **item.fields(its)}
-                    expected = answer_of(journal[f"{its.name} expects {item.question}"])
-                    journal.add(f"{its.name} asked {item.number}", outcome(its, remote, body, item, expected))
+                    body = {**known[item.question][1], **model, **item.fields(contender)}
+                    expected = answer_of(journal[f"{contender.name} expects {item.question}"])
+                    journal.add(
+                        f"{contender.name} asked {item.number}", outcome(contender, remote, body, item, expected)
+                    )
                     advance(1)
 
                 for crowd, group in groupby(left, lambda item: item.ways["crowd"]):
@@ -211,11 +217,11 @@ def ask_all(its: Contender, known: Sequence[Question], items: Sequence[Item], jo
                     concurrency, neighbours = CROWDS[crowd]
                     with leaving(remote, [{**known[i.question][1], **model} for i in asked], neighbours):
                         together(one, asked, concurrency)
-                if its.ours:
-                    journal.add(f"{its.name} preempted {start}", preemptions(remote))
+                if contender.ours:
+                    journal.add(f"{contender.name} preempted {start}", preemptions(remote))
 
 
-def outcome(its: Contender, remote: Remote, body: Fields, item: Item, expected: Answer) -> dict[str, Any] | None:
+def outcome(contender: Contender, remote: Remote, body: Fields, item: Item, expected: Answer) -> dict[str, Any] | None:
     """None where the answer is the expected one, else what differs, or how it failed. Raises RemoteError when the
     server is gone, or ours has become another."""
     try:
@@ -225,7 +231,7 @@ def outcome(its: Contender, remote: Remote, body: Fields, item: Item, expected: 
     except RemoteError as error:
         remote.models()  # raises when it is gone
         return {"failed": str(error)}
-    if its.ours and answer.fingerprint != expected.fingerprint:
+    if contender.ours and answer.fingerprint != expected.fingerprint:
         raise RemoteError(f"the server is {answer.fingerprint}, and was {expected.fingerprint}: begin another journal")
     found = difference(expected, answer)
     return None if found is None else found.to_dict()
@@ -277,13 +283,13 @@ def leaving(remote: Remote, asked: Sequence[Fields], neighbours: int) -> Iterato
             each.result()  # one that could not be a neighbour says so
 
 
-def score(its: Contender, items: Sequence[Item], known: Sequence[Question], journal: Journal) -> dict[str, Any]:
+def score(contender: Contender, items: Sequence[Item], known: Sequence[Question], journal: Journal) -> dict[str, Any]:
     """Counts of ``KINDS`` of what was asked, in all and by each value of each axis, and the first difference."""
     total = dict.fromkeys(KINDS, 0)
     by: dict[str, dict[str, dict[str, int]]] = {}
     first: dict[str, Any] | None = None
     for item in items:
-        key = f"{its.name} asked {item.number}"
+        key = f"{contender.name} asked {item.number}"
         if key not in journal:
             continue
         found = journal[key]
@@ -296,7 +302,7 @@ def score(its: Contender, items: Sequence[Item], known: Sequence[Question], jour
                 counts["near_ties"] += _kind(found) == "changed" and found["near_tie"]
         if found is not None and (first is None or (_kind(found) == "changed" != first["kind"])):
             first = {"kind": _kind(found), **ways, "body": dict(known[item.question][1]), **found}
-    taken = {start: journal.get(f"{its.name} preempted {start}") for start in its.starts}
+    taken = {start: journal.get(f"{contender.name} preempted {start}") for start in contender.starts}
     return {**total, "by": by, "first": first, "preemptions": {k: v for k, v in taken.items() if v is not None}}
 
 
@@ -308,10 +314,10 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 def shown(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """A column a server; a dash for what one cannot be told, or was not asked."""
-    rows = [["all", "", *(_cell(its) for its in scores.values())]]
-    values = dict.fromkeys((axis, value) for its in scores.values() for axis in its["by"] for value in its["by"][axis])
+    rows = [["all", "", *(_cell(each) for each in scores.values())]]
+    values = dict.fromkeys((axis, value) for each in scores.values() for axis, by in each["by"].items() for value in by)
     for axis, value in values:
-        rows.append([axis, value, *(_cell(its["by"].get(axis, {}).get(value)) for its in scores.values())])
+        rows.append([axis, value, *(_cell(each["by"].get(axis, {}).get(value)) for each in scores.values())])
     return table(("answers changed (in bits alone)", "", *scores), rows, left=2)
 
 
@@ -360,19 +366,20 @@ def run(given: argparse.Namespace) -> int:
     if not rows:
         raise ParameterError(f"{given.prompts} has no prompt of at most {given.longest} characters")
     known, asked = questions(rows, given.tokens), contenders(given)
-    plans = [(its, planned(its, len(known), given.requests)) for its in asked]
+    plans = [(contender, planned(contender, len(known), given.requests)) for contender in asked]
     this = {
-        "servers": {its.name: [its.start(name) for name in its.starts] for its in asked},
+        "servers": {contender.name: [contender.start(name) for name in contender.starts] for contender in asked},
         "questions": [dict(body) for _, body in known],
         "requests": given.requests,
     }
     journal, scores = Journal(given.journal, this), {}
-    for its, items in plans:
-        ask_all(its, known, items, journal, given.log)
-        scores[its.name] = score(its, items, known, journal)
+    for contender, items in plans:
+        ask_all(contender, known, items, journal, given.log)
+        scores[contender.name] = score(contender, items, known, journal)
     found = {"scores": scores, "commands": this["servers"], "machine": machine.cpu()}
     print(shown(scores))
-    wrong = any(its["changed"] or its["failed"] for its in scores.values()) or scores.get("outpace", {}).get("bits")
+    wrong = any(figures["changed"] or figures["failed"] for figures in scores.values())
+    wrong = wrong or bool(scores.get("outpace", {}).get("bits"))
     for name, figures in scores.items():
         print(f"{name}: {figures['changed']} of {figures['answers']} changed, {figures['bits']} more in bits alone; "
               f"rows taken away {figures['preemptions']}; first {json.dumps(figures['first'])}")  # fmt: skip

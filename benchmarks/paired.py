@@ -100,27 +100,27 @@ def _run(source: Path, work: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _report(drafter: str, found: dict[str, list[dict[str, Any]]]) -> None:
     """Pooled speeds, the median of the prompts' ratios, identity, and where a step's time goes."""
-    mine = {
+    by_key = {
         name: {(row["round"], row["prompt"]): row for row in rows if row["drafter"] == drafter}
         for name, rows in found.items()
     }
     speed = {
         name: {key: row["counted"] / row["seconds"] for key, row in rows.items() if row["counted"]}
-        for name, rows in mine.items()
+        for name, rows in by_key.items()
     }
     pairs = sorted(speed["before"].keys() & speed["after"].keys())
     ratios = [speed["after"][key] / speed["before"][key] for key in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
     pooled = {
         name: sum(rows[key]["counted"] for key in pairs) / sum(rows[key]["seconds"] for key in pairs)
-        for name, rows in mine.items()
+        for name, rows in by_key.items()
     }
-    same = sum(mine["before"][key]["tokens"] == mine["after"][key]["tokens"] for key in mine["before"])
+    same = sum(by_key["before"][key]["tokens"] == by_key["after"][key]["tokens"] for key in by_key["before"])
     gained = pooled["after"] / pooled["before"]
     print(f"{drafter}: {pooled['before']:.1f} -> {pooled['after']:.1f} tokens/s, pooled {gained:.3f};", end=" ")
     print(f"median of {len(pairs)} pairs {middle:.3f} ({low:.3f} to {high:.3f});", end=" ")
-    print(f"same tokens {same} of {len(mine['before'])}")
-    for name, rows in mine.items():
+    print(f"same tokens {same} of {len(by_key['before'])}")
+    for name, rows in by_key.items():
         steps = sum(row["steps"] for row in rows.values())
         parts = ", ".join(
             f"{phase} {1e6 * sum(row['by'][phase] for row in rows.values()) / steps:.0f}" for phase in PHASES

@@ -131,10 +131,10 @@ def _run(
         params = [_params(case.temperature, i, given) for i in group]
         results = engine.generate_many([prompts[i].tolist() for i in group], params)
         engine.check()
-        for i, its, result in zip(group, params, results, strict=True):
+        for i, own_params, result in zip(group, params, results, strict=True):
             first = plain[str(case.temperature)][i]
             counts = {"steps": result.stats.steps, "drafted": result.stats.drafted, "accepted": result.stats.accepted}
-            yield {**_gap(engine, prompts[i], its, first, list(result.token_ids)), **counts}
+            yield {**_gap(engine, prompts[i], own_params, first, list(result.token_ids)), **counts}
 
 
 def _gap(engine: Engine, prompt: Any, params: SamplingParams, first: list[int], other: list[int]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
     plain = next((served for served in all_of if served.name == PLAIN), None)
     found: dict[str, Any] = {}
     for served in all_of:
-        mine: dict[str, Any] = {}
+        by_concurrency: dict[str, Any] = {}
         for concurrency, rounds in served.rounds.items():
             each = [streams.figures(shots) for shots in rounds]
             pooled = streams.figures([shot for shots in rounds for shot in shots])
@@ -97,16 +97,16 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
                 value["ratio"] = median(value["ratios"])
                 other = streams.between(shot for shots in plain.rounds[concurrency] for shot in shots)
                 value |= {f"{name}_ratio": pooled[name] / other[name] for name in P99 if other[name] > 0}
-            mine[str(concurrency)] = value
-        found[served.name] = {"concurrency": mine}
+            by_concurrency[str(concurrency)] = value
+        found[served.name] = {"concurrency": by_concurrency}
     return found
 
 
 def ratios(rounds: Sequence[Sequence[streams.Shot]], plain: Sequence[Sequence[streams.Shot]]) -> list[float]:
     """Tokens/s over plain's, round by round."""
     return [
-        streams.figures(mine)["tokens_per_second"] / streams.figures(other)["tokens_per_second"]
-        for mine, other in zip(rounds, plain, strict=True)
+        streams.figures(own)["tokens_per_second"] / streams.figures(other)["tokens_per_second"]
+        for own, other in zip(rounds, plain, strict=True)
     ]
 
 
@@ -115,8 +115,8 @@ def same_answers(a: Served, b: Served) -> tuple[int, int]:
     pairs = [
         (x.text, y.text)
         for concurrency in a.rounds
-        for mine, other in zip(a.rounds[concurrency], b.rounds[concurrency], strict=True)
-        for x, y in zip(sorted(mine, key=_text), sorted(other, key=_text), strict=True)
+        for own, other in zip(a.rounds[concurrency], b.rounds[concurrency], strict=True)
+        for x, y in zip(sorted(own, key=_text), sorted(other, key=_text), strict=True)
     ]
     return sum(x != y for x, y in pairs), len(pairs)
 
@@ -154,11 +154,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     rows = [row.turns[0] for row in read_prompts(given.prompts, None)]
     value: dict[str, Any] = {"machine": machine.cpu(), "tokens": given.tokens, "failed": {}, "commands": {}}
-    with ExitStack() as held:
+    with ExitStack() as stack:
         servers: list[Served] = []
         for name, command in commands(given).items():
             try:
-                servers.append(opened(name, held.enter_context(started(command, given.log))))
+                servers.append(opened(name, stack.enter_context(started(command, given.log))))
                 value["commands"][name] = command
             except RemoteError as error:
                 value["failed"][name] = str(error)

@@ -66,9 +66,9 @@ class Soak:
         """Fill what is bounded: KV for as many long answers at once as there are rows, with their log-probabilities."""
         asks = {"max_tokens": LONG, "stop": None, "logprobs": True, "top_logprobs": 10, "speculation": None}
         with ThreadPoolExecutor(ROWS) as threads:
-            for status, said in threads.map(lambda which: ask(self.port, {**tiny(which), **asks}, 900), range(ROWS)):
+            for status, body in threads.map(lambda which: ask(self.port, {**tiny(which), **asks}, 900), range(ROWS)):
                 if status != http.HTTPStatus.OK:
-                    self.failures.append(f"warm-up: HTTP {status}: {said[:200]!r}")
+                    self.failures.append(f"warm-up: HTTP {status}: {body[:200]!r}")
 
     def _one(self, kind: str, seed: int) -> None:
         act: Callable[[random.Random], str | None] = getattr(self, kind)
@@ -85,10 +85,10 @@ class Soak:
         """A tiny one. Its answer is that of before."""
         which = dice.randrange(DIFFERENT)
         stream = dice.random() < 0.5
-        status, said = ask(self.port, {**tiny(which), "stream": stream})
+        status, body = ask(self.port, {**tiny(which), "stream": stream})
         if status != http.HTTPStatus.OK:
-            return f"HTTP {status}: {said[:200]!r}"
-        text = streamed(said) if stream else str(json.loads(said)["choices"][0]["message"]["content"])
+            return f"HTTP {status}: {body[:200]!r}"
+        text = streamed(body) if stream else str(json.loads(body)["choices"][0]["message"]["content"])
         with self._lock:
             before = self._answers.setdefault(which, text)
         return None if before == text else f"question {which} had the answer {before!r}, and now {text!r}"
@@ -96,10 +96,10 @@ class Soak:
     def malformed(self, dice: random.Random) -> str | None:
         """It is refused, in OpenAI's shape."""
         data = nonsense(dice)
-        status, said = ask(self.port, data)
-        error = json.loads(said)["error"]
+        status, body = ask(self.port, data)
+        error = json.loads(body)["error"]
         if not 400 <= status < 500 or not error["message"] or not error["type"]:
-            return f"{data[:200]!r} got HTTP {status}: {said[:200]!r}"
+            return f"{data[:200]!r} got HTTP {status}: {body[:200]!r}"
         return None
 
     def disconnects(self, dice: random.Random) -> str | None:
@@ -115,12 +115,13 @@ class Soak:
     def slow(self, dice: random.Random) -> str | None:
         """A stream that is read little by little comes whole."""
         body = {**tiny(dice.randrange(DIFFERENT)), "max_tokens": 48, "stream": True, "logprobs": True}
-        said = b""
+        received = b""
         with opened(self.port, {**body, "top_logprobs": 10}, buffer=2048) as connection:
             while piece := connection.recv(4096):
-                said += piece
+                received += piece
                 time.sleep(0.02)
-        return None if b"data: [DONE]" in said and b'"error"' not in said else f"it ended so: {said[-200:]!r}"
+        whole = b"data: [DONE]" in received and b'"error"' not in received
+        return None if whole else f"it ended so: {received[-200:]!r}"
 
 
 def tiny(which: int) -> dict[str, Any]:
@@ -185,11 +186,11 @@ def opened(port: int, body: Mapping[str, Any], buffer: int | None = None) -> Ite
         yield connection
 
 
-def streamed(said: bytes) -> str:
+def streamed(stream: bytes) -> str:
     """The text of a whole stream. Raises ValueError for one that is not."""
-    events = [line[6:] for line in said.split(b"\n") if line.startswith(b"data: ")]
+    events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
     if not events or events[-1] != b"[DONE]":
-        raise ValueError(f"a stream ended without [DONE]: {said[-200:]!r}")
+        raise ValueError(f"a stream ended without [DONE]: {stream[-200:]!r}")
     chunks = [json.loads(event) for event in events[:-1]]
     if failed := next((chunk["error"] for chunk in chunks if "error" in chunk), None):
         raise ValueError(f"a stream ended with {failed}")
@@ -230,7 +231,7 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
         stream = number % 2 == 0
         body = {**tiny(number), "max_tokens": 20 + 10 * (number % 9), "stop": None, "stream": stream}
         try:
-            status, said = ask(port, body)
+            status, answer = ask(port, body)
         except ConnectionRefusedError:
             return "not let in"
         except (OSError, http.client.HTTPException) as error:
@@ -239,10 +240,10 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
             return "refused"
         if status != http.HTTPStatus.OK:
             return f"lost: HTTP {status}"
-        if b'"shutting_down"' in said:
+        if b'"shutting_down"' in answer:
             return "told"
         try:
-            streamed(said) if stream else json.loads(said)["choices"][0]["finish_reason"]
+            streamed(answer) if stream else json.loads(answer)["choices"][0]["finish_reason"]
         except (ValueError, KeyError, IndexError) as error:
             return f"lost: {error!r}"
         return "answered"
@@ -260,19 +261,19 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
 def killed(log: Path) -> tuple[float, str | None]:
     """``outpace serve``, killed while it streams and started again: seconds until it answers, and what is wrong."""
 
-    def said(port: int) -> Any:
+    def answer(port: int) -> Any:
         return json.loads(ask(port, tiny(1))[1])["choices"]
 
-    with started(OURS, log) as its:
-        port = int(its.remote.url.rpartition(":")[2])
-        before = said(port)
+    with started(OURS, log) as server:
+        port = int(server.remote.url.rpartition(":")[2])
+        before = answer(port)
         with opened(port, {**tiny(0), "max_tokens": 400, "stream": True}) as connection:
             connection.recv(300)
-            its.process.kill()
-            its.process.wait()
+            server.process.kill()
+            server.process.wait()
     begun = time.monotonic()
-    with started(OURS, log) as its:
-        after = said(int(its.remote.url.rpartition(":")[2]))
+    with started(OURS, log) as server:
+        after = answer(int(server.remote.url.rpartition(":")[2]))
         seconds = time.monotonic() - begun
     return seconds, None if before == after else f"killed and started again, it says {after}, not {before}"
 
@@ -283,8 +284,8 @@ def soak(
     """All of it, with a server of its own. ``warm``: what is bounded is filled before memory is compared."""
     command = f"{sys.executable} -m benchmarks.soak_server {{port}} {drafter}"
     begun = time.monotonic()
-    with started(command, log) as its:
-        port = int(its.remote.url.rpartition(":")[2])
+    with started(command, log) as server:
+        port = int(server.remote.url.rpartition(":")[2])
         run = Soak(port)
         if warm:
             run.warm()
@@ -293,8 +294,8 @@ def soak(
             run.run({kind: (part + 1) * n // PARTS - part * n // PARTS for kind, n in counts.items()}, readers)
             states.append(at_rest(port))
             say(f"part {part + 1}: {time.monotonic() - begun:.0f} s, {states[-1]}, {len(run.failures)} failures")
-        ends = stopped_under_load(port, its.pid)
-        code = its.process.wait(REST)
+        ends = stopped_under_load(port, server.pid)
+        code = server.process.wait(REST)
     lost = [f"stopped under load, one was {end}" for end in ends if end.startswith("lost")]
     lost += [f"it ended with {code}"] if code else []
     again, other = killed(log)

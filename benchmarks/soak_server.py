@@ -25,7 +25,7 @@ from outpace.server.settings import ServerSettings
 KV = 32 << 20  # bytes: what eight rows of the soak's longest answers need and more, so that it is full at times
 
 
-def held(engine: Engine) -> dict[str, int]:
+def counted(engine: Engine) -> dict[str, int]:
     """In the engine's thread. Raises AssertionError where an invariant is broken, a leaked row or block too."""
     engine.check()
     return {"busy": int(not engine.idle), "rows": len(engine.model.kv.rows), "kv_bytes": engine.model.kv.bytes}
@@ -39,9 +39,9 @@ def resident() -> int:
 async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
     known = [service.known(name) for name in service.models.names()]
     return {
-        **await serving.ask(held),
+        **await serving.ask(counted),
         "inside": service.inside,
-        "samples": sum(its.admission.inside for its in known if its is not None),
+        "samples": sum(each.admission.inside for each in known if each is not None),
         "threads": threading.active_count(),
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "memory": resident(),
@@ -53,14 +53,14 @@ async def serve(port: int, drafter: str) -> None:
     settings = ServerSettings(port=port, drain=20.0)
     with bound(settings) as listener:
         serving = AsyncEngine(Engine.load("demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV))
-        service = Service(SingleModel("demo", serving), settings, fingerprint=lambda its: system_fingerprint(its))
+        service = Service(SingleModel("demo", serving), settings, fingerprint=lambda engine: system_fingerprint(engine))
         server = Server(service, listener)
 
-        async def told(request: Any) -> JSONResponse:
+        async def answer(request: Any) -> JSONResponse:
             return JSONResponse(await state(service, serving))
 
         app: Any = server.config.app
-        app.router.routes.append(Route("/soak", told))
+        app.router.routes.append(Route("/soak", answer))
         await server.run_until_stopped()
 
 

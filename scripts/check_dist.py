@@ -36,7 +36,7 @@ def problems(path: Path) -> list[str]:
             f"lacks {name}" for name in ("native/CMakeLists.txt", "LICENSE", "pyproject.toml") if name not in names
         ]
     inside = "" if path.suffix == ".whl" else "src/"
-    modules = {inside + its.relative_to(SOURCE).as_posix() for its in (SOURCE / "outpace").rglob("*.py")}
+    modules = {inside + path.relative_to(SOURCE).as_posix() for path in (SOURCE / "outpace").rglob("*.py")}
     drafter = {f"{inside}outpace/drafters/learned/demo/{name}" for name in ("config.json", "model.safetensors")}
     if lacking := sorted((modules | drafter) - set(names)):
         found.append(f"lacks {len(lacking)} files, such as {lacking[0]}: is it excluded in pyproject.toml?")

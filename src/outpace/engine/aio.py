@@ -360,16 +360,16 @@ def _tell(what: Mapping[Running, list[Delta] | BaseException]) -> None:
     """In the engine's thread: a loop is woken once for all that a step has for it. Every wake-up gives up the
     interpreter, which the loop then keeps while the engine waits."""
     loops: dict[asyncio.AbstractEventLoop, list[tuple[Running, list[Delta] | BaseException]]] = {}
-    for running, its in what.items():
-        loops.setdefault(running.loop, []).append((running, its))
-    for loop, told in loops.items():
+    for running, outcome in what.items():
+        loops.setdefault(running.loop, []).append((running, outcome))
+    for loop, changes in loops.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(_receive, told)
+            loop.call_soon_threadsafe(_receive, changes)
 
 
-def _receive(told: Sequence[tuple[Running, list[Delta] | BaseException]]) -> None:
-    for running, what in told:
-        running.receive(what)
+def _receive(changes: Sequence[tuple[Running, list[Delta] | BaseException]]) -> None:
+    for running, outcome in changes:
+        running.receive(outcome)
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:
@@ -377,7 +377,7 @@ def joined(deltas: list[Delta]) -> list[Delta]:
     parts: dict[tuple[int, int], list[Delta]] = {}
     for delta in deltas:
         parts.setdefault((delta.request, delta.sample), []).append(delta)
-    return [its[0] if len(its) == 1 else _one(its) for its in parts.values()]
+    return [own[0] if len(own) == 1 else _one(own) for own in parts.values()]
 
 
 def _one(parts: list[Delta]) -> Delta:
@@ -388,8 +388,8 @@ def _one(parts: list[Delta]) -> Delta:
         text="".join(part.text for part in parts),
         token_ids=tuple(token for part in parts for token in part.token_ids),
         sources=tuple(source for part in parts for source in part.sources),
-        logprobs=tuple(its for part in parts for its in part.logprobs),
-        prompt_logprobs=tuple(its for part in parts for its in part.prompt_logprobs),
+        logprobs=tuple(token for part in parts for token in part.logprobs),
+        prompt_logprobs=tuple(token for part in parts for token in part.prompt_logprobs),
         drafted=sum(part.drafted for part in parts),
         finish_reason=last.finish_reason,
         result=last.result,

@@ -199,12 +199,12 @@ def _schema(what: str, schema: Any, whitespace: bool) -> dict[str, Any]:
 
 def _check_properties(schema: Any) -> None:
     inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    its = schema.get("properties") if isinstance(schema, dict) else None
-    if isinstance(its, dict) and len(its) > MOST_PROPERTIES:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
         raise GrammarError(
-            f"an object of the JSON schema has {len(its)} properties: at most {MOST_PROPERTIES} are taken"
+            f"an object of the JSON schema has {len(properties)} properties: at most {MOST_PROPERTIES} are taken"
         )
-    if isinstance(its, dict) and (most := _optional(its, schema.get("required"))) > MOST_OPTIONAL:
+    if isinstance(properties, dict) and (most := _optional(properties, schema.get("required"))) > MOST_OPTIONAL:
         raise GrammarError(
             f"an object of the JSON schema has {most} optional properties in a row: at most {MOST_OPTIONAL} are taken; "
             "make some of them required"

@@ -141,5 +141,5 @@ class Grammar:
 
 def reason(matcher: Any) -> str:
     """Why a matcher failed, in one line without excerpts of the grammar; empty where it did not."""
-    said = str(matcher.get_error()).partition("\n<")[0]
-    return " ".join(_EXCERPT.sub("", said).split())[:MOST_REASON]
+    message = str(matcher.get_error()).partition("\n<")[0]
+    return " ".join(_EXCERPT.sub("", message).split())[:MOST_REASON]

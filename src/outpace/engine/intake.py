@@ -185,9 +185,9 @@ def checked_serving(deadline: float | None, priority: int, cache_scope: str, own
         raise ParameterError(Argument("deadline", deadline), " is out of range: give seconds above 0, or None")
     if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
         raise ParameterError(Argument("priority", priority), " is no whole number: 0 is usual, more goes first")
-    for argument, its in (("cache_scope", cache_scope), ("owner", owner)):
-        if not isinstance(its, str):
-            raise ParameterError(Argument(argument, its), " is no text: give a name, or '' for the common one")
+    for argument, value in (("cache_scope", cache_scope), ("owner", owner)):
+        if not isinstance(value, str):
+            raise ParameterError(Argument(argument, value), " is no text: give a name, or '' for the common one")
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> I32:

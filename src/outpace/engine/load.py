@@ -45,7 +45,7 @@ def load_engines(
     specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
-    beside = [its for s in (*specs, *others) for its in draft_models(s, load_options)]
+    beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
     source = resolve(model, load_options)
     device, weights = _announce(source, beside, load_options)
     limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
@@ -56,9 +56,9 @@ def load_engines(
     with ExitStack() as undo:
         undo.callback(target.close)
         engines: list[E] = []
-        for spec, own, its in zip(specs, sized, checked, strict=True):
-            context = DraftContext(target, tokenizer, load_options, its.nodes, its.acceptance)
-            built = [_closed_by(undo, build(one, context)) for one in (spec, *others)]
+        for spec, own, one in zip(specs, sized, checked, strict=True):
+            context = DraftContext(target, tokenizer, load_options, one.nodes, one.acceptance)
+            built = [_closed_by(undo, build(each, context)) for each in (spec, *others)]
             named = {drafter.name: drafter for drafter in built[1:] if drafter.name != "none"}
             rest = {name: options[name] for name in OWN if name in options}
             engine = make(target, tokenizer, drafter=built[0], drafters=named, kv_memory=limit, **own, **rest)
@@ -77,8 +77,8 @@ def _announce(model: Source, beside: Sequence[tuple[str, LoadOptions]], options:
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]
     per_position, weights = target.kv_bytes_per_position, target.weights
-    for draft_model, its in beside:
-        drafter = estimate(draft_model, its)
+    for draft_model, draft_options in beside:
+        drafter = estimate(draft_model, draft_options)
         parts.append(f"drafter {format_bytes(drafter.weights)}")
         per_position += drafter.kv_bytes_per_position
         weights += drafter.weights if drafter.device == target.device else 0

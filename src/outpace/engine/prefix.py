@@ -65,10 +65,10 @@ class PrefixCache:
         for key in _keys(tokens, scope):
             if self._index.get(key) == row:
                 del self._index[key]
-        for other, its in self._rows.items():  # beginnings that another row has too
-            alike = len(its) >= PIECE and len(tokens) >= PIECE and (its[:PIECE] == tokens[:PIECE]).all()
+        for other, kept in self._rows.items():  # beginnings that another row has too
+            alike = len(kept) >= PIECE and len(tokens) >= PIECE and (kept[:PIECE] == tokens[:PIECE]).all()
             if alike and self._scopes[other] == scope:
-                for key in _keys(its, scope):
+                for key in _keys(kept, scope):
                     self._index.setdefault(key, other)
 
     def check(self) -> None:

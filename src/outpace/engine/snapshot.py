@@ -31,7 +31,8 @@ class Snapshot:
 def snapshot(core: Core, options: EngineOptions, memory: int | None) -> Snapshot:
     """In the engine's thread. ``memory``: the bound in bytes."""
     scheduler, kv = core.scheduler, core.model.kv
-    begun = [*scheduler.running, *(its for its in scheduler.sequences if its.row < 0 and its.stats.preemptions)]
+    preempted = [each for each in scheduler.sequences if each.row < 0 and each.stats.preemptions]
+    begun = [*scheduler.running, *preempted]
     for sequence in begun:
         sequence.count_up()
     return Snapshot(
