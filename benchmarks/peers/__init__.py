@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import report
-from benchmarks.peers.convert import requantise
+from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
 from outpace.common.files import cache_dir, check_writable, write_json

@@ -6,7 +6,7 @@ without ``model.``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.drafters.learned.configs import Decoder
-from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
+from outpace.drafters.learned.networks.layers import Layer, Norm, Rope, initialise
 from outpace.errors import Argument, ParameterError
 
-Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, kv_heads, n, head_dim]
+Cache = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [B, n, kv_heads, head_dim]
 
 
 class Student(nn.Module):
@@ -58,41 +58,37 @@ class Student(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor, starts: Sequence[int]) -> Tensor:
         """Normed states [N, h] of packed sequences: ``tokens``, ``position`` int64 [N], ``starts`` B + 1 bounds."""
         lengths = [stop - start for start, stop in pairwise(starts)]
-        cos, sin = self.rope(position)
-        x = self.embed_tokens[tokens]
-        for layer in self.layers:
-            q, k, v = _heads(layer.self_attn, layer.input_layernorm(x), cos, sin)
-            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-            found = [_attend(*(t.transpose(0, 1)[None] for t in part), causal=True)[0] for part in parts]
-            x = x + layer.self_attn.o_proj(torch.cat([t.transpose(0, 1) for t in found]).flatten(1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        out: Tensor = self.norm(x)
-        return out
+
+        def attend(i: int, *heads: Tensor) -> Tensor:
+            parts = zip(*(t.split(lengths) for t in heads), strict=True)
+            return torch.cat([_attend(*part, causal=True) for part in parts])
+
+        return self._normed(tokens, position, attend)
 
     def step(self, tokens: Tensor, position: int, cache: Cache) -> tuple[Tensor, Cache]:
         """Normed states [B, h] after one token each of B rows of one length, and their cache with it."""
-        cos, sin = self.rope(torch.full((len(tokens),), position, device=tokens.device))
-        x, grown = self.embed_tokens[tokens], []
-        for i, layer in enumerate(self.layers):
-            q, k, v = (t[:, :, None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
+        grown: Cache = []
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = k[:, None], v[:, None]
             if cache:
-                k, v = torch.cat((cache[i][0], k), 2), torch.cat((cache[i][1], v), 2)
+                k, v = torch.cat((cache[i][0], k), 1), torch.cat((cache[i][1], v), 1)
             grown.append((k, v))
-            x = x + layer.self_attn.o_proj(_attend(q, k, v, causal=False).flatten(1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x), grown
+            return _attend(q[:, None], k, v, causal=False)[:, 0]
+
+        return self._normed(tokens, torch.full((len(tokens),), position, device=tokens.device), attend), grown
 
     @torch.no_grad()
     def continued(self, prompt: Tensor, count: int, draw: torch.Generator | None = None) -> Tensor:
-        """``prompt`` int64 [n] and ``count`` words of its own at temperature 1 (``draw`` None: the likeliest)."""
-        cos, sin = self.rope(torch.arange(len(prompt), device=prompt.device))
-        x, cache, sampled = self.embed_tokens[prompt], [], []
-        for layer in self.layers:
-            q, k, v = (t.transpose(0, 1)[None] for t in _heads(layer.self_attn, layer.input_layernorm(x), cos, sin))
-            cache.append((k, v))
-            x = x + layer.self_attn.o_proj(_attend(q, k, v, causal=True)[0].transpose(0, 1).flatten(1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        hidden = self.norm(x[-1:])
+        """``prompt`` int64 [n] and ``count`` tokens sampled at temperature 1 (``draw`` None: the likeliest)."""
+        cache: Cache = []
+        sampled: list[Tensor] = []
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.append((k[None], v[None]))
+            return _attend(q, k, v, causal=True)
+
+        hidden = self._normed(prompt, torch.arange(len(prompt), device=prompt.device), attend)[-1:]
         for i in range(count):
             logits = hidden @ self.lm_head.T
             token = logits.argmax(-1)
@@ -102,6 +98,18 @@ class Student(nn.Module):
             if i + 1 < count:
                 hidden, cache = self.step(token, len(prompt) + i, cache)
         return torch.cat((prompt, *sampled))
+
+    def _normed(self, tokens: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """Normed states [n, h]; ``attend(i, q, k, v)`` mixes layer i's heads [n, heads, head_dim]."""
+        cos, sin = self.rope(position)
+        x = self.embed_tokens[tokens]
+        for i, layer in enumerate(self.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            mixed = attend(i, attention.queries(normed, cos, sin), *attention.keys_values(normed, cos, sin))
+            x = x + attention.o_proj(mixed.flatten(-2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        out: Tensor = self.norm(x)
+        return out
 
 
 def chosen_layers(layers: int, wanted: int, how: str) -> list[int]:
@@ -120,11 +128,8 @@ def chosen_layers(layers: int, wanted: int, how: str) -> list[int]:
     return [round(i * (layers - 1) / (wanted - 1)) for i in range(wanted)]
 
 
-def _heads(attention: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [n, heads, head_dim] of states [n, h]."""
-    return attention.queries(x, cos, sin), *attention.keys_values(x, cos, sin)
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """[B, heads, n, d] of ``q`` [B, heads, n, d] and ``k``, ``v`` [B, kv_heads, m, d]."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    """[..., n, heads, d] of ``q`` [..., n, heads, d] and ``k``, ``v`` [..., m, kv_heads, d]."""
+    q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[-3] != k.shape[-3])
+    return mixed.transpose(-3, -2)
