@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -35,6 +36,33 @@ nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
 template <class Array>
 std::vector<int32_t> copied(const Array& array) {
     return {array.data(), array.data() + array.size()};
+}
+
+inline std::vector<float> values_of(const Floats& values) { return {values.data(), values.data() + values.size()}; }
+inline std::vector<std::vector<float>> values_of(const std::vector<Floats>& each) {
+    std::vector<std::vector<float>> found;
+    for (const Floats& values : each) found.push_back(values_of(values));
+    return found;
+}
+
+// f() while other threads may run Python, and with a lock that only such threads wait for.
+template <class F>
+auto without_gil(const F& f) {
+    nb::gil_scoped_release release;
+    return f();
+}
+template <class F>
+auto with_lock(std::mutex& mutex, const F& f) {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(mutex);
+    return f();
+}
+// Seconds by the names of phases.
+template <class Seconds>
+nb::dict named(const Seconds& seconds, const char* const* names) {
+    nb::dict found;
+    for (const double each : seconds) found[*names++] = each;
+    return found;
 }
 
 class Model;

@@ -13,7 +13,6 @@
 #include "bindings/bindings.h"
 #include "drafting/datastore.h"
 #include "drafting/draft_model.h"
-#include "drafting/lookup.h"
 #include "drafting/lookups.h"
 #include "drafting/merge.h"
 #include "drafting/recycling.h"
@@ -65,40 +64,23 @@ nb::list trees_of(NativeDrafter& drafter, const nb::list& rows) {
     return found;
 }
 
-DraftRows::Row& row_of(DraftRows& x, int64_t row) {
-    const auto found = x.rows.find(row);
-    if (found == x.rows.end()) throw nb::key_error(std::to_string(row).c_str());
-    return found->second;
-}
-
 void bind_draft_model(nb::module_& m) {
     nb::class_<DraftRows>(m, "DraftRows")
         .def(nb::init<>())
-        .def("add", [](DraftRows& x, int64_t row, int cached) { x.rows[row] = {cached, {}}; }, "row"_a, "cached"_a)
         .def("cached",
             [](const DraftRows& x) {
         std::map<int64_t, int> found;
-        for (const auto& [row, its] : x.rows) found[row] = its.cached;
+        for (const auto& [row, known] : x.rows) found[row] = known.cached;
         return found;
     })
-        .def("fed", [](DraftRows& x, int64_t row) { return row_of(x, row).fed.size(); }, "row"_a)
         .def("tokens",
-            [](DraftRows& x, int64_t row, int n) {
-        const std::vector<int32_t>& fed = row_of(x, row).fed;
-        const size_t count = std::min(fed.size(), static_cast<size_t>(std::max(n, 0)));
-        return numpy(std::vector<int32_t>(fed.begin(), fed.begin() + static_cast<std::ptrdiff_t>(count)), {count});
-    }, "row"_a, "n"_a)
-        .def("truncate",
-            [](DraftRows& x, int64_t row, size_t n) {
-        std::vector<int32_t>& fed = row_of(x, row).fed;
-        fed.resize(std::min(fed.size(), n));
-    }, "row"_a, "n"_a)
-        .def("append",
-            [](DraftRows& x, int64_t row, const nb::object& tokens) {
-        const IntCopy its(tokens.ptr());
-        std::vector<int32_t>& fed = row_of(x, row).fed;
-        fed.insert(fed.end(), its.data(), its.data() + its.size());
-    }, "row"_a, "tokens"_a)
+            [](const DraftRows& x, int64_t row) {
+        const auto found = x.rows.find(row);
+        if (found == x.rows.end()) throw nb::key_error(std::to_string(row).c_str());
+        return numpy(std::vector<int32_t>(found->second.fed), {found->second.fed.size()});
+    }, "row"_a)
+        .def("put", [](DraftRows& x, int64_t row, int cached, const Ints& tokens) { x.rows[row] = {cached, copied(tokens)}; }, "row"_a,
+            "cached"_a, "tokens"_a)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
     nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter")
         .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a,
@@ -185,14 +167,6 @@ void bind_drafting(nb::module_& m) {
     }, "tokens"_a)
         .def("shrink", &SuffixIndex::shrink, "n"_a)
         .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
-        .def("places",
-            [](const SuffixIndex& x, const Ints& context) {
-        std::vector<SuffixIndex::Place> found;
-        x.places(context.data(), context.shape(0), found);
-        nb::list listed;
-        for (const auto& place : found) listed.append(nb::make_tuple(place.at, place.length));
-        return listed;
-    }, "context"_a)
         .def("propose",
             [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
         if (std::count(others.begin(), others.end(), nullptr)) throw nb::type_error("others must be indices, not None");

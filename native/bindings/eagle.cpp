@@ -1,6 +1,7 @@
 // What Python sees of EAGLE's network, and of its rows' entries.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cstring>
@@ -20,88 +21,38 @@ Matrix gathered(Arena& arena, const Matrix& m, const Ints& ids) {
     for (const int32_t id : rows)
         if (id < 0 || id >= m.rows)
             throw std::invalid_argument("row " + std::to_string(id) + " is not one of the matrix's " + std::to_string(m.rows));
-    nb::gil_scoped_release release;
-    return gather(arena, m, rows.data(), static_cast<int>(rows.size()));
+    return without_gil([&] { return gather(arena, m, rows.data(), static_cast<int>(rows.size())); });
 }
 
 void make_eagle(
     Eagle* self, std::shared_ptr<Model> model, const Matrix& fuse, const std::vector<Floats>& norms, const Ints& tokens, bool norm_output) {
-    std::vector<std::vector<float>> each;
-    for (const Floats& norm : norms) each.push_back(values_of(norm));
-    new (self) Eagle(std::move(model), fuse, std::move(each), copied(tokens), norm_output);
+    new (self) Eagle(std::move(model), fuse, values_of(norms), copied(tokens), norm_output);
 }
 
 // (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise): see learned.h.
-Eagle::Ask ask_of(Eagle& eagle, const nb::tuple& given, DraftNetwork::Taken& taken, std::vector<States3>& kept) {
-    if (given.size() != 7) throw std::invalid_argument("an ask has 7 parts, not " + std::to_string(given.size()));
-    const States3& states = kept.emplace_back(nb::cast<States3>(given[2]));  // whatever another thread does to the list
-    fits(eagle, states);
-    Eagle::Ask ask{taken.row(nb::cast<int64_t>(given[0])), copied(nb::cast<Ints>(given[1])), states.data()};
-    ask.nodes = nb::cast<int>(given[3]);
-    ask.levels = nb::cast<int>(given[4]);
-    ask.branch = nb::cast<int>(given[5]);
-    ask.sampling = noise_of(given[6]);
-    if (ask.tokens.size() != states.shape(0))
-        throw std::invalid_argument(std::to_string(ask.tokens.size()) + " tokens and the hidden states of " +
-                                    std::to_string(states.shape(0)) + " differ in length");
-    return ask;
-}
+using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise>;
 
-// tokens [B, W], widths [B], parents [B, W] (None: chains), confidence [B, W].
-nb::tuple draft(Eagle& eagle, const nb::list& described) {
-    std::vector<States3> kept;
+// Tokens, parents and path probabilities of each ask's nodes.
+nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     DraftNetwork::Taken taken(eagle);
     std::vector<Eagle::Ask> asks;
-    for (const nb::handle ask : described) asks.push_back(ask_of(eagle, nb::cast<nb::tuple>(ask), taken, kept));
-    std::vector<Eagle::Draft> drafts;
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(eagle.model().lock());
-        drafts = eagle.draft(asks);
+    for (const auto& [row, tokens, states, nodes, levels, branch, noise] : described) {
+        fits(eagle, states, tokens, "tokens");
+        asks.push_back({taken.row(row), copied(tokens), states.data(), nodes, levels, branch, sampling_of(noise)});
     }
+    const auto drafts = without_gil([&] { return eagle.draft(asks); });
     taken.keep();
-    const auto b = static_cast<Py_ssize_t>(drafts.size());
-    size_t w = 0;
-    for (const Eagle::Draft& draft : drafts) w = std::max(w, draft.tokens.size());
-    const auto width = static_cast<Py_ssize_t>(w);
-    const IntArray tokens({b, width}), widths({b}), parents({b, width});
-    const Array<float> confidence(Names::get().float32, {b, width});
-    bool chains = true;
-    for (size_t i = 0; i < drafts.size(); ++i) {
-        const Eagle::Draft& draft = drafts[i];
-        widths.data[i] = static_cast<int32_t>(draft.tokens.size());
-        for (size_t n = 0; n < w; ++n) {
-            const bool real = n < draft.tokens.size();
-            tokens.data[i * w + n] = real ? draft.tokens[n] : 0;
-            parents.data[i * w + n] = real ? draft.parents[n] : -1;
-            confidence.data[i * w + n] = real ? draft.chances[n] : 0.0f;
-            chains = chains && (!real || draft.parents[n] == static_cast<int32_t>(n) - 1);
-        }
-    }
-    return nb::make_tuple(tokens.object, widths.object, chains ? nb::none() : parents.object, confidence.object);
+    nb::list found;
+    for (const Eagle::Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.chances));
+    return found;
 }
 
 nb::object fuse(Eagle& eagle, const States3& states) {
     const size_t n = states.shape(0), hidden = static_cast<size_t>(eagle.model().hidden());
     fits(eagle, states);
     std::vector<float> out(n * hidden);
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(eagle.model().lock());
-        eagle.fuse(states.data(), static_cast<int>(n), out.data());
-    }
+    without_gil([&] { eagle.fuse(states.data(), static_cast<int>(n), out.data()); });
     return numpy(std::move(out), {n, hidden});
-}
-
-nb::dict timings(Eagle& eagle) {
-    const auto seconds = [&eagle] {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(eagle.model().lock());
-        return eagle.take_timings();
-    }();
-    nb::dict named;
-    for (int i = 0; i < Eagle::kPhases; ++i) named[Eagle::kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
-    return named;
 }
 
 Entries::Row& row_of(EagleRows& rows, int64_t row) {
@@ -186,8 +137,7 @@ void bind_eagle(nb::module_& m) {
         .def("take", &Eagle::take, "of"_a)  // these two take the lock and keep the GIL: who has the lock does not wait for it
         .def("drop", &Eagle::drop, "of"_a)
         .def_prop_ro("rows", &Eagle::rows)
-        .def("exchange", &Eagle::exchange, "other"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("take_timings", &timings);
+        .def("exchange", &Eagle::exchange, "other"_a, nb::call_guard<nb::gil_scoped_release>());
     bind_rows(m);
 }
 

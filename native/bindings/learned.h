@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/arrays.h"
@@ -13,25 +15,25 @@ namespace outpace {
 
 using States3 = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;  // hidden states [n, layers, hidden]
 
-inline std::vector<float> values_of(const Floats& values) { return {values.data(), values.data() + values.size()}; }
-
 inline void fits(DraftNetwork& network, const States3& states) {
-    if (static_cast<int>(states.shape(1)) != network.layers_read() || static_cast<int>(states.shape(2)) != network.model().hidden())
+    const int layers = network.layers_read(), hidden = network.model().hidden();
+    if (static_cast<int>(states.shape(1)) != layers || static_cast<int>(states.shape(2)) != hidden)
         throw std::invalid_argument("hidden states are [n, " + std::to_string(states.shape(1)) + ", " + std::to_string(states.shape(2)) +
-                                    "], but must be [n, " + std::to_string(network.layers_read()) + ", " +
-                                    std::to_string(network.model().hidden()) + "]");
+                                    "], but must be [n, " + std::to_string(layers) + ", " + std::to_string(hidden) + "]");
+}
+inline void fits(DraftNetwork& network, const States3& states, const Ints& beside, const char* what) {
+    fits(network, states);
+    if (beside.shape(0) != states.shape(0))
+        throw std::invalid_argument(std::to_string(beside.shape(0)) + " " + what + " and the hidden states of " +
+                                    std::to_string(states.shape(0)) + " differ in length");
 }
 
-// None: greedy; else (temperature, seed, sample, index).
-inline Sampling noise_of(const nb::handle& given) {
-    Sampling noise;
-    if (given.is_none()) return noise;
-    const nb::tuple parts = nb::cast<nb::tuple>(given);
-    noise.temperature = nb::cast<double>(parts[0]);
-    noise.seed = nb::cast<uint64_t>(parts[1]);
-    noise.sample = nb::cast<uint32_t>(parts[2]);
-    noise.index = nb::cast<uint32_t>(parts[3]);
-    return noise;
+using Noise = std::optional<std::tuple<double, uint64_t, uint32_t, uint32_t>>;  // temperature, seed, sample, index; None: greedy
+
+inline Sampling sampling_of(const Noise& noise) {
+    Sampling sampling;
+    if (noise) std::tie(sampling.temperature, sampling.seed, sampling.sample, sampling.index) = *noise;
+    return sampling;
 }
 
 }  // namespace outpace

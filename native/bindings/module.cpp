@@ -17,32 +17,9 @@ namespace outpace {
 namespace {
 
 Target target_of(const std::string& name) {
-    if (name == "keep") return Target::Keep;
-    if (name == "bf16") return Target::B16;
-    if (name == "f16") return Target::F16;
-    if (name == "f32") return Target::F32;
-    if (name == "int8") return Target::Int8;
-    if (name == "int4") return Target::Int4;
+    for (size_t i = 0; i < std::size(kTargetNames); ++i)
+        if (name == kTargetNames[i]) return static_cast<Target>(i);
     throw std::invalid_argument("unknown weight format '" + name + "': use keep, bf16, f16, f32, int8 or int4");
-}
-
-const char* name_of(Format format) {
-    switch (format) {
-        case Format::I4S: return "I4S";
-        case Format::I4M: return "I4M";
-        case Format::I4C: return "I4C";
-        case Format::I5S: return "I5S";
-        case Format::I5M: return "I5M";
-        case Format::I8S: return "I8S";
-        case Format::K4: return "K4";
-        case Format::K4C: return "K4C";
-        case Format::K5: return "K5";
-        case Format::K6: return "K6";
-        case Format::B16: return "B16";
-        case Format::H16: return "H16";
-        case Format::F32: return "F32";
-    }
-    return "?";
 }
 
 void checked_shape(int64_t rows, int64_t cols) {
@@ -96,11 +73,7 @@ nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
     const int n = static_cast<int>(x.shape(0));
     if (static_cast<int>(x.shape(1)) != m.cols) throw std::invalid_argument("x does not fit the matrix");
     std::vector<uint8_t> acts(static_cast<size_t>(m.groups) * n * act_bytes(m.acts()));
-    std::vector<float> line(static_cast<size_t>(m.in_padded()));
-    for (int t = 0; t < n; ++t) {
-        std::memcpy(line.data(), x.data() + static_cast<size_t>(t) * m.cols, static_cast<size_t>(m.cols) * 4);
-        k.encode(m.acts(), line.data(), 0, m.groups, acts.data(), n, t);
-    }
+    encode_rows(k, m, x.data(), n, acts.data());
     std::vector<float> padded(static_cast<size_t>(n) * m.out_padded());
     k.matmul(m, acts.data(), n, 0, m.blocks, padded.data(), m.out_padded());
     std::vector<float> y(static_cast<size_t>(n) * m.rows);
@@ -148,9 +121,7 @@ std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row
     const BatchView batch{static_cast<int>(n), static_cast<int>(starts.shape(0)) - 1, static_cast<int>(wanted.shape(0)), its_token.data(),
         its_row.data(), its_position.data(), its_parent.data(), its_starts.data(), its_wanted.data(), hidden_layers, layers,
         hidden_rows ? kept_rows.data() : nullptr, features ? features->data() : nullptr};
-    nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(model.lock());
-    return model.forward(batch);
+    return with_lock(model.lock(), [&] { return model.forward(batch); });
 }
 
 // Seconds that the threads take to read `bytes` of fresh memory once, the best of `repeats`: what a forward is up against.
@@ -202,7 +173,7 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 16;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 17;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
@@ -244,7 +215,7 @@ NB_MODULE(_native, m) {
         .def_ro("rows", &Matrix::rows)
         .def_ro("cols", &Matrix::cols)
         .def_prop_ro("bytes", &Matrix::bytes)
-        .def_prop_ro("format", [](const Matrix& x) { return name_of(x.format); })
+        .def_prop_ro("format", [](const Matrix& x) { return kFormatNames[static_cast<size_t>(x.format)]; })
         .def_prop_ro("packed", &packed)
         .def("unpack", &unpack)
         .def("row_is", &checked_row, "row"_a, "stored"_a, "source"_a, "target"_a = "keep")
@@ -269,22 +240,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("head", [](const Model& x) { return x.weights().head; })
         .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; })
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
-        .def("time_phases",
-            [](Model& x, bool on) {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(x.lock());
-        x.time_phases(on);
-    }, "on"_a)
-        .def("take_timings", [](Model& x) {
-        const auto seconds = [&x] {
-            nb::gil_scoped_release release;
-            std::lock_guard<std::mutex> lock(x.lock());
-            return x.take_timings();
-        }();
-        nb::dict named;
-        for (int i = 0; i < kPhases; ++i) named[kPhaseNames[i]] = seconds[static_cast<size_t>(i)];
-        return named;
-    });
+        .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
+        .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });
     bind_step(m);
     bind_eagle(m);
     bind_parallel(m);

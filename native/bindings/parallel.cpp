@@ -13,84 +13,59 @@
 namespace outpace {
 namespace {
 
-// markov: None or (before, after); confidence: None or (weight, bias).
+// markov: (before, after); confidence: (weight, bias).
 void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens, int block,
-    int mask, bool from_anchor, const nb::object& markov, const nb::object& confidence) {
+    int mask, bool from_anchor, const std::optional<std::pair<Matrix, Matrix>>& markov,
+    const std::optional<std::pair<Floats, float>>& confidence) {
     std::optional<Parallel::Markov> chain;
-    if (!markov.is_none()) {
-        const auto [before, after] = nb::cast<std::pair<Matrix, Matrix>>(markov);
-        chain.emplace(Parallel::Markov{before, after});
-    }
+    if (markov) chain.emplace(Parallel::Markov{markov->first, markov->second});
     std::optional<Parallel::Confidence> sure;
-    if (!confidence.is_none()) {
-        const auto [weight, bias] = nb::cast<std::pair<Floats, float>>(confidence);
-        sure.emplace(Parallel::Confidence{values_of(weight), bias});
-    }
+    if (confidence) sure.emplace(Parallel::Confidence{values_of(confidence->first), confidence->second});
     new (self)
         Parallel(std::move(model), fuse, values_of(norm), copied(tokens), {block, mask, from_anchor}, std::move(chain), std::move(sure));
 }
 
 // (row, hidden states [n, layers, hidden], positions [n]) each.
-void read_contexts(ParallelRows& rows, const nb::list& described) {
+void read_contexts(ParallelRows& rows, const std::vector<std::tuple<int64_t, States3, Ints>>& described) {
     std::vector<ParallelRows::Read> reads;
-    for (const nb::handle one : described) {
-        const auto [row, states, positions] = nb::cast<std::tuple<int64_t, States3, Ints>>(one);
-        fits(rows.network(), states);
+    for (const auto& [row, states, positions] : described) {
+        fits(rows.network(), states, positions, "positions");
         reads.push_back({row, copied(positions), {states.data(), states.data() + states.size()}});
-        if (positions.shape(0) != states.shape(0))
-            throw std::invalid_argument(std::to_string(positions.shape(0)) + " positions and the hidden states of " +
-                                        std::to_string(states.shape(0)) + " differ in length");
     }
-    nb::gil_scoped_release release;
-    rows.read(reads);
+    without_gil([&] { rows.read(reads); });
 }
 
 // (the target's row, anchor, position, slots, noise) each: see learned.h.
-std::vector<Parallel::Ask> block_asks(const Parallel& network, const nb::list& described) {
+using BlockAsks = std::vector<std::tuple<int, int32_t, int, int, Noise>>;
+
+std::vector<Parallel::Ask> block_asks(const Parallel& network, const BlockAsks& described) {
     std::vector<Parallel::Ask> asks;
-    for (const nb::handle one : described) {
-        const auto [row, anchor, position, slots, noise] = nb::cast<std::tuple<int, int32_t, int, int, nb::object>>(one);
-        asks.push_back({network.row(row), anchor, position, slots, noise_of(noise)});
-    }
+    for (const auto& [row, anchor, position, slots, noise] : described)
+        asks.push_back({network.row(row), anchor, position, slots, sampling_of(noise)});
     if (asks.empty()) throw std::invalid_argument("nothing is asked for");
     return asks;
 }
 
-// Places in the draft vocabulary [B, W] and each slot's chance [B, W], W the most slots that are asked for; 0 beyond a row's own.
-nb::tuple draft_blocks(Parallel& x, const nb::list& described) {
+// Of each ask's slots their places in the draft vocabulary and chances.
+nb::list draft_blocks(Parallel& x, const BlockAsks& described) {
     const std::vector<Parallel::Ask> asks = block_asks(x, described);
-    std::vector<std::vector<RankedToken>> drafts;
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(x.model().lock());
-        drafts = x.draft(asks);
+    nb::list found;
+    for (const auto& slots : without_gil([&] { return x.draft(asks); })) {
+        nb::list places, chances;
+        for (const RankedToken& slot : slots) places.append(slot.place), chances.append(slot.share);
+        found.append(nb::make_tuple(places, chances));
     }
-    size_t w = 0;
-    for (const auto& slots : drafts) w = std::max(w, slots.size());
-    const auto b = static_cast<Py_ssize_t>(drafts.size()), width = static_cast<Py_ssize_t>(w);
-    const IntArray places({b, width});
-    const Array<float> chances(Names::get().float32, {b, width});
-    for (size_t i = 0; i < drafts.size(); ++i)
-        for (size_t n = 0; n < w; ++n) {
-            const bool real = n < drafts[i].size();
-            places.data[i * w + n] = real ? drafts[i][n].place : 0;
-            chances.data[i * w + n] = real ? static_cast<float>(drafts[i][n].share) : 0.0f;
-        }
-    return nb::make_tuple(places.object, chances.object);
+    return found;
 }
 
 // Normed states [N, H] and logits [N, D] of all slots that are asked for, ask after ask.
-nb::tuple block_states(Parallel& x, const nb::list& described) {
+nb::tuple block_states(Parallel& x, const BlockAsks& described) {
     const std::vector<Parallel::Ask> asks = block_asks(x, described);
     size_t n = 0;
     for (const Parallel::Ask& ask : asks) n += static_cast<size_t>(std::clamp(ask.slots, 0, x.slots()));
     const size_t hidden = static_cast<size_t>(x.model().hidden()), outputs = static_cast<size_t>(x.model().outputs());
     std::vector<float> normed(n * hidden), logits(n * outputs);
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(x.model().lock());
-        x.states(asks, normed.data(), logits.data());
-    }
+    without_gil([&] { x.states(asks, normed.data(), logits.data()); });
     return nb::make_tuple(numpy(std::move(normed), {n, hidden}), numpy(std::move(logits), {n, outputs}));
 }
 
@@ -102,11 +77,7 @@ nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
             throw std::invalid_argument("token " + std::to_string(token) + " is not in the vocabulary");
     const size_t n = ids.size(), rank = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
     std::vector<float> before(n * rank), after(n * outputs);
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(x.model().lock());
-        x.bias(ids, before.data(), after.data());
-    }
+    without_gil([&] { x.bias(ids, before.data(), after.data()); });
     return nb::make_tuple(numpy(std::move(before), {n, rank}), numpy(std::move(after), {n, outputs}));
 }
 
@@ -131,11 +102,7 @@ nb::object medusa_logits(MedusaRows& rows, const std::vector<int64_t>& asked) {
         const std::vector<float>& values = rows.states().at(row).values;
         states.insert(states.end(), values.begin(), values.end());
     }
-    {
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(network.target().lock());
-        network.logits(states.data(), static_cast<int>(asked.size()), out.data());
-    }
+    without_gil([&] { network.logits(states.data(), static_cast<int>(asked.size()), out.data()); });
     return numpy(std::move(out), {asked.size(), heads, outputs});
 }
 

@@ -15,66 +15,48 @@
 namespace outpace {
 namespace {
 
-std::vector<float> floats(const nb::dict& d, const char* key) {
-    if (!d.contains(key)) return {};
-    const Floats array = nb::cast<Floats>(d[key]);
-    return {array.data(), array.data() + array.shape(0)};
+// Fields by name; one that is not described stays as it is.
+template <class T, class To>
+void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const char*, T To::*>> fields) {
+    for (const auto& [name, field] : fields) {
+        if (!from.contains(name)) continue;
+        if constexpr (std::is_same_v<T, std::vector<float>>)
+            to.*field = values_of(nb::cast<Floats>(from[name]));
+        else
+            to.*field = nb::cast<T>(from[name]);
+    }
 }
 
 Layer layer_of(const nb::dict& d) {
     Layer l;
-    l.q = nb::cast<Matrix>(d["q"]);
-    l.k = nb::cast<Matrix>(d["k"]);
-    l.v = nb::cast<Matrix>(d["v"]);
-    l.o = nb::cast<Matrix>(d["o"]);
-    l.gate = nb::cast<Matrix>(d["gate"]);
-    l.up = nb::cast<Matrix>(d["up"]);
-    l.down = nb::cast<Matrix>(d["down"]);
-    l.attn_norm = floats(d, "attn_norm");
-    l.post_attn_norm = floats(d, "post_attn_norm");
-    l.ffn_norm = floats(d, "ffn_norm");
-    l.post_ffn_norm = floats(d, "post_ffn_norm");
-    l.q_norm = floats(d, "q_norm");
-    l.k_norm = floats(d, "k_norm");
-    l.q_bias = floats(d, "q_bias");
-    l.k_bias = floats(d, "k_bias");
-    l.v_bias = floats(d, "v_bias");
-    l.o_bias = floats(d, "o_bias");
-    l.window = nb::cast<int>(d["window"]);
-    l.rope = nb::cast<int>(d["rope"]);
-    l.embed_norm = floats(d, "embed_norm");
-    l.norm_first = d.contains("norm_first") && nb::cast<bool>(d["norm_first"]);
+    read<Matrix, Layer>(d, l,
+        {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
+            {"down", &Layer::down}});
+    read<std::vector<float>, Layer>(d, l,
+        {{"attn_norm", &Layer::attn_norm}, {"post_attn_norm", &Layer::post_attn_norm}, {"ffn_norm", &Layer::ffn_norm},
+            {"post_ffn_norm", &Layer::post_ffn_norm}, {"q_norm", &Layer::q_norm}, {"k_norm", &Layer::k_norm}, {"q_bias", &Layer::q_bias},
+            {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm}});
+    read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
+    read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}});
     return l;
 }
 
 void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const nb::list& ropes) {
+    const Floats& final_norm, const std::vector<Floats>& ropes) {
     Config config{};
-    config.vocab = nb::cast<int>(c["vocab"]);
-    config.hidden = nb::cast<int>(c["hidden"]);
-    config.heads = nb::cast<int>(c["heads"]);
-    config.kv_heads = nb::cast<int>(c["kv_heads"]);
-    config.head_dim = nb::cast<int>(c["head_dim"]);
-    config.ffn = nb::cast<int>(c["ffn"]);
-    config.eps = nb::cast<float>(c["eps"]);
-    config.attention_scale = nb::cast<float>(c["attention_scale"]);
-    config.embedding_scale = nb::cast<float>(c["embedding_scale"]);
+    config.outputs = nb::cast<int>(c["vocab"]);
+    read<int, Config>(c, config,
+        {{"vocab", &Config::vocab}, {"hidden", &Config::hidden}, {"heads", &Config::heads}, {"kv_heads", &Config::kv_heads},
+            {"head_dim", &Config::head_dim}, {"ffn", &Config::ffn}, {"max_length", &Config::max_length}, {"outputs", &Config::outputs}});
+    read<float, Config>(c, config,
+        {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
+            {"rope_scale", &Config::rope_scale}, {"residual_scale", &Config::residual_scale}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("unknown activation '" + activation + "'");
     config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
-    config.max_length = nb::cast<int>(c["max_length"]);
-    config.outputs = c.contains("outputs") ? nb::cast<int>(c["outputs"]) : config.vocab;
-    if (c.contains("rope_scale")) config.rope_scale = nb::cast<float>(c["rope_scale"]);
-    if (c.contains("residual_scale")) config.residual_scale = nb::cast<float>(c["residual_scale"]);
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
-    std::vector<std::vector<float>> tables;
-    for (const nb::handle rope : ropes) {
-        const Floats table = nb::cast<Floats>(rope);
-        tables.emplace_back(table.data(), table.data() + table.shape(0));
-    }
-    new (self) Weights(config, std::move(built), embedding, head,
-        std::vector<float>(final_norm.data(), final_norm.data() + final_norm.shape(0)), std::move(tables));
+    new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), values_of(ropes));
 }
 
 void make_runtime(Runtime* self, int threads) {
@@ -111,9 +93,11 @@ auto locked(Model& model, F f) {
 
 template <class F>
 auto of_pool(Runtime& runtime, F f) {
-    nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(runtime.lock());
-    return f(runtime.pool());
+    return with_lock(runtime.lock(), [&] { return f(runtime.pool()); });
+}
+template <auto value>
+auto pool_value(Runtime& runtime) {
+    return of_pool(runtime, [](Pool& pool) { return (pool.*value)(); });
 }
 
 // A run to whose barrier the last thread comes late, asleep or at work so long, and after which every thread is at work for
@@ -147,19 +131,12 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("__init__", &make_runtime, "threads"_a)
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
-        .def_prop_ro(
-            "drops", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return std::make_pair(pool.dropped(), pool.waited()); }); })
-        .def_prop_rw("claims", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.uneven(); }); },
-            [](Runtime& x, bool claims) {
-        of_pool(x, [&](Pool& pool) {
-            pool.treat_as_uneven(claims);
-            return 0;
-        });
-    })
+        .def_prop_ro("drops", [](Runtime& x) { return std::make_pair(pool_value<&Pool::dropped>(x), pool_value<&Pool::waited>(x)); })
+        .def_prop_rw("claims", &pool_value<&Pool::uneven>,
+            [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); }); })
         .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u)
-        .def_prop_ro("wake_seconds", [](Runtime& x) {
-        return of_pool(x, [](Pool& pool) { return pool.wake_seconds(); });
-    }).def_prop_ro("hand_over_seconds", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.hand_over_seconds(); }); });
+        .def_prop_ro("wake_seconds", &pool_value<&Pool::wake_seconds>)
+        .def_prop_ro("hand_over_seconds", &pool_value<&Pool::hand_over_seconds>);
     m.attr("KV_BLOCK") = kBlock;
     model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a)
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })

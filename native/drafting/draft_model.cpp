@@ -13,7 +13,7 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
     trees.assign(rows.size(), {});
     std::vector<Chain> chains;
     for (size_t i = 0; i < rows.size(); ++i) {
-        trees[i].levels = rows[i].levels < 0 ? rows[i].size : std::min(rows[i].size, rows[i].levels);
+        trees[i].levels = rows[i].depth();
         if (trees[i].levels > 0) chains.push_back(begin(rows[i], trees[i]));
     }
     for (size_t depth = 0;; ++depth) {

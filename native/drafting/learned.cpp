@@ -8,12 +8,14 @@
 
 namespace outpace {
 
-LayersRead::LayersRead(std::vector<int> order) : order_(std::move(order)), ascending_(order_) {
+LearnedRows::LearnedRows(std::vector<int> order, int count) : order_(std::move(order)), ascending_(order_) {
+    if (static_cast<int>(width()) != count)
+        throw std::invalid_argument("the network reads " + std::to_string(count) + " layers, not " + std::to_string(width()));
     std::sort(ascending_.begin(), ascending_.end());
     ascending_.erase(std::unique(ascending_.begin(), ascending_.end()), ascending_.end());
 }
 
-void LayersRead::copy(const States& from, int place, size_t hidden, float* to) const {
+void LearnedRows::copy(const States& from, int place, size_t hidden, float* to) const {
     for (const int layer : order_) {
         const auto found = std::find(from.layers.begin(), from.layers.end(), layer);
         if (found == from.layers.end()) throw std::invalid_argument("the hidden states of layer " + std::to_string(layer) + " are missing");
@@ -24,21 +26,12 @@ void LayersRead::copy(const States& from, int place, size_t hidden, float* to) c
 }
 
 EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
-    : eagle_(eagle), layers_(std::move(layers)), limits_(limits), entries_(static_cast<int>(eagle.wide())) {
-    if (static_cast<int>(width()) != eagle.layers_read())
-        throw std::invalid_argument("the network reads " + std::to_string(eagle.layers_read()) + " layers, not " + std::to_string(width()));
-}
+    : LearnedRows(std::move(layers), eagle.layers_read()), eagle_(eagle), limits_(limits), entries_(static_cast<int>(eagle.wide())) {}
 
 // How many the row's draft may have.
 int EagleRows::levels(const Asked& asked) const {
-    const int depth = asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels);
     const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
-    return most < 0 ? depth : std::min(depth, most);
-}
-
-std::vector<Eagle::Draft> EagleRows::draft(const std::vector<Eagle::Ask>& asks) {
-    std::lock_guard<std::mutex> lock(eagle_.model().lock());
-    return eagle_.draft(asks);
+    return most < 0 ? asked.depth() : std::min(asked.depth(), most);
 }
 
 // The row, once the network has what it is known to have read: an interrupted call leaves more.
@@ -84,7 +77,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
         }
         std::vector<Eagle::Draft> drafts;
         try {
-            drafts = draft(asks);
+            drafts = eagle_.draft(asks);
         } catch (const MemoryLimit&) {
             forget(rows[at.back()].row);
             at.pop_back();
@@ -114,7 +107,7 @@ bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
         for (size_t n = 0; n < final.tokens.size(); ++n) {
             const int entry = final.first + static_cast<int>(n);
             if (entry < end) continue;
-            layers_.copy(states, final.places[n], hidden, entries_.append(known, entry, final.tokens[n]));
+            copy(states, final.places[n], hidden, entries_.append(known, entry, final.tokens[n]));
         }
         if (known.waiting() > limits_.catch_up) behind_.push_back(final.row);
     }
@@ -133,7 +126,7 @@ void EagleRows::read_ahead() {
                 known.states.data()});
         }
         try {
-            draft(asks);
+            eagle_.draft(asks);
             for (size_t i = 0; i < rows.size(); ++i) entries_.has_read(*entries_.find(rows[i]), static_cast<int>(asks[i].tokens.size()));
             taken.keep();
         } catch (const MemoryLimit&) { forget(rows.back()); }

@@ -14,17 +14,21 @@
 
 namespace outpace {
 
-// The target's layers that a network reads, in the network's order, and copies of their hidden states.
-class LayersRead {
+// Reads hidden states of the target's layers `order`, as the network wants them.
+class LearnedRows : public NativeDrafter {
 public:
-    explicit LayersRead(std::vector<int> order);
-    const std::vector<int>& ascending() const { return ascending_; }  // each once
-    size_t count() const { return order_.size(); }
-    // Copies [count][hidden] of states at `place` among those of `from`. Throws std::invalid_argument where a layer is missing.
+    const std::vector<int>& hidden_layers() const override { return ascending_; }
+    size_t width() const { return order_.size(); }  // layers that a position has
+
+protected:
+    // Throws std::invalid_argument where they are not `count`.
+    LearnedRows(std::vector<int> order, int count);
+    // Copies [width][hidden] of states at `place` among those of `from`. Throws std::invalid_argument where a layer is missing.
     void copy(const States& from, int place, size_t hidden, float* to) const;
 
 private:
-    std::vector<int> order_, ascending_;
+    const std::vector<int> order_;
+    std::vector<int> ascending_;  // each once
 };
 
 // What a row's next token is chosen by, its rules apart.
@@ -35,7 +39,7 @@ inline Sampling sampling_of(const Asked& asked) {
     return sampling;
 }
 
-class EagleRows : public NativeDrafter {
+class EagleRows : public LearnedRows {
 public:
     struct Limits {
         int branch;
@@ -48,36 +52,31 @@ public:
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool stepwise() const override { return true; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
     Entries& entries() { return entries_; }
     const Entries& entries() const { return entries_; }
-    size_t width() const { return layers_.count(); }  // layers that an entry has
 
 private:
     int levels(const Asked& asked) const;
     bool ready(int64_t row, int more);
     Entries::Row& settled(int64_t row);
     void forget(int64_t row);
-    std::vector<Eagle::Draft> draft(const std::vector<Eagle::Ask>& asks);
 
     Eagle& eagle_;
-    const LayersRead layers_;
     const Limits limits_;
     Entries entries_;
     std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 
-class ParallelRows : public NativeDrafter {
+class ParallelRows : public LearnedRows {
 public:
     // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
     ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
@@ -102,13 +101,12 @@ public:
 
 private:
     Parallel& network_;
-    const LayersRead layers_;
     const int max_length_;
     std::map<int64_t, std::vector<int32_t>> positions_;  // of each row's contexts, ascending
     std::vector<Read> waiting_;                          // for `read_ahead`
 };
 
-class MedusaRows : public NativeDrafter {
+class MedusaRows : public LearnedRows {
 public:
     struct Node {    // of a static tree
         int parent;  // before it in the tree; -1: the pending token
@@ -122,7 +120,6 @@ public:
     MedusaRows(Medusa& network, int layer, std::vector<Node> tree);
 
     void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
-    const std::vector<int>& hidden_layers() const override { return layers_.ascending(); }
     bool observe(const std::vector<Final>& rows, const States& states) override;
 
     Medusa& network() { return network_; }
@@ -130,7 +127,6 @@ public:
 
 private:
     Medusa& network_;
-    const LayersRead layers_;
     const std::vector<Node> tree_;
     int ranks_ = 1;  // candidates of a head
     std::map<int64_t, State> states_;

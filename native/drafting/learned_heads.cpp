@@ -9,11 +9,7 @@
 namespace outpace {
 
 ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int max_length)
-    : network_(network), layers_(std::move(layers)), max_length_(max_length) {
-    if (static_cast<int>(layers_.count()) != network.layers_read())
-        throw std::invalid_argument(
-            "the network reads " + std::to_string(network.layers_read()) + " layers, not " + std::to_string(layers_.count()));
-}
+    : LearnedRows(std::move(layers), network.layers_read()), network_(network), max_length_(max_length) {}
 
 void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
     trees.assign(rows.size(), {});
@@ -21,18 +17,14 @@ void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
         const Asked& asked = rows[i];
-        const int slots = std::min(asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels), network_.slots());
+        const int slots = std::min(asked.depth(), network_.slots());
         if (slots < 1 || end(asked.row) == 0 || asked.n + static_cast<size_t>(slots) > static_cast<size_t>(max_length_)) continue;
         asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, slots,
             sampling_of(asked)});
         at.push_back(i);
     }
     if (asks.empty()) return;
-    std::vector<std::vector<RankedToken>> drafts;
-    {
-        std::lock_guard<std::mutex> lock(network_.model().lock());
-        drafts = network_.draft(asks);
-    }
+    const std::vector<std::vector<RankedToken>> drafts = network_.draft(asks);
     for (size_t k = 0; k < at.size(); ++k) {
         SourcedTree& tree = trees[at[k]];
         double gain = 1.0;
@@ -47,7 +39,7 @@ void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
 }
 
 bool ParallelRows::observe(const std::vector<Final>& rows, const States& states) {
-    const size_t wide = network_.wide(), hidden = wide / layers_.count();
+    const size_t wide = network_.wide(), hidden = wide / width();
     waiting_.clear();
     for (const Final& final : rows) {
         Read read{final.row, {}, {}};
@@ -56,7 +48,7 @@ bool ParallelRows::observe(const std::vector<Final>& rows, const States& states)
             if (position < end(final.row) || position >= max_length_) continue;
             read.positions.push_back(position);
             read.states.resize(read.states.size() + wide);
-            layers_.copy(states, final.places[n], hidden, read.states.data() + read.states.size() - wide);
+            copy(states, final.places[n], hidden, read.states.data() + read.states.size() - wide);
         }
         if (!read.positions.empty()) waiting_.push_back(std::move(read));
     }
@@ -79,10 +71,7 @@ void ParallelRows::read(const std::vector<Read>& rows) {
     DraftNetwork::Taken taken(network_);
     std::vector<Parallel::Context> contexts;
     for (const Read& read : rows) contexts.push_back({taken.row(read.row), read.states.data(), read.positions});
-    {
-        std::lock_guard<std::mutex> lock(network_.model().lock());
-        network_.read(contexts);
-    }
+    network_.read(contexts);
     taken.keep();
     for (const Read& read : rows) {
         std::vector<int32_t>& known = positions_[read.row];
@@ -111,7 +100,8 @@ void ParallelRows::release(int64_t row) {
     network_.drop(static_cast<int>(row));
 }
 
-MedusaRows::MedusaRows(Medusa& network, int layer, std::vector<Node> tree) : network_(network), layers_({layer}), tree_(std::move(tree)) {
+MedusaRows::MedusaRows(Medusa& network, int layer, std::vector<Node> tree)
+    : LearnedRows({layer}, 1), network_(network), tree_(std::move(tree)) {
     for (size_t i = 0; i < tree_.size(); ++i) {
         const Node& node = tree_[i];
         const int head = node.parent < 0 ? 0 : tree_.at(static_cast<size_t>(node.parent)).head + 1;
@@ -127,7 +117,7 @@ bool MedusaRows::observe(const std::vector<Final>& rows, const States& states) {
         State& state = states_[final.row];
         state.position = final.first + static_cast<int>(final.places.size());
         state.values.resize(hidden);
-        layers_.copy(states, final.places.back(), hidden, state.values.data());
+        copy(states, final.places.back(), hidden, state.values.data());
     }
     return false;
 }
@@ -138,18 +128,13 @@ void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
         const Asked& asked = rows[i];
-        const int levels = asked.levels < 0 ? asked.size : std::min(asked.size, asked.levels);
         const auto found = states_.find(asked.row);
-        if (levels < 1 || found == states_.end() || found->second.position != static_cast<int>(asked.n) - 1) continue;
-        asks.push_back({found->second.values.data(), std::min(levels, network_.heads()), sampling_of(asked)});
+        if (asked.depth() < 1 || found == states_.end() || found->second.position != static_cast<int>(asked.n) - 1) continue;
+        asks.push_back({found->second.values.data(), std::min(asked.depth(), network_.heads()), sampling_of(asked)});
         at.push_back(i);
     }
     if (asks.empty()) return;
-    std::vector<std::vector<std::vector<RankedToken>>> drafts;
-    {
-        std::lock_guard<std::mutex> lock(network_.target().lock());
-        drafts = network_.draft(asks, ranks_);
-    }
+    const std::vector<std::vector<std::vector<RankedToken>>> drafts = network_.draft(asks, ranks_);
     for (size_t k = 0; k < at.size(); ++k) {
         SourcedTree& tree = trees[at[k]];
         std::vector<int> place(tree_.size(), -1);  // of the static tree's nodes in this one

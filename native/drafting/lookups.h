@@ -1,6 +1,7 @@
 // The drafters that look tokens up, and compositions of drafters. Learned ones, which hear what became final, are in learned.h.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,6 +25,8 @@ struct Asked {  // a row that is to be drafted for
     bool adaptive = false;  // the policy chooses, not the request
     const Sampling* sampling = nullptr;  // its `index` aside; null: greedy
     const std::vector<Edit>* edits = nullptr;  // its penalties; null: none
+
+    int depth() const { return levels < 0 ? size : std::min(size, levels); }  // most levels of a draft
 };
 
 struct Final {  // a row's tokens that were committed in a step, and where the positions before them stand among the kept states

@@ -63,29 +63,28 @@ void SuffixIndex::places(const int32_t* context, size_t count, std::vector<Place
     const int32_t* last = context + count - 1;
     const auto end = static_cast<int32_t>(held_.size());
     const size_t begin = found.size();
-    const auto newest = [](const Chain& chain, int most) { return std::max<int64_t>(0, static_cast<int64_t>(chain.size()) - most); };
-    if (n > 1 && last[0] != kEnd && last[-1] != kEnd) {
-        const auto chain = pairs_.find(pair_of(last[-1], last[0]));
-        if (chain != pairs_.end())
-            for (auto i = static_cast<int64_t>(chain->second.size()); i-- > newest(chain->second, rules_.nearest);) {
-                const int32_t at = chain->second[static_cast<size_t>(i)];
-                if (at == end) continue;
-                int length = 2;
-                const auto stop = std::min<int64_t>(n, at);
-                while (length < stop && held_[static_cast<size_t>(at - 1 - length)] == *(last - length)) ++length;
-                found.push_back({this, at, length});
-            }
-    }
+    // visit(at) for the newest places of a chain; the context's own end is none.
+    const auto each = [end](const auto& chains, auto key, int most, const auto& visit) {
+        const auto found = chains.find(key);
+        if (found == chains.end()) return;
+        const Chain& chain = found->second;
+        for (auto i = chain.rbegin(); i != chain.rend() && i - chain.rbegin() < most; ++i)
+            if (*i != end) visit(*i);
+    };
+    if (n > 1 && last[0] != kEnd && last[-1] != kEnd)
+        each(pairs_, pair_of(last[-1], last[0]), rules_.nearest, [&](int32_t at) {
+            int length = 2;
+            const auto stop = std::min<int64_t>(n, at);
+            while (length < stop && held_[static_cast<size_t>(at - 1 - length)] == *(last - length)) ++length;
+            found.push_back({this, at, length});
+        });
     const size_t stop = found.size();
     if (stop - begin >= static_cast<size_t>(rules_.few)) return;
-    const auto chain = singles_.find(last[0]);
-    if (chain == singles_.end()) return;
-    for (auto i = static_cast<int64_t>(chain->second.size()); i-- > newest(chain->second, rules_.few);) {
-        const int32_t at = chain->second[static_cast<size_t>(i)];
+    each(singles_, last[0], rules_.few, [&](int32_t at) {
         const auto same = [at](const Place& place) { return place.at == at; };
         const auto from = found.begin() + static_cast<int64_t>(begin), to = found.begin() + static_cast<int64_t>(stop);
-        if (at != end && std::none_of(from, to, same)) found.push_back({this, at, 1});
-    }
+        if (std::none_of(from, to, same)) found.push_back({this, at, 1});
+    });
 }
 
 TokenTree SuffixIndex::propose(

@@ -7,7 +7,7 @@ namespace outpace {
 namespace OUTPACE_NS {
 
 static void product_of(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
-    with_format(m.format, [&](auto format) {
+    with_format(Formats{}, m.format, [&](auto format) {
         if constexpr (layout_of(format.value).acts == Acts::I8)
             product<format.value>(m, acts, n, begin, end, y, ldy);
         else

@@ -31,11 +31,6 @@ constexpr bool kMaddubs = true;
 constexpr bool kMaddubs = false;
 #endif
 
-// What differs between the integer formats: how their numbers unpack; where they stand is layout.h's.
-//   offset: bytes are 128 too high; split: a scale for each 16 inputs; small: no value is beyond 32; minimum: d q + m
-template <Format format>
-struct Unpack;
-
 template <bool times_16>
 INLINE void unpack_nibbles(const uint8_t* q, W* w) {
     for (int i = 0; i < 4; ++i) {
@@ -47,26 +42,21 @@ INLINE void unpack_nibbles(const uint8_t* q, W* w) {
 INLINE void unpack_bytes(const uint8_t* q, W* w) {
     for (int i = 0; i < 8; ++i) w[i] = load_w(q + 64 * i);
 }
-// Nibbles and a plane of fifth bits, or two of upper pairs of bits; `plus` is added to each byte.
-template <int plus, int v>
-INLINE W fives_vector(const uint8_t* q, W planes) {
-    const W w = with_planes<(v > 3), 4 - v, 0x10>(load_w(q + 64 * (v % 4)), planes);
+// Nibbles under a plane of fifth bits, or two of upper pairs of bits; `plus` is added to each byte.
+template <int plus, int left, int mask, int v>
+INLINE W upper_vector(const uint8_t* q, W planes) {
+    const W w = with_planes<(v > 3), left, mask>(load_w(q + 64 * (v % 4)), planes);
     return plus == 0 ? w : add_w(w, plus);
 }
 template <int plus, int... v>
 INLINE void unpack_fives(Pack<v...>, const uint8_t* q, W* w) {
     const W planes = load_w(q + kNibbles);
-    ((w[v] = fives_vector<plus, v>(q, planes)), ...);
-}
-template <int plus, int v>
-INLINE W sixes_vector(const uint8_t* q, W planes) {
-    const W w = with_planes<(v > 3), 4 - 2 * (v % 4), 0x30>(load_w(q + 64 * (v % 4)), planes);
-    return plus == 0 ? w : add_w(w, plus);
+    ((w[v] = upper_vector<plus, 4 - v, 0x10, v>(q, planes)), ...);
 }
 template <int plus, int... v>
 INLINE void unpack_sixes(Pack<v...>, const uint8_t* q, W* w) {
     const W planes[] = {load_w(q + kNibbles), load_w(q + kNibbles + 64)};
-    ((w[v] = sixes_vector<plus, v>(q, planes[v / 4])), ...);
+    ((w[v] = upper_vector<plus, 4 - 2 * (v % 4), 0x30, v>(q, planes[v / 4])), ...);
 }
 // The codebook, 128 too high.
 struct Code {
@@ -88,92 +78,45 @@ struct Scales {
     F scale, second;  // second: the upper 16 inputs' scale (split) or the minimum
 };
 
-// A float16 scale a group, and a float16 minimum where the format has one.
-template <Format format>
-INLINE Scales half_scales(const uint8_t* s, int g) {
-    constexpr Layout at = layout_of(format);
-    if constexpr (at.second < 0)
-        return {load_f16(halves_at(s + at.scale_of(g))), zero()};
-    else
-        return {load_f16(halves_at(s + at.scale_of(g))), load_f16(halves_at(s + at.second_of(g)))};
-}
-// K-quants: the scale of a group is a small integer times the superblock's float16, the product exact in float32.
-template <Format format>
-INLINE Scales k_scales(const uint8_t* s, int g) {
-    constexpr Layout at = layout_of(format);
-    const F d = load_f16(halves_at(s + at.d));
-    if constexpr (at.second < 0) {
-        return {mul(d, load_i8(s + at.scale_of(g))), zero()};
-    } else if constexpr (at.dmin < 0) {
-        return {mul(d, load_i8(s + at.scale_of(g))), mul(d, load_i8(s + at.second_of(g)))};
-    } else {
-        const F dmin = load_f16(halves_at(s + at.dmin));
-        return {mul(d, load_u8(s + at.scale_of(g))), sub(zero(), mul(dmin, load_u8(s + at.second_of(g))))};
-    }
-}
-
+// Either float16 scales (and minima) of groups, or small integers times the superblock's float16, exact in float32.
 template <Format format>
 INLINE Scales scales_of(const uint8_t* s, int g) {
-    if constexpr (layout_of(format).d < 0)
-        return half_scales<format>(s, g);
+    constexpr Layout at = layout_of(format);
+    const auto half = [s](int offset) { return load_f16(halves_at(s + offset)); };
+    if constexpr (at.d < 0)
+        return {half(at.scale_of(g)), at.second < 0 ? zero() : half(at.second_of(g))};
+    else if constexpr (at.dmin >= 0)
+        return {mul(half(at.d), load_u8(s + at.scale_of(g))), sub(zero(), mul(half(at.dmin), load_u8(s + at.second_of(g))))};
     else
-        return k_scales<format>(s, g);
+        return {mul(half(at.d), load_i8(s + at.scale_of(g))), at.second < 0 ? zero() : mul(half(at.d), load_i8(s + at.second_of(g)))};
 }
 
+// What differs between the integer formats: how their numbers unpack; where they stand is layout.h's.
 template <Format format>
-struct Signed {
-    static constexpr bool offset = true, split = false, minimum = false, small = false;
-    INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
-};
-template <Format format>
-struct Unsigned {
-    static constexpr bool offset = false, split = false, minimum = true, small = true;
-    INLINE Scales scales(const uint8_t* s, int g) { return scales_of<format>(s, g); }
-};
-
-template <>
-struct Unpack<Format::I4S> : Signed<Format::I4S> {
-    static constexpr bool small = kMaddubs;
-    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<!kMaddubs>(q, w); }
-    INLINE Scales scales(const uint8_t* s, int g) { return {mul(scales_of<Format::I4S>(s, g).scale, set1(0.0625f)), zero()}; }
-};
-template <>
-struct Unpack<Format::I4M> : Unsigned<Format::I4M> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
-};
-template <>
-struct Unpack<Format::I4C> : Signed<Format::I4C> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_codes(q, w); }
-};
-template <>
-struct Unpack<Format::I5S> : Signed<Format::I5S> {
-    static constexpr bool small = true;
-    INLINE void values(const uint8_t* q, W* w) { unpack_fives<128 - 16>(Range<8>{}, q, w); }
-};
-template <>
-struct Unpack<Format::I5M> : Unsigned<Format::I5M> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_fives<0>(Range<8>{}, q, w); }
-};
-template <>
-struct Unpack<Format::I8S> : Signed<Format::I8S> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_bytes(q, w); }
-};
-template <>
-struct Unpack<Format::K4> : Unsigned<Format::K4> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_nibbles<false>(q, w); }
-};
-template <>
-struct Unpack<Format::K4C> : Signed<Format::K4C> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_codes(q, w); }
-};
-template <>
-struct Unpack<Format::K5> : Unsigned<Format::K5> {
-    INLINE void values(const uint8_t* q, W* w) { unpack_fives<0>(Range<8>{}, q, w); }
-};
-template <>
-struct Unpack<Format::K6> : Signed<Format::K6> {
-    static constexpr bool split = true, small = true;
-    INLINE void values(const uint8_t* q, W* w) { unpack_sixes<128 - 32>(Range<8>{}, q, w); }
+struct Unpack {
+    static constexpr Layout at = layout_of(format);
+    static constexpr bool code = format == Format::I4C || format == Format::K4C, split = format == Format::K6;  // a scale each 16 inputs
+    static constexpr bool minimum = !split && at.second >= 0;                      // d q + m
+    static constexpr bool offset = !minimum;                                       // bytes are 128 too high
+    static constexpr bool sixteenths = format == Format::I4S && !kMaddubs;         // nibbles become 16 times what they are
+    static constexpr bool small = !code && !sixteenths && at.group_bytes < kBytes;  // no value is beyond 32
+    INLINE void values(const uint8_t* q, W* w) {
+        if constexpr (code)
+            unpack_codes(q, w);
+        else if constexpr (at.group_bytes == kNibbles)
+            unpack_nibbles<sixteenths>(q, w);
+        else if constexpr (at.group_bytes == kFives)
+            unpack_fives<minimum ? 0 : 128 - 16>(Range<8>{}, q, w);
+        else if constexpr (at.group_bytes == kSixes)
+            unpack_sixes<128 - 32>(Range<8>{}, q, w);
+        else
+            unpack_bytes(q, w);
+    }
+    INLINE Scales scales(const uint8_t* s, int g) {
+        Scales found = scales_of<format>(s, g);
+        if constexpr (format == Format::I4S) found.scale = mul(found.scale, set1(0.0625f));
+        return found;
+    }
 };
 
 // The integer sums of one token and one group: x over the first 16 inputs, z over the second, offsets taken off. Exact,
@@ -284,55 +227,34 @@ INLINE void any_tile(P pack, const uint8_t* w, int superblocks, const uint8_t* a
         float_tile<format>(pack, w, superblocks, a, stride, y, ldy);
 }
 
+// Tokens in tiles of the widths that are given, as many of each as there are.
+template <Format format, int... widths>
+INLINE void in_tiles_of(Pack<widths...>, const uint8_t* w, int superblocks, const uint8_t* acts, int n, float* y, int64_t ldy) {
+    const int record = act_bytes(layout_of(format).acts);
+    int t = 0;
+    const auto tiles = [&](auto pack, int width) {
+        for (; n - t >= width; t += width) any_tile<format>(pack, w, superblocks, acts + t * record, int64_t{n} * record, y + t * ldy, ldy);
+    };
+    (tiles(Range<(widths <= kTile ? widths : 1)>{}, widths <= kTile ? widths : n + 1), ...);
+}
+
 template <Format format>
 static void product(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
-    constexpr Layout at = layout_of(format);
-    const int superblocks = m.groups / at.groups;
-    const int record = act_bytes(at.acts);
-    const int64_t stride = static_cast<int64_t>(n) * record;
-    for (int b = begin; b < end; ++b) {
-        const uint8_t* w = m.data + static_cast<size_t>(b) * m.block_bytes;
-        float* out = y + b * kRows;
-        int t = 0;
-#define OUTPACE_TILES(T)      \
-    if constexpr (kTile >= T) \
-        for (; n - t >= T; t += T) any_tile<format>(Range<T>{}, w, superblocks, acts + t * record, stride, out + t * ldy, ldy);
-        OUTPACE_TILES(16)
-        OUTPACE_TILES(12)
-        OUTPACE_TILES(8)
-        OUTPACE_TILES(7)
-        OUTPACE_TILES(6)
-        OUTPACE_TILES(5)
-        OUTPACE_TILES(4)
-        OUTPACE_TILES(3)
-        OUTPACE_TILES(2)
-        OUTPACE_TILES(1)
-#undef OUTPACE_TILES
-    }
+    for (int b = begin; b < end; ++b)
+        in_tiles_of<format>(Pack<16, 12, 8, 7, 6, 5, 4, 3, 2, 1>{}, m.data + static_cast<size_t>(b) * m.block_bytes,
+            m.groups / layout_of(format).groups, acts, n, y + b * kRows, ldy);
 }
 
 // Calls body(constant) with the format as a constant.
-template <class Body>
-INLINE void with_format(Format format, const Body& body) {
-    switch (format) {
-        case Format::I4S: return body(std::integral_constant<Format, Format::I4S>{});
-        case Format::I4M: return body(std::integral_constant<Format, Format::I4M>{});
-        case Format::I4C: return body(std::integral_constant<Format, Format::I4C>{});
-        case Format::I5S: return body(std::integral_constant<Format, Format::I5S>{});
-        case Format::I5M: return body(std::integral_constant<Format, Format::I5M>{});
-        case Format::I8S: return body(std::integral_constant<Format, Format::I8S>{});
-        case Format::K4: return body(std::integral_constant<Format, Format::K4>{});
-        case Format::K4C: return body(std::integral_constant<Format, Format::K4C>{});
-        case Format::K5: return body(std::integral_constant<Format, Format::K5>{});
-        case Format::K6: return body(std::integral_constant<Format, Format::K6>{});
-        case Format::B16: return body(std::integral_constant<Format, Format::B16>{});
-        case Format::H16: return body(std::integral_constant<Format, Format::H16>{});
-        case Format::F32: return body(std::integral_constant<Format, Format::F32>{});
-    }
+template <class Body, int... f>
+INLINE void with_format(Pack<f...>, Format format, const Body& body) {
+    static_cast<void>(
+        ((format == static_cast<Format>(f) && (body(std::integral_constant<Format, static_cast<Format>(f)>{}), true)) || ...));
 }
+using Formats = Range<static_cast<int>(Format::F32) + 1>;
 
 static void matmul(const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
-    with_format(m.format, [&](auto format) { product<format.value>(m, acts, n, begin, end, y, ldy); });
+    with_format(Formats{}, m.format, [&](auto format) { product<format.value>(m, acts, n, begin, end, y, ldy); });
 }
 
 }  // namespace OUTPACE_NS

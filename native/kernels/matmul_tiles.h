@@ -104,7 +104,7 @@ static Kernels table(const char* name) {
     k.name = name;
     k.matmul = [](const Matrix& m, const uint8_t* acts, int n, int begin, int end, float* y, int64_t ldy) {
         if (n < widths().from[static_cast<int>(m.format)]) return base().matmul(m, acts, n, begin, end, y, ldy);
-        with_format(m.format, [&](auto format) {
+        with_format(Formats{}, m.format, [&](auto format) {
             if constexpr (layout_of(format.value).acts == Acts::I8)
                 sized_product<format.value>(m, acts, n, begin, end, y, ldy);
             else

@@ -27,7 +27,6 @@ constexpr int kTogether = 1;
 constexpr int kQueries = 1;
 constexpr int kDirect = 1;
 
-INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE void store(float* p, F x) {
@@ -50,7 +49,6 @@ INLINE M is_nan(F x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp
 INLINE bool any(M m) { return _mm256_movemask_ps(_mm256_or_ps(m.a, m.b)) != 0; }
 INLINE F select(M m, F yes, F no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
 
-INLINE I zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE I add_i(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE I xor_i(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
@@ -97,24 +95,12 @@ INLINE F load_i8(const uint8_t* p) {
     const __m128i x = half_load(p);
     return to_float({_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
 }
-INLINE I load_pairs(const void* p) {
-    const __m256i* q = static_cast<const __m256i*>(p);
-    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
-}
-INLINE I set1_pair(const void* p) {
-    int32_t x;
-    std::memcpy(&x, p, 4);
-    return set1_i(x);
-}
 INLINE F pair_low(I x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16))}; }
 INLINE F pair_high(I x) {
     const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, m)), _mm256_castsi256_ps(_mm256_and_si256(x.b, m))};
 }
-constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
-
-INLINE W load_w(const uint8_t* p) { return load_pairs(p); }
+INLINE W load_w(const uint8_t* p) { return load_i(reinterpret_cast<const uint32_t*>(p)); }
 INLINE W and_w(W w, int mask) {
     const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
     return {_mm256_and_si256(w.a, m), _mm256_and_si256(w.b, m)};
@@ -141,7 +127,7 @@ INLINE W look_up(W w, const uint8_t* table) {
 
 #ifdef __AVXVNNI__
 INLINE I dot4(I acc, W w, const uint8_t* a) {
-    const I x = set1_pair(a);
+    const I x = set1_i(int_at(a));
     return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x.a), _mm256_dpbusd_avx_epi32(acc.b, w.b, x.b)};
 }
 #else
@@ -165,7 +151,7 @@ INLINE __m256i sum_pairs(__m256i a, __m256i b, __m256i c, __m256i d) {
 // Sums over 16 inputs: q[4] by a[16].
 template <bool small, bool negative>
 INLINE I dot16(const W* q, const uint8_t* a) {
-    const __m256i x[] = {set1_pair(a).a, set1_pair(a + 4).a, set1_pair(a + 8).a, set1_pair(a + 12).a};
+    const __m256i x[] = {set1_i(int_at(a)).a, set1_i(int_at(a + 4)).a, set1_i(int_at(a + 8)).a, set1_i(int_at(a + 12)).a};
     return {sum_pairs<small>(
                 pairs<negative>(q[0].a, x[0]), pairs<negative>(q[1].a, x[1]), pairs<negative>(q[2].a, x[2]), pairs<negative>(q[3].a, x[3])),
         sum_pairs<small>(

@@ -25,7 +25,6 @@ constexpr int kTogether = 4;  // of them, whose operations are interleaved
 constexpr int kQueries = 4;  // query vectors of an attention tile
 constexpr int kDirect = 4;   // most queries for which keys and values are converted as they are used
 
-INLINE F zero() { return _mm512_setzero_ps(); }
 INLINE F set1(float x) { return _mm512_set1_ps(x); }
 INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -42,7 +41,6 @@ INLINE M is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 INLINE bool any(M m) { return m != 0; }
 INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 
-INLINE I zero_i() { return _mm512_setzero_si512(); }
 INLINE I set1_i(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
@@ -69,23 +67,8 @@ INLINE F load_bf16(const uint16_t* p) {
 }
 INLINE F load_u8(const uint8_t* p) { return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 INLINE F load_i8(const uint8_t* p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
-// Pairs of bf16 in 32-bit lanes: the first of each pair is the low half.
-INLINE I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
-INLINE I set1_pair(const void* p) {
-    int32_t x;
-    std::memcpy(&x, p, 4);
-    return _mm512_set1_epi32(x);
-}
 INLINE F pair_low(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 INLINE F pair_high(I x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u)))); }
-#ifdef __AVX512BF16__
-constexpr bool kDotPairs = true;  // whether dot_pairs is one instruction
-INLINE F dot_pairs(I a, I b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-#else
-constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
-#endif
-
 INLINE W load_w(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE W low_nibbles(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(0x0F)); }
 INLINE W high_nibbles(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(0x0F)); }

@@ -36,40 +36,29 @@ constexpr int kQueries = 1;
 constexpr int kDirect = 1;
 
 #define LANES for (int i = 0; i < 16; ++i)
+// A function of vectors, by what it makes of lane (or byte) i.
+#define OUTPACE_EACH(RESULT, NAME, GIVEN, LANE)                                                 \
+    INLINE RESULT NAME GIVEN {                                                                  \
+        RESULT r;                                                                               \
+        for (int i = 0; i < static_cast<int>(sizeof r.v / sizeof r.v[0]); ++i) r.v[i] = (LANE); \
+        return r;                                                                               \
+    }
+template <class V>
+INLINE V copy_of(const void* p) {
+    V r;
+    std::memcpy(r.v, p, sizeof r.v);
+    return r;
+}
 
-INLINE F set1(float x) {
-    F r;
-    LANES r.v[i] = x;
-    return r;
-}
-INLINE F zero() { return set1(0.0f); }
-INLINE F load(const float* p) {
-    F r;
-    std::memcpy(r.v, p, 64);
-    return r;
-}
+OUTPACE_EACH(F, set1, (float x), x)
+INLINE F load(const float* p) { return copy_of<F>(p); }
 INLINE void store(float* p, F x) { std::memcpy(p, x.v, 64); }
-INLINE F add(F a, F b) {
-    LANES a.v[i] += b.v[i];
-    return a;
-}
-INLINE F sub(F a, F b) {
-    LANES a.v[i] -= b.v[i];
-    return a;
-}
-INLINE F mul(F a, F b) {
-    LANES a.v[i] *= b.v[i];
-    return a;
-}
-INLINE F div(F a, F b) {
-    LANES a.v[i] /= b.v[i];
-    return a;
-}
+OUTPACE_EACH(F, add, (F a, F b), a.v[i] + b.v[i])
+OUTPACE_EACH(F, sub, (F a, F b), a.v[i] - b.v[i])
+OUTPACE_EACH(F, mul, (F a, F b), a.v[i] * b.v[i])
+OUTPACE_EACH(F, div, (F a, F b), a.v[i] / b.v[i])
 #ifdef __FP_FAST_FMAF
-INLINE F fma(F a, F b, F c) {
-    LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
-    return c;
-}
+OUTPACE_EACH(F, fma, (F a, F b, F c), __builtin_fmaf(a.v[i], b.v[i], c.v[i]))
 #else
 // a * b + c rounded once, without the instruction. The product is exact in float64. Where their sum, rounded there, lies half
 // way between two float32, rounding it again may err: then it is rounded to odd first, which makes the second rounding right
@@ -107,175 +96,56 @@ INLINE F fma(F a, F b, F c) {
     return r;
 }
 #endif
-INLINE F max(F a, F b) {
-    LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
-    return a;
-}
-INLINE F min(F a, F b) {
-    LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
-    return a;
-}
-INLINE F abs(F a) {
-    LANES a.v[i] = std::fabs(a.v[i]);
-    return a;
-}
-INLINE M less(F a, F b) {
-    M r;
-    LANES r.v[i] = a.v[i] < b.v[i];
-    return r;
-}
-INLINE M is_nan(F a) {
-    M r;
-    LANES r.v[i] = a.v[i] != a.v[i];
-    return r;
-}
+OUTPACE_EACH(F, max, (F a, F b), a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+OUTPACE_EACH(F, min, (F a, F b), a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+OUTPACE_EACH(F, abs, (F a), std::fabs(a.v[i]))
+OUTPACE_EACH(M, less, (F a, F b), a.v[i] < b.v[i])
+OUTPACE_EACH(M, is_nan, (F a), a.v[i] != a.v[i])
 INLINE bool any(M m) {
     bool r = false;
     LANES r = r || m.v[i];
     return r;
 }
-INLINE F select(M m, F yes, F no) {
-    LANES no.v[i] = m.v[i] ? yes.v[i] : no.v[i];
-    return no;
-}
+OUTPACE_EACH(F, select, (M m, F yes, F no), m.v[i] ? yes.v[i] : no.v[i])
 
-INLINE I set1_i(int32_t x) {
-    I r;
-    LANES r.v[i] = x;
-    return r;
-}
-INLINE I zero_i() { return set1_i(0); }
-INLINE I add_i(I a, I b) {
-    LANES a.v[i] += b.v[i];
-    return a;
-}
-INLINE I xor_i(I a, I b) {
-    LANES a.v[i] ^= b.v[i];
-    return a;
-}
-INLINE I load_i(const uint32_t* p) {
-    I r;
-    std::memcpy(r.v, p, 64);
-    return r;
-}
+OUTPACE_EACH(I, set1_i, (int32_t x), x)
+OUTPACE_EACH(I, add_i, (I a, I b), a.v[i] + b.v[i])
+OUTPACE_EACH(I, xor_i, (I a, I b), a.v[i] ^ b.v[i])
+INLINE I load_i(const uint32_t* p) { return copy_of<I>(p); }
 INLINE void store_i(uint32_t* p, I x) { std::memcpy(p, x.v, 64); }
 struct Product {
     I high, low;
 };
-INLINE Product mul_wide(I x, uint32_t c) {
-    Product p;
-    LANES {
-        const uint64_t whole = static_cast<uint64_t>(static_cast<uint32_t>(x.v[i])) * c;
-        p.high.v[i] = static_cast<int32_t>(static_cast<uint32_t>(whole >> 32));
-        p.low.v[i] = static_cast<int32_t>(static_cast<uint32_t>(whole));
-    }
-    return p;
-}
-INLINE F to_float(I a) {
-    F r;
-    LANES r.v[i] = static_cast<float>(a.v[i]);
-    return r;
-}
+INLINE uint64_t wide(int32_t x, uint32_t c) { return static_cast<uint64_t>(static_cast<uint32_t>(x)) * c; }
+OUTPACE_EACH(I, mul_high, (I x, uint32_t c), static_cast<int32_t>(wide(x.v[i], c) >> 32))
+OUTPACE_EACH(I, mul_low, (I x, uint32_t c), static_cast<int32_t>(wide(x.v[i], c)))
+INLINE Product mul_wide(I x, uint32_t c) { return {mul_high(x, c), mul_low(x, c)}; }
+OUTPACE_EACH(F, to_float, (I a), static_cast<float>(a.v[i]))
 // Adding and taking away 1.5 * 2^23 rounds to nearest, ties to even, for |x| < 2^22; NaN becomes 0.
-INLINE I to_int(F a) {
-    I r;
-    LANES {
-        const float rounded = (a.v[i] + 12582912.0f) - 12582912.0f;
-        r.v[i] = rounded > -4194304.0f && rounded < 4194304.0f ? static_cast<int32_t>(rounded) : 0;
-    }
-    return r;
-}
-INLINE F pow2(I n) {
-    F r;
-    LANES {
-        const uint32_t bits = static_cast<uint32_t>(n.v[i] + 127) << 23;
-        std::memcpy(&r.v[i], &bits, 4);
-    }
-    return r;
-}
+OUTPACE_EACH(F, rounded, (F a), (a.v[i] + 12582912.0f) - 12582912.0f)
+OUTPACE_EACH(I, small_int, (F a), a.v[i] > -4194304.0f && a.v[i] < 4194304.0f ? static_cast<int32_t>(a.v[i]) : 0)
+INLINE I to_int(F a) { return small_int(rounded(a)); }
+OUTPACE_EACH(F, pow2, (I n), bits_to_float(static_cast<uint32_t>(n.v[i] + 127) << 23))
 
-INLINE F load_f16(const uint16_t* p) {
-    F r;
-    LANES r.v[i] = f16_to_float(p[i]);
-    return r;
-}
-INLINE F load_bf16(const uint16_t* p) {
-    F r;
-    LANES r.v[i] = bf16_to_float(p[i]);
-    return r;
-}
-INLINE F load_u8(const uint8_t* p) {
-    F r;
-    LANES r.v[i] = p[i];
-    return r;
-}
-INLINE F load_i8(const uint8_t* p) {
-    F r;
-    LANES r.v[i] = static_cast<int8_t>(p[i]);
-    return r;
-}
-INLINE I load_pairs(const void* p) {
-    I r;
-    std::memcpy(r.v, p, 64);
-    return r;
-}
-INLINE I set1_pair(const void* p) {
-    int32_t x;
-    std::memcpy(&x, p, 4);
-    return set1_i(x);
-}
-INLINE F pair_low(I x) {
-    F r;
-    LANES r.v[i] = bf16_to_float(static_cast<uint16_t>(x.v[i]));
-    return r;
-}
-INLINE F pair_high(I x) {
-    F r;
-    LANES r.v[i] = bf16_to_float(static_cast<uint16_t>(static_cast<uint32_t>(x.v[i]) >> 16));
-    return r;
-}
-constexpr bool kDotPairs = false;
-INLINE F dot_pairs(I a, I b, F c) { return fma(pair_low(a), pair_low(b), fma(pair_high(a), pair_high(b), c)); }
-
-INLINE W load_w(const uint8_t* p) {
-    W r;
-    std::memcpy(r.v, p, 64);
-    return r;
-}
-#define BYTES for (int i = 0; i < 64; ++i)
-INLINE W low_nibbles(W w) {
-    BYTES w.v[i] &= 0x0F;
-    return w;
-}
-INLINE W high_nibbles(W w) {
-    BYTES w.v[i] >>= 4;
-    return w;
-}
-INLINE W low_nibbles_16(W w) {
-    BYTES w.v[i] = static_cast<uint8_t>(w.v[i] << 4);
-    return w;
-}
-INLINE W high_nibbles_16(W w) {
-    BYTES w.v[i] &= 0xF0;
-    return w;
-}
+OUTPACE_EACH(F, load_f16, (const uint16_t* p), f16_to_float(p[i]))
+OUTPACE_EACH(F, load_bf16, (const uint16_t* p), bf16_to_float(p[i]))
+OUTPACE_EACH(F, load_u8, (const uint8_t* p), p[i])
+OUTPACE_EACH(F, load_i8, (const uint8_t* p), static_cast<int8_t>(p[i]))
+OUTPACE_EACH(F, pair_low, (I x), bf16_to_float(static_cast<uint16_t>(x.v[i])))
+OUTPACE_EACH(F, pair_high, (I x), bf16_to_float(static_cast<uint16_t>(static_cast<uint32_t>(x.v[i]) >> 16)))
+INLINE W load_w(const uint8_t* p) { return copy_of<W>(p); }
+OUTPACE_EACH(W, low_nibbles, (W w), w.v[i] & 0x0F)
+OUTPACE_EACH(W, high_nibbles, (W w), static_cast<uint8_t>(w.v[i] >> 4))
+OUTPACE_EACH(W, low_nibbles_16, (W w), static_cast<uint8_t>(w.v[i] << 4))
+OUTPACE_EACH(W, high_nibbles_16, (W w), w.v[i] & 0xF0)
+OUTPACE_EACH(W, shifted, (W w, int left), static_cast<uint8_t>(left > 0 ? w.v[i] << left : w.v[i] >> -left))
+OUTPACE_EACH(W, joined, (W low, W planes, int mask), static_cast<uint8_t>(low.v[i] | (planes.v[i] & mask)))
 template <bool high, int left, int mask>
 INLINE W with_planes(W w, W planes) {
-    w = high ? high_nibbles(w) : low_nibbles(w);
-    BYTES {
-        const int shifted = left > 0 ? planes.v[i] << (left > 0 ? left : 0) : planes.v[i] >> (left < 0 ? -left : 0);
-        w.v[i] = static_cast<uint8_t>(w.v[i] | (shifted & mask));
-    }
-    return w;
+    return joined(high ? high_nibbles(w) : low_nibbles(w), shifted(planes, left), mask);
 }
-INLINE W add_w(W w, int x) {
-    BYTES w.v[i] = static_cast<uint8_t>(w.v[i] + x);
-    return w;
-}
-INLINE W look_up(W w, const uint8_t* table) {
-    BYTES w.v[i] = table[w.v[i]];
-    return w;
-}
+OUTPACE_EACH(W, add_w, (W w, int x), static_cast<uint8_t>(w.v[i] + x))
+OUTPACE_EACH(W, look_up, (W w, const uint8_t* table), table[w.v[i]])
 INLINE I dot4(I acc, const W& w, const uint8_t* a) {
     const int32_t a0 = static_cast<int8_t>(a[0]), a1 = static_cast<int8_t>(a[1]);
     const int32_t a2 = static_cast<int8_t>(a[2]), a3 = static_cast<int8_t>(a[3]);
@@ -301,7 +171,7 @@ INLINE int32_t sum_i(I x) {
 INLINE void store_i8(uint8_t* p, I x) { LANES p[i] = static_cast<uint8_t>(x.v[i]); }
 
 #undef LANES
-#undef BYTES
+#undef OUTPACE_EACH
 
 }  // namespace OUTPACE_NS
 }  // namespace outpace

@@ -103,6 +103,7 @@ struct Kernels {
 
 // Those that paths.cmake could build and was to build, by OUTPACE_HAS_...
 const Kernels& kernels_portable();
+const Kernels& kernels_portablefma();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx2vnni();
 const Kernels& kernels_avx512();

@@ -2,9 +2,13 @@
 // draft vocabulary, and a row of the model's cache for each row of the target.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -69,6 +73,30 @@ protected:
         : model_(std::move(model)),
           fusion_(*model_, std::move(fuse), std::move(norms)),
           ranking_(std::move(tokens), model_->outputs(), model_->vocab(), model_->threads()) {}
+
+    // What calls are given. They throw std::invalid_argument.
+    void check_token(int32_t token) const {
+        if (token < 0 || token >= model_->vocab())
+            throw std::invalid_argument("malformed draft: token " + std::to_string(token) + " is not in the vocabulary");
+    }
+    static void check_noise(const Sampling& sampling) {
+        if (!(sampling.temperature >= 0.0) || std::isinf(sampling.temperature))
+            throw std::invalid_argument("malformed draft: a temperature must be finite and not below 0");
+    }
+    static void check_once(std::vector<int> rows) {
+        std::sort(rows.begin(), rows.end());
+        if (std::adjacent_find(rows.begin(), rows.end()) != rows.end()) throw std::invalid_argument("malformed draft: a row appears twice");
+    }
+
+    // All planned tokens through all layers, of which the last one's outputs are kept.
+    BatchView planned(const float* features) const {
+        BatchView batch{};
+        batch.tokens = model_->plan_.size();
+        batch.layers = static_cast<int>(model_->weights_->layers.size());
+        batch.hidden_layers = {batch.layers - 1};
+        batch.features = features;
+        return batch;
+    }
 
     // Gives up memory that was taken for a call's own tokens.
     struct Settled {

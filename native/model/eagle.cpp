@@ -1,7 +1,6 @@
 #include "model/eagle.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <numeric>
 #include <stdexcept>
@@ -13,8 +12,6 @@
 namespace outpace {
 
 static_assert(kStretch == 2 * kGateRows && kStretch % kRows == 0, "a thread's pair holds a stretch of a whole chunk's logits");
-
-const char* const Eagle::kPhaseNames[kPhases] = {"fuse", "store", "levels", "rest"};
 
 struct Eagle::Row {
     const Ask* ask;
@@ -30,136 +27,100 @@ struct Eagle::Step {
     Sampling sampling;  // of the node's children
 };
 
-namespace {
-
-// Adds the time since the last call to a phase.
-class Watch {
-public:
-    void note(double& phase) {
-        const auto now = std::chrono::steady_clock::now();
-        phase += std::chrono::duration<double>(now - since_).count();
-        since_ = now;
-    }
-
-private:
-    std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
-};
-
-}  // namespace
-
 Eagle::Eagle(
     std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens, bool norm_output)
     : DraftNetwork(std::move(model), std::move(fuse), std::move(norms), std::move(tokens)), norm_output_(norm_output) {
-    if (model_->layers_[0].embed_norm.empty())
+    if (model_->weights_->layers[0].embed_norm.empty())
         throw std::invalid_argument("this is no EAGLE-3 drafter: its first layer does not read embeddings beside features");
 }
 
-std::array<double, Eagle::kPhases> Eagle::take_timings() {
-    const auto taken = seconds_;
-    seconds_.fill(0.0);
-    return taken;
+void Eagle::exchange(Eagle& other) {
+    Model &mine = *model_, &theirs = *other.model_;
+    const Config &a = mine.weights_->config, &b = theirs.weights_->config;
+    const KVShape &x = mine.kv_.shape(), &y = theirs.kv_.shape();
+    if (&mine == &theirs || mine.runtime_ != theirs.runtime_ || !other.rows_.empty() || !theirs.kv_.rows().empty())
+        throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
+    if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length ||
+        x.layers != y.layers || x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
+        tokens() != other.tokens() || norm_output_ != other.norm_output_)
+        throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
+    std::lock_guard<std::mutex> lock(mine.lock());
+    mine.exchange(theirs);
+    std::swap(fusion_, other.fusion_);
 }
 
 void Eagle::check(const std::vector<Ask>& asks) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed draft: " + what); };
-    std::vector<int> seen;
+    std::vector<int> rows;
     for (const Ask& ask : asks) {
-        const int length = model_->kv_.length(ask.row), most = model_->config_.max_length;
-        seen.push_back(ask.row);
+        const int length = model_->kv_.length(ask.row), most = model_->weights_->config.max_length;
+        rows.push_back(ask.row);
         if (ask.tokens.empty()) wrong("row " + std::to_string(ask.row) + " has no new entry");
         if (static_cast<int64_t>(length) + static_cast<int64_t>(ask.tokens.size()) > most)
             wrong("row " + std::to_string(ask.row) + " would have more than " + std::to_string(most) + " entries");
-        for (const int32_t token : ask.tokens)
-            if (token < 0 || token >= model_->vocab()) wrong("token " + std::to_string(token) + " is not in the vocabulary");
+        for (const int32_t token : ask.tokens) check_token(token);
         if (ask.nodes < 0 || ask.nodes > kMostNodes) wrong(std::to_string(ask.nodes) + " nodes");
         if (ask.nodes > 0 && (ask.levels < 1 || ask.levels > kMostLevels || ask.branch < 1 || ask.branch > kMostBranch))
             wrong(std::to_string(ask.levels) + " levels of branches of " + std::to_string(ask.branch));
-        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature))
-            wrong("a temperature must be finite and not below 0");
+        check_noise(ask.sampling);
     }
-    std::sort(seen.begin(), seen.end());
-    if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("a row appears twice");
-}
-
-BatchView Eagle::view(int tokens, const float* features) const {
-    BatchView batch{};
-    batch.tokens = tokens;
-    batch.layers = static_cast<int>(model_->layers_.size());
-    batch.hidden_layers = {batch.layers - 1};
-    batch.features = features;
-    return batch;
+    check_once(std::move(rows));
 }
 
 // The planned tokens as entries whose output nobody reads.
 void Eagle::store(const float* features) {
-    Model& m = *model_;
-    Pool& pool = m.runtime_->pool();
-    BatchView batch = view(m.plan_.size(), features);
+    BatchView batch = planned(features);
     batch.hidden_layers.clear();
     Result nothing;
-    for (int first = 0; first < batch.tokens; first += kChunk) {
-        const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
-        Model::Run run(m, pool, nothing, batch, first, count);
-        const auto body = [&](Seat& me) {
+    Model::Run::each_chunk(*model_, nothing, batch, kChunk, [&](Model::Run& run) {
+        run.draft(model_->weights().layers.back().k.bytes() * 2, [&](Seat& me) {
             for (int l = 0; l + 1 < batch.layers; ++l)
                 if (!run.layer(me, l)) return;
             run.store(me, batch.layers - 1);
-        };
-        pool.run(body, Pool::kDrafting, static_cast<double>(m.weights().layers.back().k.bytes() * 2));
-    }
+        });
+    });
 }
 
 // The planned tokens, one a step: their outputs to result.hidden_states; the children of each.
 std::vector<std::vector<RankedToken>> Eagle::level(
     const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result) {
     Model& m = *model_;
-    Pool& pool = m.runtime_->pool();
-    const BatchView batch = view(m.plan_.size(), features);
-    const Matrix& head = m.head_;
+    const Matrix& head = m.weights_->head;
     result.hidden_place.resize(steps.size());
     std::iota(result.hidden_place.begin(), result.hidden_place.end(), 0);
     std::vector<std::vector<RankedToken>> children;
-    for (int first = 0; first < batch.tokens; first += kChunk) {
-        const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
-        Model::Run run(m, pool, result, batch, first, count);
+    const BatchView batch = planned(features);
+    Model::Run::each_chunk(m, result, batch, kChunk, [&](Model::Run& run) {
         std::vector<Ranking::Row> ranked;
-        for (int i = first; i < first + count; ++i) {
+        for (int i = run.first_; i < run.first_ + run.n_; ++i) {
             const Step& step = steps[static_cast<size_t>(i)];
             ranked.push_back({step.sampling, rows[step.row].ask->branch});
         }
         ranking_.begin(std::move(ranked));
-        const auto read = [&](Seat& me, int stretch) {
-            const int from = ranking_.begin_of(stretch), begin = from / kRows, end = std::min(begin + kStretch / kRows, head.blocks);
-            float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [count][kStretch]
-            m.kernels_.matmul(
-                head, m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts()), count, begin, end, y - from, kStretch);
-            for (int i = 0; i < count; ++i) ranking_.consider(me.id, i, stretch, y + i * kStretch, m.kernels_);
-        };
-        const auto body = [&](Seat& me) {
-            run.clock(me, outpace::kPhases);
-            for (int l = 0; l < batch.layers; ++l)
-                if (!run.layer(me, l)) return;
-            if (!run.end_layers(me)) return;
+        run.draft(bytes() - fusion_.bytes(), [&](Seat& me) {
+            if (!run.layers(me)) return;
+            const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
+            float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [tokens][kStretch]
             run.share(me, Model::kClaimQkv, batch.layers, ranking_.stretches(), [&](int from, int to) {
-                for (int s = from; s < to; ++s) read(me, s);
+                for (int stretch = from; stretch < to; ++stretch) {
+                    stretch_product(m.kernels_, head, in, run.n_, stretch, y);
+                    for (int i = 0; i < run.n_; ++i) ranking_.consider(me.id, i, stretch, y + i * kStretch, m.kernels_);
+                }
             });
             run.clock(me, kHead);
-        };
-        pool.run(body, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
-        for (int i = 0; i < count; ++i) children.push_back(ranking_.best(i, nullptr, m.kernels_));
-    }
+        });
+        for (int i = 0; i < run.n_; ++i) children.push_back(ranking_.best(i, nullptr, m.kernels_));
+    });
     return children;
 }
 
 std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
-    Watch watch;
+    std::lock_guard<std::mutex> lock(model_->lock());
     check(asks);
     Model& m = *model_;
     const Settled settled{m.kv_};
     const DenormalsAsZero mode;
-    const size_t hidden = static_cast<size_t>(m.config_.hidden);
+    const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
     std::vector<KV::Need> needs;
     for (const Ask& ask : asks)
         needs.push_back(
@@ -187,11 +148,8 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
     const size_t stored = states.size();
     states.insert(states.end(), last_states.begin(), last_states.end());
     std::vector<float> features(states.size() * hidden);
-    watch.note(seconds_[kRest]);
     fusion_.run(m, states, features.data());
-    watch.note(seconds_[kFuse]);
     if (stored > 0) m.cover(), store(features.data());
-    watch.note(seconds_[kStore]);
 
     features.erase(features.begin(), features.begin() + static_cast<std::ptrdiff_t>(stored * hidden));
     Result result;
@@ -223,9 +181,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
             room = steps.size();
             result.hidden_states.reset(new float[room * hidden]);
         }
-        watch.note(seconds_[kRest]);
         const std::vector<std::vector<RankedToken>> children = level(rows, steps, features.data(), result);
-        watch.note(seconds_[kLevels]);
 
         std::vector<Step> next;
         features.clear();
@@ -244,7 +200,9 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
                 const float* output = result.hidden_states.get() + from * hidden;
                 const size_t to = features.size();
                 features.insert(features.end(), output, output + hidden);
-                if (norm_output_) m.kernels_.rmsnorm(output, m.final_norm_.data(), m.config_.eps, m.config_.hidden, features.data() + to);
+                if (norm_output_)
+                    m.kernels_.rmsnorm(
+                        output, m.weights_->final_norm.data(), m.weights_->config.eps, m.weights_->config.hidden, features.data() + to);
             }
         }
         steps = std::move(next);
@@ -259,7 +217,6 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
         }
     }
     for (const Ask& ask : asks) m.kv_.lengthen(ask.row, static_cast<int>(ask.tokens.size()));
-    watch.note(seconds_[kRest]);
     return drafts;
 }
 

@@ -5,7 +5,6 @@
 // when the call returns.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <vector>
 
@@ -39,29 +38,25 @@ public:
     std::vector<Draft> draft(const std::vector<Ask>& asks);
 
     // Drafts with the weights of `other` from now on, which gets these. Rows keep the keys and values that they have. It
-    // takes the lock. Throws std::invalid_argument where the two differ in shape or words, or `other` has rows, and
-    // MemoryLimit; then nothing has changed.
+    // takes the lock. Throws std::invalid_argument where the two differ in shape or words, or `other` has rows.
     void exchange(Eagle& other);
 
     // Features [n][hidden] of the target's states [n][layers][hidden].
-    void fuse(const float* states, int n, float* out) { fusion_.run(*model_, states, n, out); }
-
-    enum Phase { kFuse, kStore, kLevels, kRest, kPhases };
-    static const char* const kPhaseNames[kPhases];
-    std::array<double, kPhases> take_timings();  // seconds since the last call
+    void fuse(const float* states, int n, float* out) {
+        std::lock_guard<std::mutex> lock(model_->lock());
+        fusion_.run(*model_, states, n, out);
+    }
 
 private:
     struct Row;   // an ask under way
     struct Step;  // one token of a level's forward
 
     void check(const std::vector<Ask>& asks);
-    BatchView view(int tokens, const float* features) const;
     void store(const float* features);
     std::vector<std::vector<RankedToken>> level(
         const std::vector<Row>& rows, const std::vector<Step>& steps, const float* features, Result& result);
 
     const bool norm_output_;
-    std::array<double, kPhases> seconds_{};
 };
 
 }  // namespace outpace

@@ -23,7 +23,7 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
 
 // What a layer leaves in the cache, and no more: of tokens whose output nobody reads.
 bool Model::Run::store(Seat& me, int index) {
-    const Layer& l = m_.layers_[static_cast<size_t>(index)];
+    const Layer& l = m_.weights_->layers[static_cast<size_t>(index)];
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     products(me, index, {{&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
@@ -33,7 +33,7 @@ bool Model::Run::store(Seat& me, int index) {
 }
 
 bool Model::Run::layer(Seat& me, int index) {
-    const Layer& l = m_.layers_[static_cast<size_t>(index)];
+    const Layer& l = m_.weights_->layers[static_cast<size_t>(index)];
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
@@ -129,27 +129,27 @@ bool Model::Run::end_layers(Seat& me) {
         const bool is_wanted = at < wanted && wanted_[static_cast<size_t>(at)] == t;
         if (t >= part.begin && t < part.end) {
             enter(me, t, l);
-            if (is_wanted) encode_normed(me, t, wanted, at, m_.final_norm_, {&m_.head_});
+            if (is_wanted) encode_normed(me, t, wanted, at, m_.weights_->final_norm, {&m_.weights_->head});
         }
         at += is_wanted;
     }
     return solo_ || meet(me);
 }
 
-void Model::Run::head(Seat& me) {
-    if (!end_layers(me)) return;
-    const int l = batch_.layers, wanted = static_cast<int>(wanted_.size());
+void Model::Run::forward(Seat& me) {
+    if (!layers(me)) return;
+    const int wanted = static_cast<int>(wanted_.size());
     if (wanted > 0) {
-        const Matrix& head = m_.head_;
-        const int first = token(wanted_[0]).wanted;
-        float* y = result_.logits_->get() + static_cast<size_t>(first) * static_cast<size_t>(result_.stride_);
+        const Matrix& head = m_.weights_->head;
+        const size_t stride = static_cast<size_t>(result_.stride_);
+        float* y = result_.logits_->get() + static_cast<size_t>(token(wanted_[0]).wanted) * stride;
         Best* bests = s_.bests.data() + static_cast<size_t>(me.rank) * kChunk;
         std::fill(bests, bests + wanted, Best{-INFINITY, 0, false});
-        share(me, kClaimQkv, l, head.blocks, [&](int from, int to) {
+        share(me, kClaimQkv, batch_.layers, head.blocks, [&](int from, int to) {
             k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, from, to, y, result_.stride_);
             const int begin = from * kRows, end = std::min(to * kRows, c_.outputs);
             for (int i = 0; begin < end && i < wanted; ++i) {
-                Best found = k_.argmax(y + static_cast<size_t>(i) * static_cast<size_t>(result_.stride_) + begin, end - begin);
+                Best found = k_.argmax(y + static_cast<size_t>(i) * stride + begin, end - begin);
                 found.index += begin;
                 keep_better(bests[i], found);
             }
@@ -177,18 +177,18 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     Pool& pool = runtime_->pool();
     result->kernels = &kernels_;
     result->runtime = runtime_;
-    result->vocab = config_.outputs;
-    result->hidden = config_.hidden;
+    result->vocab = weights_->config.outputs;
+    result->hidden = weights_->config.hidden;
     result->tokens = batch.tokens;
     result->hidden_count = static_cast<int>(batch.hidden_layers.size());
     for (int b = 0; b < batch.rows && !batch.hidden_layers.empty(); ++b)
         for (int i = batch.starts[b]; i < batch.starts[b + 1]; ++i)
             result->hidden_place.push_back(batch.hidden_rows && !batch.hidden_rows[b] ? -1 : result->hidden_tokens++);
     result->hidden_states.reset(
-        new float[static_cast<size_t>(result->hidden_tokens) * batch.hidden_layers.size() * static_cast<size_t>(config_.hidden)]);
+        new float[static_cast<size_t>(result->hidden_tokens) * batch.hidden_layers.size() * static_cast<size_t>(weights_->config.hidden)]);
     result->wanted.assign(batch.wanted, batch.wanted + batch.wanted_count);
     result->best.resize(static_cast<size_t>(batch.wanted_count));
-    result->stride_ = head_.out_padded();
+    result->stride_ = weights_->head.out_padded();
     result->logits_ = logits_pool_->take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
@@ -196,7 +196,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         while (1 << kind < count) ++kind;
         plan_jobs(first, count, pool.team(kind));
         Run run(*this, pool, *result, batch, first, count);
-        result->threads = pool.run([&run](Seat& me) { run.thread(me); }, kind, static_cast<double>(weights_->bytes()));
+        result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(weights_->bytes()));
         run.settle(result->threads);
     }
     for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);

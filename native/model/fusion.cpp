@@ -36,7 +36,7 @@ void Fusion::run(Model& m, const float* hidden_states, int n, float* out) {
 void Fusion::run(Model& m, const std::vector<const float*>& hidden_states, float* out) {
     Pool& pool = m.runtime_->pool();
     const Kernels& k = m.kernels_;
-    const int wide = matrix_.cols, padded = matrix_.out_padded(), hidden = m.config_.hidden;
+    const int wide = matrix_.cols, padded = matrix_.out_padded(), hidden = m.weights_->config.hidden;
     for (size_t first = 0; first < hidden_states.size(); first += kChunk) {
         const int count = static_cast<int>(std::min<size_t>(kChunk, hidden_states.size() - first));
         const bool solo = count <= 2 && pool.size() > 1;  // as in Model::Run
@@ -48,8 +48,8 @@ void Fusion::run(Model& m, const std::vector<const float*>& hidden_states, float
                 const float* from = hidden_states[first + static_cast<size_t>(t)];
                 const int each = norms_.empty() ? 0 : wide / static_cast<int>(norms_.size());
                 for (size_t i = 0; i < norms_.size(); ++i)
-                    k.rmsnorm(
-                        from + i * static_cast<size_t>(each), norms_[i].data(), m.config_.eps, each, line + i * static_cast<size_t>(each));
+                    k.rmsnorm(from + i * static_cast<size_t>(each), norms_[i].data(), m.weights_->config.eps, each,
+                        line + i * static_cast<size_t>(each));
                 if (norms_.empty()) std::memcpy(line, from, static_cast<size_t>(wide) * 4);
                 std::fill(line + wide, line + matrix_.in_padded(), 0.0f);
                 k.encode(matrix_.acts(), line, 0, matrix_.groups, in, count, t);

@@ -37,14 +37,10 @@ Medusa::Medusa(std::shared_ptr<Model> target, std::vector<std::vector<Block>> he
 
 // x_ of a head, encoded for what reads it.
 void Medusa::encode(int head, const Matrix& reader, int count) {
-    const size_t k = static_cast<size_t>(head), hidden = static_cast<size_t>(target_->hidden());
+    const size_t k = static_cast<size_t>(head);
     acts_[k].need(static_cast<size_t>(reader.groups) * kChunk * static_cast<size_t>(act_bytes(reader.acts())));
     const DenormalsAsZero mode;
-    std::vector<float> line(static_cast<size_t>(reader.in_padded()));
-    for (int i = 0; i < count; ++i) {
-        std::copy_n(x_[k].data() + static_cast<size_t>(i) * hidden, hidden, line.data());
-        target_->kernels().encode(reader.acts(), line.data(), 0, reader.groups, acts_[k].get(), count, i);
-    }
+    encode_rows(target_->kernels(), reader, x_[k].data(), count, acts_[k].get());
 }
 
 // x_ of the first `heads`: what their blocks make of normed states, at most kChunk.
@@ -93,15 +89,14 @@ void Medusa::each_stretch(int count, int heads, const Work& work) {
         float* y = target_->scratch_.pair[static_cast<size_t>(me.id)].get();
         for (int stretch = part.begin; stretch < part.end; ++stretch)
             for (int k = 0; k < heads; ++k) {
-                const int from = ranking_.begin_of(stretch), begin = from / kRows;
-                const int end = std::min(begin + kStretch / kRows, rows_of(k).blocks);
-                target_->kernels().matmul(rows_of(k), acts_[static_cast<size_t>(k)].get(), count, begin, end, y - from, kStretch);
+                stretch_product(target_->kernels(), rows_of(k), acts_[static_cast<size_t>(k)].get(), count, stretch, y);
                 work(me.id, k, stretch, y);
             }
     }, Pool::kDrafting, bytes);
 }
 
 std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vector<Ask>& asks, int most) {
+    std::lock_guard<std::mutex> lock(target_->lock());
     std::vector<std::vector<std::vector<RankedToken>>> drafts;
     for (size_t first = 0; first < asks.size(); first += kChunk) {
         const size_t count = std::min<size_t>(kChunk, asks.size() - first);
@@ -144,6 +139,7 @@ std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vect
 }
 
 void Medusa::logits(const float* states, int n, float* out) {
+    std::lock_guard<std::mutex> lock(target_->lock());
     const size_t hidden = static_cast<size_t>(target_->hidden()), each = static_cast<size_t>(heads()) * static_cast<size_t>(outputs());
     for (int first = 0; first < n; first += kChunk) {
         const int count = std::min(kChunk, n - first);

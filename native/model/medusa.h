@@ -22,8 +22,7 @@ public:
 
     Medusa(const Medusa&) = delete;
 
-    // All below: the lock is the caller's.
-
+    // These take the target's lock.
     struct Ask {
         const float* state;      // the target's last layer's [hidden]
         int heads;               // that are asked for

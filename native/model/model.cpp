@@ -51,17 +51,12 @@ Model::Model(
     std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit)
     : weights_(std::move(weights)),
       runtime_(std::move(runtime)),
-      config_(weights_->config),
-      layers_(weights_->layers),
-      embedding_(weights_->embedding),
-      head_(weights_->head),
-      final_norm_(weights_->final_norm),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
-      kv_({static_cast<int>(layers_.size()), config_.kv_heads, config_.head_dim, kv_type}, kv_limit),
-      next_job_(layers_.size()),
-      claimed_((layers_.size() + 1) * kClaims) {
-    for (const std::vector<float>& table : weights_->ropes) ropes_.emplace_back(table, config_.rope_scale);
+      kv_({static_cast<int>(weights_->layers.size()), weights_->config.kv_heads, weights_->config.head_dim, kv_type}, kv_limit),
+      next_job_(weights_->layers.size()),
+      claimed_((weights_->layers.size() + 1) * kClaims) {
+    for (const std::vector<float>& table : weights_->ropes) ropes_.emplace_back(table, weights_->config.rope_scale);
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
 }
@@ -70,14 +65,14 @@ Model::Model(
 void Model::fit_scratch() {
     Scratch& s = scratch_;
     const auto chunk = [](int floats) { return static_cast<size_t>(kChunk) * static_cast<size_t>(floats); };
-    const int heads = config_.heads * kv_.shape().dim_padded();
-    int hidden = round_up(config_.hidden, 64), inner = 0;
+    const int heads = weights_->config.heads * kv_.shape().dim_padded();
+    int hidden = round_up(weights_->config.hidden, 64), inner = 0;
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
         for (ActBuffer& in : s.in) in.need(m.acts(), m.groups);
     };
-    input(head_);
-    for (const Layer& l : layers_) {
+    input(weights_->head);
+    for (const Layer& l : weights_->layers) {
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up}) input(*m);
         s.heads.need(l.o.acts(), l.o.groups);
         s.middle.need(l.down.acts(), l.down.groups);
@@ -93,6 +88,13 @@ void Model::fit_scratch() {
     s.rotated.need(chunk(heads));
     s.attended.need(chunk(heads));
     hidden_stride_ = hidden;
+}
+
+void Model::exchange(Model& other) {
+    weights_.swap(other.weights_);
+    ropes_.swap(other.ropes_);
+    fit_scratch();
+    other.fit_scratch();
 }
 
 std::array<double, kPhases> Model::take_timings() {

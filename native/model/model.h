@@ -86,9 +86,12 @@ public:
     void final_norm(const float* hidden, int n, float* out) const;
     // Logits [n][count] of rows `ids` of the head; null: of all, count the vocabulary.
     void head(const float* normed, int n, const int32_t* ids, int count, float* out);
-    int hidden() const { return config_.hidden; }
-    int vocab() const { return config_.vocab; }
-    int outputs() const { return config_.outputs; }
+    int hidden() const { return weights_->config.hidden; }
+    int vocab() const { return weights_->config.vocab; }
+    int outputs() const { return weights_->config.outputs; }
+
+    // Computes with the weights of `other`, a model of this shape and runtime, which gets these. The lock is the caller's.
+    void exchange(Model& other);
 
     KV& kv() { return kv_; }
     std::mutex& lock() { return runtime_->lock(); }
@@ -122,12 +125,8 @@ private:
     void plan_jobs(int first, int count, int threads);
     void fit_scratch();
 
-    const std::shared_ptr<const Weights> weights_;
+    std::shared_ptr<const Weights> weights_;
     const std::shared_ptr<Runtime> runtime_;
-    const Config& config_;  // these are the weights' own
-    const std::vector<Layer>& layers_;
-    const Matrix &embedding_, &head_;
-    const std::vector<float>& final_norm_;
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's
     int hidden_stride_ = 0;  // of Scratch::x, in floats

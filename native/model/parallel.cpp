@@ -16,12 +16,6 @@ namespace {
 
 constexpr int kShared = 8;  // scores among which a sampled slot's chance is shared: RIVALS of drafters/learned/picks.py
 
-void once(std::vector<int> rows, const char* what) {
-    std::sort(rows.begin(), rows.end());
-    if (std::adjacent_find(rows.begin(), rows.end()) != rows.end())
-        throw std::invalid_argument(std::string(what) + ": a row appears twice");
-}
-
 }  // namespace
 
 Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
@@ -31,9 +25,9 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
       shape_(shape),
       markov_(std::move(markov)),
       confidence_(std::move(confidence)),
-      stride_(model_->head_.out_padded()) {
+      stride_(model_->weights_->head.out_padded()) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no block-parallel drafter: " + what); };
-    if (!model_->layers_[0].embed_norm.empty()) wrong("its first layer reads features beside embeddings");
+    if (!model_->weights_->layers[0].embed_norm.empty()) wrong("its first layer reads features beside embeddings");
     if (static_cast<int>(norm_.size()) != model_->hidden())
         wrong("the norm of its contexts has " + std::to_string(norm_.size()) + " values");
     if (shape_.block < 1 || shape_.block > kChunk || slots() < 1) wrong("a block of " + std::to_string(shape_.block) + " tokens");
@@ -50,20 +44,21 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
 }
 
 void Parallel::read(const std::vector<Context>& contexts) {
+    std::lock_guard<std::mutex> lock(model_->lock());
     Model& m = *model_;
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed contexts: " + what); };
-    std::vector<int> seen;
+    std::vector<int> rows;
     std::vector<KV::Need> needs;
     for (const Context& context : contexts) {
         const int n = static_cast<int>(context.positions.size());
-        if (static_cast<int64_t>(m.kv_.length(context.row)) + n > m.config_.max_length)
-            wrong("more than " + std::to_string(m.config_.max_length));
+        if (static_cast<int64_t>(m.kv_.length(context.row)) + n > m.weights_->config.max_length)
+            wrong("more than " + std::to_string(m.weights_->config.max_length));
         for (const int32_t position : context.positions)
-            if (position < 0 || position >= m.config_.max_length) wrong("position " + std::to_string(position));
-        seen.push_back(context.row);
+            if (position < 0 || position >= m.weights_->config.max_length) wrong("position " + std::to_string(position));
+        rows.push_back(context.row);
         needs.push_back({context.row, n});
     }
-    once(std::move(seen), "malformed contexts");
+    check_once(std::move(rows));
     const Settled settled{m.kv_};
     m.kv_.grow(needs);
     m.plan_.clear();
@@ -78,61 +73,53 @@ void Parallel::read(const std::vector<Context>& contexts) {
         }
     }
     m.cover();
-    const size_t hidden = static_cast<size_t>(m.config_.hidden);
+    const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
     std::vector<float> features(states.size() * hidden);
     fusion_.run(m, states, features.data());
-    Pool& pool = m.runtime_->pool();
-    BatchView batch{};
-    batch.tokens = m.plan_.size();
-    batch.layers = static_cast<int>(m.layers_.size());
+    const BatchView batch = planned(nullptr);
     Result nothing;
-    double work = 0.0;
-    for (const Layer& l : m.layers_) work += static_cast<double>(l.k.bytes() + l.v.bytes());
-    for (int first = 0; first < batch.tokens; first += kChunk) {
-        const int count = std::min(kChunk, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
-        Model::Run run(m, pool, nothing, batch, first, count);
-        pool.run([&](Seat& me) {
+    size_t bytes = 0;
+    for (const Layer& l : m.weights_->layers) bytes += l.k.bytes() + l.v.bytes();
+    Model::Run::each_chunk(m, nothing, batch, kChunk, [&](Model::Run& run) {
+        run.draft(bytes, [&](Seat& me) {
             const Part part = run.tokens(me);
             float* line = m.scratch_.line[static_cast<size_t>(me.id)].get();
             for (int t = part.begin; t < part.end; ++t) {
-                const float* from = features.data() + static_cast<size_t>(first + t) * hidden;
-                m.kernels_.rmsnorm(from, norm_.data(), m.config_.eps, m.config_.hidden, line);
-                for (const Layer& l : m.layers_) run.encode_line(me, m.config_.hidden, count, t, {&l.k, &l.v});
+                const float* from = features.data() + static_cast<size_t>(run.first_ + t) * hidden;
+                m.kernels_.rmsnorm(from, norm_.data(), m.weights_->config.eps, m.weights_->config.hidden, line);
+                for (const Layer& l : m.weights_->layers) run.encode_line(me, m.weights_->config.hidden, run.n_, t, {&l.k, &l.v});
             }
-            if (!run.solo_ && !pool.meet(me)) return;
+            if (!run.solo_ && !run.meet(me)) return;
             for (int l = 0; l < batch.layers; ++l) {
-                const Layer& layer = m.layers_[static_cast<size_t>(l)];
-                if (l > 0 && !pool.meet(me)) return;
+                const Layer& layer = m.weights_->layers[static_cast<size_t>(l)];
+                if (l > 0 && !run.meet(me)) return;
                 run.products(me, l, {{&layer.k, m.scratch_.k.get()}, {&layer.v, m.scratch_.v.get()}});
-                if (!pool.meet(me)) return;
-                run.rope(me, layer, l, m.config_.heads);
+                if (!run.meet(me)) return;
+                run.rope(me, layer, l, m.weights_->config.heads);
             }
-        }, Pool::kDrafting, work);
-    }
+        });
+    });
     for (const KV::Need& need : needs) m.kv_.lengthen(need.row, need.positions);
 }
 
 void Parallel::check(const std::vector<Ask>& asks) const {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed draft: " + what); };
-    std::vector<int> seen;
+    std::vector<int> rows;
     for (const Ask& ask : asks) {
-        seen.push_back(ask.row);
+        rows.push_back(ask.row);
         if (model_->kv_.length(ask.row) < 1) wrong("row " + std::to_string(ask.row) + " has no contexts");
-        if (ask.anchor < 0 || ask.anchor >= model_->vocab()) wrong("token " + std::to_string(ask.anchor) + " is not in the vocabulary");
-        if (ask.position < 0 || ask.position >= model_->config_.max_length) wrong("position " + std::to_string(ask.position));
+        check_token(ask.anchor);
+        if (ask.position < 0 || ask.position >= model_->weights_->config.max_length) wrong("position " + std::to_string(ask.position));
         if (ask.slots < 1 || ask.slots > slots()) wrong(std::to_string(ask.slots) + " slots of " + std::to_string(slots()));
-        if (!(ask.sampling.temperature >= 0.0) || std::isinf(ask.sampling.temperature))
-            wrong("a temperature must be finite and not below 0");
+        check_noise(ask.sampling);
     }
-    once(std::move(seen), "malformed draft");
+    check_once(std::move(rows));
 }
 
 // Normed states and the head's logits of all slots that are wanted, ask after ask.
 void Parallel::forward(const std::vector<Ask>& asks) {
     check(asks);
     Model& m = *model_;
-    Pool& pool = m.runtime_->pool();
     const Settled settled{m.kv_};
     std::vector<KV::Need> needs;
     for (const Ask& ask : asks) needs.push_back({ask.row, shape_.block});
@@ -152,32 +139,23 @@ void Parallel::forward(const std::vector<Ask>& asks) {
         }
     }
     m.cover();
-    const size_t hidden = static_cast<size_t>(m.config_.hidden), places = static_cast<size_t>(wanted);
+    const size_t hidden = static_cast<size_t>(m.weights_->config.hidden), places = static_cast<size_t>(wanted);
     result.hidden_states.reset(new float[places * hidden]);
     logits_.need(places * static_cast<size_t>(stride_));
-    BatchView batch{};
-    batch.tokens = m.plan_.size();
-    batch.layers = static_cast<int>(m.layers_.size());
-    batch.hidden_layers = {batch.layers - 1};
-    const Matrix& head = m.head_;
-    const int step = kChunk / shape_.block * shape_.block;  // a block is never cut: its tokens' keys are written together
-    for (int first = 0; first < batch.tokens; first += step) {
-        const int count = std::min(step, batch.tokens - first);
-        m.plan_jobs(first, count, pool.team(Pool::kDrafting));
-        Model::Run run(m, pool, result, batch, first, count);
+    const BatchView batch = planned(nullptr);
+    const Matrix& head = m.weights_->head;
+    // A block is never cut: its tokens' keys are written together.
+    Model::Run::each_chunk(m, result, batch, kChunk / shape_.block * shape_.block, [&](Model::Run& run) {
         float* y = logits_of(static_cast<size_t>(run.token(run.wanted_[0]).wanted));
-        pool.run([&](Seat& me) {
-            run.clock(me, kPhases);
-            for (int l = 0; l < batch.layers; ++l)
-                if (!run.layer(me, l)) return;
-            if (!run.end_layers(me)) return;
+        run.draft(bytes() - fusion_.bytes(), [&](Seat& me) {
+            if (!run.layers(me)) return;
             run.share(me, Model::kClaimQkv, batch.layers, head.blocks, [&](int from, int to) {
                 const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
                 m.kernels_.matmul(head, in, static_cast<int>(run.wanted_.size()), from, to, y, stride_);
             });
             run.clock(me, kHead);
-        }, Pool::kDrafting, static_cast<double>(bytes() - fusion_.bytes()));
-    }
+        });
+    });
     normed_.resize(places * hidden);
     m.final_norm(result.hidden_states.get(), wanted, normed_.data());
 }
@@ -188,13 +166,8 @@ void Parallel::encode(const std::vector<int32_t>& tokens) {
     const Matrix& after = markov_->after;
     const size_t wide = static_cast<size_t>(rank());
     before_.resize(tokens.size() * wide);
-    std::vector<float> line(static_cast<size_t>(after.in_padded()));
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
-        std::copy_n(before_.data() + i * wide, wide, line.data());
-        model_->kernels_.encode(
-            after.acts(), line.data(), 0, after.groups, acts_.get(), static_cast<int>(tokens.size()), static_cast<int>(i));
-    }
+    for (size_t i = 0; i < tokens.size(); ++i) unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
+    encode_rows(model_->kernels_, after, before_.data(), static_cast<int>(tokens.size()), acts_.get());
 }
 
 float Parallel::accepted(size_t place, size_t before) const {
@@ -224,10 +197,7 @@ void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slo
     const auto consider = [&](Seat& me, int stretch) {
         const int from = ranking_.begin_of(stretch);
         float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [count][kStretch]
-        if (markov_) {
-            const int begin = from / kRows, end = std::min(begin + kStretch / kRows, markov_->after.blocks);
-            m.kernels_.matmul(markov_->after, acts_.get(), count, begin, end, y - from, kStretch);
-        }
+        if (markov_) stretch_product(m.kernels_, markov_->after, acts_.get(), count, stretch, y);
         for (int i = 0; i < count; ++i) {
             float* x = logits_of(slots[static_cast<size_t>(i)].place) + from;
             if (markov_) m.kernels_.add(x, y + i * kStretch, ranking_.size_of(stretch));
@@ -248,6 +218,7 @@ void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slo
 }
 
 std::vector<std::vector<RankedToken>> Parallel::draft(const std::vector<Ask>& asks) {
+    std::lock_guard<std::mutex> lock(model_->lock());
     forward(asks);
     std::vector<std::vector<RankedToken>> drafts(asks.size());
     std::vector<size_t> places;  // of each ask's first slot
@@ -270,6 +241,7 @@ std::vector<std::vector<RankedToken>> Parallel::draft(const std::vector<Ask>& as
 }
 
 void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits) {
+    std::lock_guard<std::mutex> lock(model_->lock());
     forward(asks);
     std::copy(normed_.begin(), normed_.end(), normed);
     const size_t outputs = static_cast<size_t>(model_->outputs());
@@ -279,6 +251,7 @@ void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits
 
 void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {
     if (!markov_) throw std::invalid_argument("this drafter has no Markov head");
+    std::lock_guard<std::mutex> lock(model_->lock());
     const DenormalsAsZero mode;
     const Matrix& m = markov_->after;
     std::vector<float> padded(std::min<size_t>(kChunk, tokens.size()) * static_cast<size_t>(m.out_padded()));

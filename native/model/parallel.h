@@ -34,7 +34,7 @@ public:
     Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float> norm, std::vector<int32_t> tokens, Shape shape,
         std::optional<Markov> markov, std::optional<Confidence> confidence);
 
-    // All below: the lock is the caller's; they throw std::invalid_argument, std::out_of_range, MemoryLimit, and then every row
+    // All below take the lock. They throw std::invalid_argument, std::out_of_range, MemoryLimit, and then every row
     // is as it was. What a row gets depends on that row and its ask alone.
 
     struct Context {

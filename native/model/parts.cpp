@@ -11,17 +11,17 @@ namespace outpace {
 
 void Model::embed(const int32_t* tokens, int n, float* out) const {
     const DenormalsAsZero mode;
-    for (int t = 0; t < n; ++t, out += config_.hidden) {
-        unpack_row(embedding_, tokens[t], out);
-        if (config_.embedding_scale != 1.0f)
-            for (int i = 0; i < config_.hidden; ++i) out[i] *= config_.embedding_scale;
+    for (int t = 0; t < n; ++t, out += weights_->config.hidden) {
+        unpack_row(weights_->embedding, tokens[t], out);
+        if (weights_->config.embedding_scale != 1.0f)
+            for (int i = 0; i < weights_->config.hidden; ++i) out[i] *= weights_->config.embedding_scale;
     }
 }
 
 void Model::final_norm(const float* hidden, int n, float* out) const {
     const DenormalsAsZero mode;
-    for (int t = 0; t < n; ++t, hidden += config_.hidden, out += config_.hidden)
-        kernels_.rmsnorm(hidden, final_norm_.data(), config_.eps, config_.hidden, out);
+    for (int t = 0; t < n; ++t, hidden += weights_->config.hidden, out += weights_->config.hidden)
+        kernels_.rmsnorm(hidden, weights_->final_norm.data(), weights_->config.eps, weights_->config.hidden, out);
 }
 
 void Model::head(const float* normed, int n, const int32_t* ids, int count, float* out) {
@@ -35,16 +35,10 @@ void Model::head(const float* normed, int n, const int32_t* ids, int count, floa
         if (i == 0 || row(order[static_cast<size_t>(i)]) / kRows != row(order[static_cast<size_t>(i) - 1]) / kRows) firsts.push_back(i);
     const int blocks = static_cast<int>(firsts.size());
     firsts.push_back(count);
-    const Acts acts = head_.acts();
-    uint8_t* in = scratch_.in[0].get(acts);
-    float* line = scratch_.line[0].get();
+    uint8_t* in = scratch_.in[0].get(weights_->head.acts());
     for (int first = 0; first < n; first += kChunk) {
         const int width = std::min(kChunk, n - first);
-        std::fill(line, line + hidden_stride_, 0.0f);
-        for (int t = 0; t < width; ++t) {
-            std::memcpy(line, normed + static_cast<size_t>(first + t) * config_.hidden, static_cast<size_t>(config_.hidden) * 4);
-            kernels_.encode(acts, line, 0, head_.groups, in, width, t);
-        }
+        encode_rows(kernels_, weights_->head, normed + static_cast<size_t>(first) * weights_->config.hidden, width, in);
         float* to = out + static_cast<size_t>(first) * static_cast<size_t>(count);
         runtime_->pool().run([&](Seat& me) {
             const Part part = me.of(blocks);
@@ -53,7 +47,7 @@ void Model::head(const float* normed, int n, const int32_t* ids, int count, floa
                 const int begin = firsts[static_cast<size_t>(b)], end = firsts[static_cast<size_t>(b) + 1];
                 const int block = row(order[static_cast<size_t>(begin)]) / kRows;
                 // The kernels write at row block * 16: shift the origin so that this block starts at the buffer's own.
-                kernels_.matmul(head_, in, width, block, block + 1, y - block * kRows, kRows);
+                kernels_.matmul(weights_->head, in, width, block, block + 1, y - block * kRows, kRows);
                 for (int i = begin; i < end; ++i) {
                     const int column = order[static_cast<size_t>(i)], lane = row(column) % kRows;
                     for (int t = 0; t < width; ++t) to[static_cast<size_t>(t) * count + column] = y[t * kRows + lane];

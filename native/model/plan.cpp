@@ -11,10 +11,10 @@ namespace outpace {
 void Model::prepare(const BatchView& batch) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
     const int n = batch.tokens;
-    if (batch.layers < 1 || batch.layers > static_cast<int>(layers_.size())) wrong("layers is out of range");
+    if (batch.layers < 1 || batch.layers > static_cast<int>(weights_->layers.size())) wrong("layers is out of range");
     for (const int layer : batch.hidden_layers)
         if (layer < 0 || layer >= batch.layers) wrong("layer " + std::to_string(layer) + " is not a layer that runs");
-    if (!layers_[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
+    if (!weights_->layers[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
     std::vector<int> seen;
     std::vector<KV::Need> needs;
@@ -27,14 +27,14 @@ void Model::prepare(const BatchView& batch) {
         for (int i = begin; i < end; ++i) {
             const int parent = batch.parent[i], own = i - begin;
             if (batch.row[i] != row) wrong("a row's tokens must stand together");
-            if (batch.token[i] < 0 || batch.token[i] >= config_.vocab)
+            if (batch.token[i] < 0 || batch.token[i] >= weights_->config.vocab)
                 wrong("token " + std::to_string(batch.token[i]) + " is not in the vocabulary");
             if (parent < -1 || parent >= own) wrong("a parent must come before its child");
             const int expected = parent < 0 ? cached : batch.position[begin + parent] + 1;
             if (batch.position[i] != expected)
                 wrong("position " + std::to_string(batch.position[i]) + " should be " + std::to_string(expected));
-            if (expected >= config_.max_length)
-                wrong("position " + std::to_string(expected) + " is beyond the model's " + std::to_string(config_.max_length));
+            if (expected >= weights_->config.max_length)
+                wrong("position " + std::to_string(expected) + " is beyond the model's " + std::to_string(weights_->config.max_length));
         }
     }
     std::sort(seen.begin(), seen.end());
@@ -66,9 +66,9 @@ void Model::prepare(const BatchView& batch) {
 // where even single tokens do not, by ranges of blocks too.
 void Model::plan_jobs(int first, int count, int threads) {
     jobs_.clear();
-    const int group = config_.heads / config_.kv_heads;
+    const int group = weights_->config.heads / weights_->config.kv_heads;
     int tile = std::max(1, std::min(8, kMaxQueries / group));
-    while (tile > 1 && (count + tile - 1) / tile * config_.kv_heads < 2 * threads) tile /= 2;
+    while (tile > 1 && (count + tile - 1) / tile * weights_->config.kv_heads < 2 * threads) tile /= 2;
     std::vector<Tile>& tiles = tiles_;
     tiles.clear();
     for (int t = first; t < first + count;) {
@@ -78,7 +78,7 @@ void Model::plan_jobs(int first, int count, int threads) {
         tiles.push_back({t, end - t, blocks, 1, 0});
         t = end;
     }
-    const int base = static_cast<int>(tiles.size()) * config_.kv_heads;
+    const int base = static_cast<int>(tiles.size()) * weights_->config.kv_heads;
     const int missing = base >= 2 * threads ? 1 : 6 * threads / base;  // taken as threads become free
     size_t parts = 0;
     const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
@@ -87,13 +87,13 @@ void Model::plan_jobs(int first, int count, int threads) {
         if (threads > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
         if (t.ranges > 1) {
             t.parts = parts;
-            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(config_.heads) * static_cast<size_t>(t.blocks) * record;
+            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(weights_->config.heads) * static_cast<size_t>(t.blocks) * record;
         }
-        for (int head = 0; head < config_.kv_heads; ++head)
+        for (int head = 0; head < weights_->config.kv_heads; ++head)
             for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
     }
     if (scratch_.parts.size() < parts) scratch_.parts.need(parts + parts / 2);
-    const size_t counters = tiles.size() * static_cast<size_t>(config_.kv_heads);
+    const size_t counters = tiles.size() * static_cast<size_t>(weights_->config.kv_heads);
     if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
     for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);

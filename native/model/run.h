@@ -17,7 +17,7 @@ class Model::Run {
 public:
     Run(Model& model, Pool& pool, Result& result, const BatchView& batch, int first, int count)
         : m_(model),
-          c_(model.config_),
+          c_(model.weights_->config),
           k_(model.kernels_),
           s_(model.scratch_),
           pool_(pool),
@@ -31,13 +31,7 @@ public:
             if (model.plan_[i].wanted >= 0) wanted_.push_back(i - first);
     }
 
-    void thread(Seat& me) {
-        clock(me, kPhases);
-        for (int l = 0; l < batch_.layers; ++l)
-            if (!layer(me, l)) return;
-        head(me);
-    }
-
+    void forward(Seat& me);
     void settle(int threads);  // on the caller's thread, after the region; how many ended it
 
 private:
@@ -93,7 +87,7 @@ private:
     }
 
     void embed(int id, float* at) const {
-        unpack_row(m_.embedding_, id, at);
+        unpack_row(m_.weights_->embedding, id, at);
         if (c_.embedding_scale != 1.0f)
             for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
     }
@@ -133,7 +127,7 @@ private:
             float* at = x(me, t);
             const float* features = batch_.features ? batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden)
                                                     : nullptr;
-            if (!m_.layers_[0].embed_norm.empty()) {
+            if (!m_.weights_->layers[0].embed_norm.empty()) {
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
@@ -141,7 +135,7 @@ private:
             if (features) k_.add(at, features, c_.hidden);
             return;
         }
-        const Layer& before = m_.layers_[static_cast<size_t>(l - 1)];
+        const Layer& before = m_.weights_->layers[static_cast<size_t>(l - 1)];
         add_back(me, t, before.post_ffn_norm, {}, before.down.out_padded());
         keep_hidden(me, t, l - 1);
     }
@@ -186,8 +180,31 @@ private:
     const uint8_t* first_keys(int job, int layer) const;
     void rope(const Seat& me, const Layer& l, int index, int from);
     bool attention(Seat& me, const Layer& l, int index);
+    // All layers, and what the head reads; false: the thread is dismissed.
+    bool layers(Seat& me) {
+        clock(me, kPhases);
+        for (int l = 0; l < batch_.layers; ++l)
+            if (!layer(me, l)) return false;
+        return end_layers(me);
+    }
+    // In a drafter's call: visit(run) for each chunk of at most `step` of the planned tokens.
+    template <class Visit>
+    static void each_chunk(Model& model, Result& result, const BatchView& batch, int step, const Visit& visit) {
+        Pool& pool = model.runtime_->pool();
+        for (int first = 0; first < batch.tokens; first += step) {
+            const int count = std::min(step, batch.tokens - first);
+            model.plan_jobs(first, count, pool.team(Pool::kDrafting));
+            Run run(model, pool, result, batch, first, count);
+            visit(run);
+        }
+    }
+    // Its body(seat) on all threads; they read so many bytes.
+    template <class Body>
+    void draft(size_t bytes, const Body& body) {
+        pool_.run(body, Pool::kDrafting, static_cast<double>(bytes));
+    }
+
     void gate_up(const Seat& me, const Layer& l, int index);
-    void head(Seat& me);
 
     Model& m_;
     const Config& c_;

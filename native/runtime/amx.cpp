@@ -11,6 +11,7 @@
 #include "platform.h"
 #include "runtime/cpu.h"
 #include "runtime/denormals.h"
+#include "runtime/scratch.h"
 #include "weights/pack.h"
 
 #if defined(__linux__)
@@ -27,22 +28,16 @@ constexpr int kTrials = 7;
 // A matrix of random values and moderate scales, 64 rows by 512 inputs.
 Matrix random_matrix(Arena& arena, Format format, std::mt19937& random) {
     const Layout at = layout_of(format);
-    Matrix m{};
-    m.format = format;
-    m.rows = 64;
-    m.cols = 512;
-    m.blocks = m.rows / kRows;
-    m.groups = m.cols / kGroup;
-    m.block_bytes = static_cast<size_t>(m.groups / at.groups) * static_cast<size_t>(at.bytes);
-    const std::shared_ptr<uint8_t> memory = arena.take(m.bytes());
-    for (size_t i = 0; i < m.bytes(); ++i) memory.get()[i] = static_cast<uint8_t>(random());
+    uint8_t* bytes;
+    const Matrix m = arena.matrix(format, 64, 512, bytes);
+    for (size_t i = 0; i < m.bytes(); ++i) bytes[i] = static_cast<uint8_t>(random());
     const auto halves = [&](uint8_t* to) {  // float16 of 0.0078 to 0.0156
         for (int lane = 0; lane < kRows; ++lane) {
             const auto half = static_cast<uint16_t>(0x2000 + random() % 0x400);
             std::memcpy(to + 2 * lane, &half, 2);
         }
     };
-    for (uint8_t* s = memory.get(); s < memory.get() + m.bytes(); s += at.bytes) {
+    for (uint8_t* s = bytes; s < bytes + m.bytes(); s += at.bytes) {
         if (at.d >= 0) {
             halves(s + at.d);
             if (at.dmin >= 0) halves(s + at.dmin);
@@ -53,19 +48,15 @@ Matrix random_matrix(Arena& arena, Format format, std::mt19937& random) {
             if (at.second >= 0) halves(s + at.second_of(g));
         }
     }
-    m.data = memory.get();
-    m.memory = memory;
     return m;
 }
 
 std::vector<uint8_t> random_acts(const Kernels& k, const Matrix& m, int n, std::mt19937& random) {
     std::normal_distribution<float> normal;
     std::vector<uint8_t> acts(static_cast<size_t>(m.groups) * static_cast<size_t>(n * act_bytes(m.acts())));
-    std::vector<float> line(static_cast<size_t>(m.cols));
-    for (int t = 0; t < n; ++t) {
-        for (float& x : line) x = normal(random);
-        k.encode(m.acts(), line.data(), 0, m.groups, acts.data(), n, t);
-    }
+    std::vector<float> values(static_cast<size_t>(n) * static_cast<size_t>(m.cols));
+    for (float& x : values) x = normal(random);
+    encode_rows(k, m, values.data(), n, acts.data());
     return acts;
 }
 

@@ -43,7 +43,9 @@ std::vector<Candidate> candidates() {
 #if defined(OUTPACE_HAS_AVX2)
     all.push_back({"avx2", kernels_avx2, machine.avx2});
 #endif
-#if defined(OUTPACE_HAS_PORTABLE)
+#if defined(OUTPACE_HAS_PORTABLEFMA)
+    all.push_back({"portable", machine.avx2 ? kernels_portablefma : kernels_portable, true});
+#elif defined(OUTPACE_HAS_PORTABLE)
     all.push_back({"portable", kernels_portable, true});
 #endif
     return all;

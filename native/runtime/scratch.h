@@ -1,6 +1,7 @@
 // Working memory of a forward: allocated once for the largest chunk of the largest model, aligned, never shrunk.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -84,6 +85,15 @@ struct ActBuffer {
         of[static_cast<size_t>(acts)].need(static_cast<size_t>(groups) * kChunk * static_cast<size_t>(act_bytes(acts)));
     }
 };
+
+// Vectors x [n][m.cols], encoded for the products of `m`: `acts` has room for n tokens.
+inline void encode_rows(const Kernels& kernels, const Matrix& m, const float* x, int n, uint8_t* acts) {
+    std::vector<float> line(static_cast<size_t>(m.in_padded()));
+    for (int t = 0; t < n; ++t) {
+        std::copy_n(x + static_cast<size_t>(t) * static_cast<size_t>(m.cols), m.cols, line.data());
+        kernels.encode(m.acts(), line.data(), 0, m.groups, acts, n, t);
+    }
+}
 
 constexpr int kGateRows = 128;  // rows of gate and up that a thread computes before it multiplies them
 

@@ -5,8 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "kernels/functions.h"
-
 namespace outpace {
 
 Ranking::Ranking(std::vector<int32_t> tokens, int outputs, int vocab, int threads)
@@ -31,38 +29,22 @@ std::vector<RankedToken> Ranking::best(int row, const float* logits, const Kerne
     const size_t i = static_cast<size_t>(row);
     const Mass all = whole(masses_.data() + i * static_cast<size_t>(stretches_), stretches_);
     if (std::isnan(all.top)) throw NotFinite();
-    if (logits && rows_[i].sampling.filters()) return filtered(rows_[i], logits, kernels);
+    const Sampling& sampling = rows_[i].sampling;
     Shortlist merged;
     merged.begin(rows_[i].listed());
-    for (const std::vector<Shortlist>& lists : lists_) merged.add(lists[i]);
-    const std::vector<double> shares = merged.shares(all, rows_[i].sampling.temperature > 0.0);
+    if (logits && sampling.filters())  // as drafters/learned/picks.py chooses
+        for (const int32_t place : survivors(logits, static_cast<int>(tokens_.size()), sampling, kernels))
+            merged.insert(
+                {static_cast<double>(logits[place]) / sampling.temperature + gumbel(sampling, tokens_[static_cast<size_t>(place)]),
+                    logits[place], place});
+    else
+        for (const std::vector<Shortlist>& lists : lists_) merged.add(lists[i]);
+    const std::vector<double> shares = merged.shares(all, sampling.temperature > 0.0);
     std::vector<RankedToken> found;
     for (size_t n = 0; n < std::min(shares.size(), static_cast<size_t>(rows_[i].most)); ++n) {
         const int32_t place = merged.entries()[n].place;
         found.push_back({place, tokens_[static_cast<size_t>(place)], shares[n]});
     }
-    return found;
-}
-
-// By logit / temperature + noise among what the filters leave, as drafters/learned/picks.py chooses.
-std::vector<RankedToken> Ranking::filtered(const Row& row, const float* logits, const Kernels& kernels) const {
-    std::vector<RankedToken> found;
-    for (const int32_t place : survivors(logits, static_cast<int>(tokens_.size()), row.sampling, kernels)) {
-        const int32_t token = tokens_[static_cast<size_t>(place)];
-        const double scaled = static_cast<double>(logits[place]) / row.sampling.temperature;
-        found.push_back({place, token, scaled + gumbel(row.sampling, token)});
-    }
-    const size_t listed = std::min(found.size(), static_cast<size_t>(row.listed()));
-    std::partial_sort(
-        found.begin(), found.begin() + static_cast<std::ptrdiff_t>(listed), found.end(), [](const RankedToken& a, const RankedToken& b) {
-        return a.share > b.share || (a.share == b.share && a.place < b.place);  // scores, as yet
-    });
-    found.resize(listed);
-    const double top = found.empty() ? 0.0 : found.front().share;
-    double total = 0.0;
-    for (const RankedToken& one : found) total += exponential(one.share - top);
-    for (RankedToken& one : found) one.share = exponential(one.share - top) / total;
-    found.resize(std::min(listed, static_cast<size_t>(row.most)));
     return found;
 }
 

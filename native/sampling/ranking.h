@@ -19,6 +19,12 @@ struct RankedToken {
     double share;          // the chance that it is what the target chooses; see Shortlist::shares
 };
 
+// Products of a stretch of the head's rows with `n` encoded tokens: y [n][kStretch].
+inline void stretch_product(const Kernels& kernels, const Matrix& head, const uint8_t* acts, int n, int stretch, float* y) {
+    const int first = stretch * kStretch, begin = first / kRows;
+    kernels.matmul(head, acts, n, begin, std::min(begin + kStretch / kRows, head.blocks), y - first, kStretch);
+}
+
 class Ranking {
 public:
     struct Row {
@@ -53,8 +59,6 @@ public:
     std::vector<RankedToken> best(int row, const float* logits, const Kernels& kernels) const;
 
 private:
-    std::vector<RankedToken> filtered(const Row& row, const float* logits, const Kernels& kernels) const;
-
     std::vector<int32_t> tokens_;
     int stretches_;
     std::vector<Row> rows_;

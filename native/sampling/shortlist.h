@@ -49,8 +49,9 @@ public:
         for (const Entry& entry : other.entries_) insert(entry);
     }
 
-private:
     void insert(const Entry& entry);
+
+private:
     bool full() const { return static_cast<int>(entries_.size()) == most_; }
 
     int most_ = 0;

@@ -13,6 +13,12 @@ static inline uint16_t u16_at(const uint8_t* p) {
     return x;
 }
 
+static inline int32_t int_at(const void* p) {
+    int32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
 static inline float bits_to_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);

@@ -32,6 +32,7 @@
 namespace outpace {
 
 enum class Format { I4S, I4M, I4C, I5S, I5M, I8S, K4, K4C, K5, K6, B16, H16, F32 };
+constexpr const char* kFormatNames[] = {"I4S", "I4M", "I4C", "I5S", "I5M", "I8S", "K4", "K4C", "K5", "K6", "B16", "H16", "F32"};
 
 // How activations must be encoded to meet a format's weights.
 enum class Acts { I8, B16, F32 };

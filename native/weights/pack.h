@@ -1,10 +1,13 @@
 // From a model file's bytes to the kernels' layout, and back for looking up embeddings and for tests.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "weights/matrix.h"
@@ -53,6 +56,7 @@ constexpr SourceType kSources[] = {
 
 // Keep: no value changes. The others apply to F32, F16 and BF16 sources only.
 enum class Target { Keep, B16, F16, F32, Int8, Int4 };
+constexpr const char* kTargetNames[] = {"keep", "bf16", "f16", "f32", "int8", "int4"};
 
 // Bytes of one row of `cols` values. Throws std::invalid_argument for an unknown type or cols that do not fit it.
 size_t row_bytes(int source, int64_t cols);
@@ -60,11 +64,30 @@ size_t row_bytes(int source, int64_t cols);
 // Bytes that a matrix [rows, cols] takes once it is packed. Throws as `pack` does for its type and target.
 size_t packed_bytes(int source, int rows, int cols, Target target);
 
+// work(i) for each i below `count`, claimed by so many threads.
+template <class Work>
+void shared_out(size_t count, int threads, const Work& work) {
+    std::atomic<size_t> next{0};
+    const auto claim = [&] {
+        for (size_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
+    };
+    std::vector<std::thread> helpers;
+    try {
+        for (int i = 1; i < threads && static_cast<size_t>(i) < count; ++i) helpers.emplace_back(claim);
+    } catch (const std::system_error&) {  // fewer threads do it, too
+    }
+    claim();
+    for (std::thread& helper : helpers) helper.join();
+}
+
 // Memory for weights: few large mappings on huge pages where the system has them.
 class Arena {
 public:
     // `bytes` rounded up to 64, zeroed; the returned pointer keeps its mapping alive.
     std::shared_ptr<uint8_t> take(size_t bytes);
+
+    // A matrix of zeros, and where its bytes are.
+    Matrix matrix(Format format, int rows, int cols, uint8_t*& bytes);
 
 private:
     std::shared_ptr<uint8_t> mapping_;

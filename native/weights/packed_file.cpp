@@ -6,7 +6,6 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +15,6 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <thread>
 
 namespace outpace {
 
@@ -50,22 +48,6 @@ uint8_t* reserve(size_t bytes) {
     if (before > 0) munmap(all, before);
     munmap(all + before + size, kHuge - before);
     return all + before;
-}
-
-// work(i) for each i below `count`, claimed by so many threads.
-template <class Work>
-void shared_out(size_t count, int threads, const Work& work) {
-    std::atomic<size_t> next{0};
-    const auto claim = [&] {
-        for (size_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
-    };
-    std::vector<std::thread> helpers;
-    try {
-        for (int i = 1; i < threads && static_cast<size_t>(i) < count; ++i) helpers.emplace_back(claim);
-    } catch (const std::system_error&) {  // fewer threads do it, too
-    }
-    claim();
-    for (std::thread& helper : helpers) helper.join();
 }
 
 // Pages of [data, data + bytes) into memory and into the page table. 0, or the error that touching them would end in.

@@ -18,49 +18,34 @@ int stored_at(int group_bytes, const uint8_t* values, int i, int lane) {
     return nibble | (values[kNibbles + its.byte] >> its.bit & (five ? 1 : 3)) << 4;
 }
 
-// One group of one row.
+// One group of one row, as the table in layout.h says.
 void unpack_group(Format format, const uint8_t* s, int g, int lane, float* out) {
     const Layout at = layout_of(format);
     const uint8_t* values = s + at.values_of(g);
+    for (int i = 0; at.acts != Acts::I8 && i < kGroup; ++i) {
+        if (format == Format::F32)
+            std::memcpy(&out[i], values + plain_at(i, lane) * 4, 4);
+        else
+            out[i] = format == Format::B16 ? bf16_to_float(u16_at(values + pair_at(i, lane) * 2))
+                                           : f16_to_float(u16_at(values + plain_at(i, lane) * 2));
+    }
+    if (at.acts != Acts::I8) return;
+    const bool split = at.group_bytes == kSixes, code = format == Format::I4C || format == Format::K4C;
+    const bool minimum = at.second >= 0 && !split;
     const auto half = [&](int offset) { return f16_to_float(u16_at(s + offset + 2 * lane)); };
-    const auto byte = [&](int offset) { return static_cast<float>(s[offset + lane]); };
-    float q[kGroup];
-    for (int i = 0; at.acts == Acts::I8 && i < kGroup; ++i) q[i] = static_cast<float>(stored_at(at.group_bytes, values, i, lane));
-    const auto scaled = [&](float scale, float zero, float minimum) {
-        for (int i = 0; i < kGroup; ++i) out[i] = scale * (q[i] - zero) + minimum;
+    const auto scale_at = [&](int offset) {
+        if (at.d < 0) return half(offset);
+        return half(at.d) * static_cast<float>(minimum ? s[offset + lane] : static_cast<int8_t>(s[offset + lane]));
     };
-    switch (format) {
-        case Format::I4S: return scaled(half(at.scale_of(g)), 8.0f, 0.0f);
-        case Format::I5S: return scaled(half(at.scale_of(g)), 16.0f, 0.0f);
-        case Format::I8S: return scaled(half(at.scale_of(g)), 128.0f, 0.0f);
-        case Format::I4M:
-        case Format::I5M: return scaled(half(at.scale_of(g)), 0.0f, half(at.second_of(g)));
-        case Format::K4:
-        case Format::K5: return scaled(half(at.d) * byte(at.scale_of(g)), 0.0f, -(half(at.dmin) * byte(at.second_of(g))));
-        case Format::I4C:
-        case Format::K4C: {
-            const float scale = format == Format::I4C ? half(at.scale_of(g))
-                                                      : half(at.d) * static_cast<float>(static_cast<int8_t>(s[at.scale_of(g) + lane]));
-            for (int i = 0; i < kGroup; ++i) out[i] = scale * static_cast<float>(kCode[static_cast<int>(q[i])]);
-            return;
-        }
-        case Format::K6: {
-            const float d = half(at.d);
-            for (int i = 0; i < kGroup; ++i) {
-                const int8_t scale = static_cast<int8_t>(s[(i < 16 ? at.scale_of(g) : at.second_of(g)) + lane]);
-                out[i] = d * static_cast<float>(scale) * (q[i] - 32.0f);
-            }
-            return;
-        }
-        case Format::B16:
-            for (int i = 0; i < kGroup; ++i) out[i] = bf16_to_float(u16_at(values + pair_at(i, lane) * 2));
-            return;
-        case Format::H16:
-            for (int i = 0; i < kGroup; ++i) out[i] = f16_to_float(u16_at(values + plain_at(i, lane) * 2));
-            return;
-        case Format::F32:
-            for (int i = 0; i < kGroup; ++i) std::memcpy(&out[i], values + plain_at(i, lane) * 4, 4);
-            return;
+    const float low = scale_at(at.scale_of(g)), high = split ? scale_at(at.second_of(g)) : low;
+    const float added = !minimum   ? 0.0f
+                        : at.d < 0 ? half(at.second_of(g))
+                                   : -(half(at.dmin) * static_cast<float>(s[at.second_of(g) + lane]));
+    const int zero = minimum ? 0 : at.group_bytes == kNibbles ? 8 : at.group_bytes == kFives ? 16 : split ? 32 : 128;
+    for (int i = 0; i < kGroup; ++i) {
+        const int q = stored_at(at.group_bytes, values, i, lane);
+        out[i] = (i < 16 ? low : high) * static_cast<float>(code ? kCode[q] : q - zero);
+        if (!code && !split) out[i] += added;
     }
 }
 

@@ -194,10 +194,10 @@ class Eagle:
     def bytes(self) -> int:
         """Of its weights, the embedding aside."""
 
-    def draft(self, asks: list[_Ask]) -> tuple[_I32, _I32, _I32 | None, _F32]:
+    def draft(self, asks: list[_Ask]) -> list[tuple[list[int], list[int], list[float]]]:
         """Append entries to the target's rows and draft after each one's last: (row, tokens [n], hidden states [n, T,
-        H], nodes (0: none), levels, branch, None or temperature, seed, sample and output index). Tokens [B, W],
-        widths [B], parents [B, W] (None: chains) and path probabilities [B, W]."""
+        H], nodes (0: none), levels, branch, None or temperature, seed, sample and output index). Tokens, parents and
+        path probabilities of each ask's nodes."""
 
     def exchange(self, other: Eagle) -> None:
         """Swap weights with another network of this shape, runtime and words that has no rows; these keep their KV."""
@@ -214,8 +214,6 @@ class Eagle:
     def drop(self, of: int) -> None: ...
     @property
     def rows(self) -> dict[int, int]: ...
-    def take_timings(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
 
 class Parallel:
     """A block-parallel drafter's network; see native/model/parallel.h. Raises ValueError, IndexError, MemoryLimit,
@@ -244,9 +242,9 @@ class Parallel:
     def rows(self) -> dict[int, int]:
         """The model's row of each row of the target."""
 
-    def draft(self, asks: list[_BlockAsk]) -> tuple[_I32, _F32]:
-        """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Places
-        in the draft vocabulary [B, W] and each one's own chance [B, W]; 0 beyond a row's slots."""
+    def draft(self, asks: list[_BlockAsk]) -> list[tuple[list[int], list[float]]]:
+        """(row, pending token, where it stands, slots, None or temperature, seed, sample and output index). Of each
+        ask's slots their places in the draft vocabulary and chances."""
 
     def states(self, asks: list[_BlockAsk]) -> tuple[_F32, _F32]:
         """Normed states [N, H] and logits [N, D] of all slots, ask after ask, without the Markov head's share."""
@@ -273,7 +271,6 @@ class SuffixIndex:
     def append(self, tokens: _I32) -> None: ...
     def shrink(self, n: int) -> None: ...
     def tokens(self) -> _I32: ...
-    def places(self, context: _I32) -> list[tuple[int, int]]: ...
     def propose(
         self, context: _I32, budget: int, others: list[SuffixIndex], wide: bool
     ) -> tuple[list[int], list[int], list[float]]:
@@ -400,14 +397,11 @@ class NgramLookup(NativeDrafter):
 class DraftRows:
     """By the target's row: a row of a draft model's cache, and the tokens fed there. Raises KeyError."""
 
-    def add(self, row: int, cached: int) -> None: ...
     def cached(self) -> dict[int, int]: ...
-    def fed(self, row: int) -> int: ...
-    def tokens(self, row: int, n: int) -> _I32:
-        """The first n that were fed, as far as they go."""
+    def tokens(self, row: int) -> _I32:
+        """All that were fed, a copy."""
 
-    def truncate(self, row: int, n: int) -> None: ...
-    def append(self, row: int, tokens: _I32) -> None: ...
+    def put(self, row: int, cached: int, tokens: _I32) -> None: ...
     def release(self, row: int) -> None: ...
 
 class ModelDrafter(NativeDrafter):

@@ -383,7 +383,6 @@ def test_drafters_and_their_target_compute_for_threads_of_python_at_once(
                 assert same(heads[i].draft([ask]), drafted)
                 heads[i].check([0])
                 heads[i].release(0)
-                heads[i].take_timings()
             else:
                 row = target.kv.alloc()
                 assert np.array_equal(feed(target, row, text, 9), said)

@@ -39,15 +39,16 @@ class OwnCache:
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first n positions of the row."""
-        self.model.kv.truncate(self._rows.cached()[row], n)
-        self._rows.truncate(row, n)
+        cached = self._rows.cached()[row]
+        self.model.kv.truncate(cached, n)
+        self._rows.put(row, cached, self._rows.tokens(row)[:n])
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32]) -> tuple[Output, I32]:
         """Run new tokens of some rows, each at least one; the output, and the packed index of each row's last token.
 
         Raises MemoryLimitError, and what the model raises; then every row is as it was.
         """
-        before = {row: self._rows.fed(row) for row in rows}
+        before = {row: len(self._rows.tokens(row)) for row in rows}
         left = list(tokens)
         try:
             while any(len(rest) > CATCH_UP for rest in left):
@@ -66,19 +67,19 @@ class OwnCache:
         self, rows: Sequence[int], tokens: Sequence[I32], *, wanted: bool, **inputs: Any
     ) -> tuple[Output, Batch]:
         """One forward; ``inputs`` go to ``Batch.pack``."""
-        cached, starts = self._rows.cached(), [self._rows.fed(row) for row in rows]
+        cached, starts = self._rows.cached(), [len(self._rows.tokens(row)) for row in rows]
         batch = Batch.pack(
             [cached[row] for row in rows], tokens, starts, [wanted] * len(rows), last_only=True, **inputs
         )
         output = self.model.forward(batch)
         for row, new in zip(rows, tokens, strict=True):
-            self._rows.append(row, new)
+            self._rows.put(row, cached[row], np.concatenate([self._rows.tokens(row), new], dtype=np.int32))
         return output, batch
 
     def length(self, row: int) -> int:
         """Positions of the row that are known to be right; 0 for a row that is not there."""
         cached = self._rows.cached().get(row)
-        return 0 if cached is None else min(self._rows.fed(row), self.model.kv.length(cached))
+        return 0 if cached is None else min(len(self._rows.tokens(row)), self.model.kv.length(cached))
 
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions; it may not be there yet."""
@@ -99,7 +100,7 @@ class OwnCache:
             self._ensure(dst)
             cached = self._rows.cached()
             self.model.kv.fork(cached[src], cached[dst], n)
-            self._rows.append(dst, self._rows.tokens(src, n))
+            self._rows.put(dst, cached[dst], self._rows.tokens(src)[:n])
 
     def release(self, row: int) -> None:
         """Forget the row, if it is known."""
@@ -110,11 +111,11 @@ class OwnCache:
         """Make the row if it is not there."""
         self._settle()
         if row not in self:
-            self._rows.add(row, self.model.kv.alloc())
+            self._rows.put(row, self.model.kv.alloc(), np.zeros(0, np.int32))
 
     def _known(self, row: int, tokens: I32) -> int:
         """How many of ``tokens`` the row's KV has."""
-        return common_prefix(self._rows.tokens(row, self.length(row)), tokens)
+        return common_prefix(self._rows.tokens(row)[: self.length(row)], tokens)
 
     def _settle(self) -> None:
         """Free rows that are nobody's, and forget those that are gone: an interrupted call leaves such."""

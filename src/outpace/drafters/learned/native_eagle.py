@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.native_runtime import PLAIN, Packing, check_cache, fitting, noise_of, own_type, refusals
 from outpace.errors import Argument, DrafterError, ParameterError
 from outpace.exact.drafts import Drafts
+from outpace.exact.tree import Tree, pack
 from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
 
 _native = _fast.native
@@ -76,13 +78,14 @@ class NativeEagle:
         Under noise, ``confidence`` is made of each child's share of e^score (logit / T + g) among its parent's 16
         largest or so: what the target will choose depends on the same noise, and q alone says little of it.
         """
-        tokens, widths, parents, confidence = self._draft(
+        drafted = self._draft(
             [
                 (a.row, a.tokens, a.hidden_states, a.nodes, min(a.levels, a.nodes), a.branch, noise_of(a.chooser))
                 for a in asks
             ]
         )
-        return Drafts(tokens, widths, parents, confidence=confidence)
+        trees = [Tree(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
+        return replace(pack(trees, ("",)), sources=())
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
         """See ``EagleRuntime.extend``. float32 [B, D]."""
@@ -176,7 +179,6 @@ class NativeEagle:
                 self._live().exchange(other._live())
         except ValueError as error:
             raise DrafterError(f"the drafter's weights cannot be exchanged: {error}") from error
-        self._model, other._model = other._model, self._model
         self.weight_bytes, other.weight_bytes = other.weight_bytes, self.weight_bytes
 
     @property
@@ -189,15 +191,6 @@ class NativeEagle:
         assert set(own) <= set(rows), f"rows {sorted(set(own) - set(rows))} were not released"
         assert set(self._predicted) <= set(own), "an output is kept of a row that is gone"
         check_cache(self._model, own.values())
-
-    def take_timings(self) -> dict[str, float]:
-        """Seconds since the last call: of whole phases, and of those of ``levels`` where the model's are measured."""
-        return {**self._live().take_timings(), **self._model.take_timings()}
-
-    def time_phases(self, on: bool = True) -> None:
-        """Measure the phases of ``levels``, too."""
-        self._live()
-        self._model.time_phases(on)
 
     def close(self) -> None:
         """See ``EagleRuntime.close``. The threads are the target's."""

@@ -182,8 +182,9 @@ class NativeParallel:
         there = [i for i in range(len(asks)) if i not in here]
         if there:
             with refusals():
-                places, chances = self._network.draft([asks[i] for i in there])
-            drafts.places[there, : places.shape[1]], drafts.chance[there, : places.shape[1]] = places, chances
+                found = self._network.draft([asks[i] for i in there])
+            for i, (places, chances) in zip(there, found, strict=True):
+                drafts.places[i, : len(places)], drafts.chance[i, : len(places)] = places, chances
         for i, pick in enumerate(pickers):
             if pick is not None and pick.noise is not None:
                 pick.took(drafts.chance[i, : counts[i]].tolist())
