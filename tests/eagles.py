@@ -28,7 +28,7 @@ def config_of(model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], 
 def random(
     model: Model, ids: Sequence[int], hidden_layers: tuple[int, ...], *, seed: int = 0, **options: Any
 ) -> Checkpoint:
-    """Weights that mean nothing, of the size that trained ones have."""
+    """See ``random_checkpoint``."""
     return random_checkpoint(seed, config_of(model, ids, hidden_layers, **options), ids=ids)
 
 

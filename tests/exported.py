@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,44 @@ import numpy as np
 
 from outpace.common.arrays import F32
 
+WORDS = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]  # of ``tokenizer``
 
-def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None) -> Path:
-    """Write ``model``, float32. ``leave_out``: a tensor; ``frequencies``: divisors of its rotations."""
+
+def export(
+    model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None,
+    more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False,
+) -> Path:  # fmt: skip
+    """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
+    its rotations; ``more``: of the architecture's metadata, strings and floats."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
+    if hasattr(config, "num_key_value_heads"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(1e-5)
+    if rope := getattr(config, "rope_parameters", None):
+        rope = rope.get("full_attention", rope)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+    if architecture in ("gemma2", "gemma3", "phi3", "starcoder2"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if architecture == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
         pattern = config.layer_types.index("full_attention") + 1
         if pattern != 6:  # the format's default
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
@@ -43,8 +59,6 @@ def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", fr
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     if architecture == "phi3":
-        writer.add_sliding_window(config.sliding_window or 0)
-        writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
         original = config.original_max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(original)
         if rope["rope_type"] == "longrope":
@@ -52,6 +66,18 @@ def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", fr
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
             for name in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    for key, value in (more or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{architecture}.{key}", value)
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(WORDS)
+        writer.add_token_types([3, 3] + [1] * (len(WORDS) - 2))
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        writer.add_pad_token_id(0)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
@@ -61,13 +87,17 @@ def export(model: Any, architecture: str, path: Path, *, leave_out: str = "", fr
         if architecture in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture == "gemma3" and "norm" in name:
+        if architecture in ("gemma2", "gemma3") and "norm" in name:
             values = values + 1
+        if architecture == "gpt2" and ".h." in name and values.ndim == 2:
+            values = values.T
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored != leave_out:
             writer.add_tensor(stored, np.ascontiguousarray(values))
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)
+    if extra:
+        writer.add_tensor(extra, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,7 +24,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.base import HostHiddenStates
 from outpace.params import SamplingParams
 from tests.exact.outcomes import EveryOutcome, every_outcome
-from tests.exact.test_reject import Language, output, same
+from tests.exact.test_verify import Language, output, same
 from tests.toy import ToyModel
 from tests.toy_head import ToyHead
 

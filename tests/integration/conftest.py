@@ -22,12 +22,7 @@ def tiny() -> Iterator[Tiny]:
         yield made
 
 
-@pytest.fixture(
-    params=[
-        "transformers",
-        "native",
-    ]
-)
+@pytest.fixture(params=["transformers", "native"])
 def load(request: pytest.FixtureRequest, tiny: Tiny) -> Load:
     def make(layers: int, limit: int | None = None, **more: int) -> Model:
         sizes = SIZES | more | {"layers": layers}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, ship
+from benchmarks import ship
 from benchmarks.__main__ import call
 from outpace.drafters.learned.checkpoint import read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
@@ -59,35 +59,6 @@ def measure(gguf: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )  # fmt: skip
 
     return measured
-
-
-def test_it_goes_on_where_it_stopped(measure: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    assert measure("--minutes", "0") == 1
-    assert "the same command goes on" in capsys.readouterr().out
-    assert not out.exists()
-    assert measure("--limit", "2") == 0
-    some = json.loads(out.read_text())["runs"]
-    count = len(acceptance.CONFIGURATIONS) * len(acceptance.TEMPERATURES)
-    assert len(some) == 2 * count
-    some[0]["steps"] += 1000  # to see that it is not measured again
-    out.write_text(json.dumps(json.loads(out.read_text()) | {"runs": some}))
-    assert measure() == 0
-    whole = json.loads(out.read_text())
-    assert len(whole["runs"]) == 6 * count
-    assert whole["runs"][0]["steps"] == some[0]["steps"]
-    for its in whole["figures"]:
-        assert its["prompts"] == its["identical"] == 6
-        assert [its["by_category"][name]["prompts"] for name in "ab"] == [3, 3]
-        mine = [
-            run for run in whole["runs"]
-            if (run["configuration"], run["temperature"]) == (its["configuration"], its["temperature"])
-        ]  # fmt: skip
-        assert its["tokens_per_step"] == sum(run["tokens"] for run in mine) / sum(run["steps"] for run in mine)
-    chain = next(its for its in whole["figures"] if its["configuration"] == "chain of 4")
-    assert len(chain["acceptance_by_position"]) == 4
-    assert measure("--seed", "9") == 2
-    assert "was measured with seed 0, and this is 9: name another file" in capsys.readouterr().err
 
 
 def test_what_ships_is_what_was_measured(measure: Any, run: Path, tmp_path: Path) -> None:

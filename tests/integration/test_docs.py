@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.__main__ import names
 from outpace.cli.app import parse
+from scripts import tables
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"notebook.md"}  # what was written then stays as it was
@@ -75,3 +76,15 @@ def test_lines_are_short(page: Path) -> None:
         if len(line) > 120 and not line.startswith(("|", "![", "[")) and " " in line.strip()
     ]
     assert not long, f"{page.name}: lines {long} are longer than 120 characters"
+
+
+def test_tables_in_docs_are_the_codes() -> None:
+    assert not tables.stale(), "run python scripts/tables.py"
+
+
+def test_a_table_is_made_between_its_marks() -> None:
+    page = tables.filled("a\n<!-- table: parameters -->\nold\n<!-- end -->\nb\n")
+    assert page.startswith("a\n<!-- table: parameters -->\n| parameter |")
+    assert page.endswith("|\n<!-- end -->\nb\n")
+    assert "old" not in page
+    assert "| `top_n_sigma` | `0.0` | 0 to 100 | filter |" in page

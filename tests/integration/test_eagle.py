@@ -15,15 +15,12 @@ import pytest
 import torch
 
 from outpace import Engine, SamplingParams
-from outpace.control.cost import Cost
-from outpace.drafters.base import DraftContext, DraftCost, Drafter, Event
-from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.base import DraftContext, DraftCost, Event
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.eagle import CATCH_UP, Ask, EagleDrafter, EagleRuntime
 from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.learned.picks import RIVALS, chosen
 from outpace.drafters.learned.torch_eagle import TorchEagle, likeliest
-from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise
@@ -32,16 +29,11 @@ from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from tests import eagles, learned
-from tests.by_hand import MASKED, PROMPTS, Target, answers, assert_same, propose, stay_in_step, view
+from tests.by_hand import Target, assert_same, propose, view
 from tests.integration.conftest import VOCAB, Load
 
 LAYERS = (0, 1, 2)
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"fc_norm": True, "norm_output": True},
-    {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True},
-]
 
 
 def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> EagleRuntime:
@@ -56,18 +48,10 @@ def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **opti
     return EagleDrafter(head, checkpoint.config.hidden_layers, "eagle", model.info.vocab_size, **options)
 
 
-@pytest.mark.parametrize(("options", "temperature"), [*zip(VARIANTS, (0.0, 0.8, 0.0), strict=True)])
-def test_rows_stay_in_step_with_what_is_committed(load: Load, options: dict[str, Any], temperature: float) -> None:
-    target = Target(load(3), LAYERS)
-    checkpoint = eagles.random(target.model, IDS, LAYERS, **options)
-    drafter, fresh = (eagle(target.model, checkpoint, branch=3) for _ in range(2))
-    stay_in_step(target, drafter, fresh, (3, 30, 12), VOCAB, 7, temperature, bits=True)
-
-
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
     """Every node's chance is that of its path, fed token by token; the nodes are the likeliest of those expanded."""
     model = load(3)
-    head = TorchEagle(model, eagles.random(model, IDS, LAYERS, fc_norm=True))
+    head = TorchEagle(model, eagles.random(model, IDS, LAYERS, fc_norm=True, seed=3))
     rng = np.random.default_rng(0)
     entries = rng.integers(0, VOCAB, 9).astype(np.int32)
     hidden_states = [rng.normal(0, 1, (9, 3, model.info.hidden_size)).astype(np.float32)]
@@ -172,39 +156,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def good(load: Load) -> tuple[Model, Checkpoint]:
-    """A target, and a drafter that knows what follows which token in its answers."""
-    model = load(4)
-    counts = np.zeros((VOCAB, VOCAB))
-    with Engine(load(4)) as plain:
-        for temperature, weight in ((0.0, 10), (2.0, 1)):
-            for result in plain.generate_many(PROMPTS, SamplingParams(max_tokens=20, temperature=temperature, seed=9)):
-                np.add.at(counts, (result.token_ids[:-1], result.token_ids[1:]), weight)
-    return model, eagles.table(model, IDS, (0, 1, 2, 3), np.array(IDS)[counts[:, IDS].argmax(1)].tolist())
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "options"),
-    [
-        ("chain", SamplingParams(), {}),
-        ("tree", SamplingParams(temperature=2.0, n=2), {"max_rows": 1, "prefix_rows": 2}),
-        ("tree", SamplingParams(), {"acceptance": "rejection"}),
-        ("ngram+tree", MASKED, {}),
-        ("ngram+tree", SamplingParams(temperature=2.0), {"size": "auto", "cost": Cost((1, 64), (1.0, 2.0))}),
-    ],
-)
-def test_equal_to_plain_decoding(load: Load, kind: str, params: SamplingParams, options: dict[str, Any]) -> None:
-    params = params.with_(max_tokens=25)
-    model, checkpoint = good(load)
-    drafter: Drafter = eagle(model, checkpoint, branch=1 if kind == "chain" else 3)
-    if kind.startswith("ngram"):
-        drafter = ComposedDrafter([NgramDrafter(), drafter])
-    found = answers(model, drafter, params, **options)
-    assert [r.token_ids for r in found] == [r.token_ids for r in answers(load(4), None, params)]
-    if options.get("size") != "auto":  # which goes by the clock
-        assert sum(r.stats.accepted_by.get("eagle", 0) for r in found) > 10
 
 
 def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:

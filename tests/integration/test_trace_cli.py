@@ -80,19 +80,3 @@ def test_explain(capsys: pytest.CaptureFixture[str], served: dict[str, Any], tra
     code, out, _ = outpace(capsys, "explain", trace, other, "--json")
     assert code == 1
     assert json.loads(out)["explanations"][0]["cause"] == "bug"
-
-
-@pytest.mark.parametrize("command", [["trace", "replay"], ["trace", "view"], ["explain", "run.trace"]])
-def test_what_is_no_trace_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    record(tmp_path / "run.trace")
-    (tmp_path / "text").write_text("hello\n")
-    code, _, err = outpace(capsys, *command, "text")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "is no trace: give a file that outpace generate --trace wrote" in err
-    (tmp_path / "new").write_text('{"trace": 7, "outpace": "9.0"}\n')
-    code, _, err = outpace(capsys, *command, "new")
-    assert code == 2
-    assert "format 7, written by outpace 9.0" in err

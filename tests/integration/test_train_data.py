@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from outpace.training import hidden_states
 from outpace.training.data import Answer, Answers
 from outpace.training.states import HiddenStateSource
 from outpace.training.writer import Writer
-from tests.integration.test_cli import outpace, spawn, wait_for
+from tests.integration.test_cli import outpace
 
 LENGTHS = (5, 31, 64, 2, 300, 17)
 LAYERS = (1, 14, 26, 29)
@@ -145,32 +144,6 @@ def test_states_come_from_the_answers_own_target(folder: Path, model: NativeMode
         HiddenStateSource(other)
     with pytest.raises(ParameterError, match="it has 0 to 29"):
         HiddenStateSource(answers, [30], model=model)
-
-
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"Name {i} colours.\n" for i in range(2, 8)))
-    common = ("train", "data", "--prompts", prompts, "-n", "4", "--backend", "native")
-    code, out, err = outpace(capsys, *common, "--out", tmp_path / "whole", "--shard", "2", "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    assert (found["new"], found["answers"], found["left_out"]) == (6, 6, 0)
-    assert found["hash"] == Answers.open(tmp_path / "whole").hash
-    killed = tmp_path / "killed"
-    process = spawn(*common, "--out", killed, "--shard", "2", "--rows", "1")
-    try:
-        wait_for(lambda: (killed / "answers-00000.parquet").exists())
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert 2 <= len(Answers.open(killed)) < 6
-    code, out, err = outpace(capsys, *common, "--out", killed, "--shard", "2", "--rows", "5")
-    assert code == 0, err
-    for path in sorted((tmp_path / "whole").iterdir()):
-        assert (killed / path.name).read_bytes() == path.read_bytes(), path.name
-    code, _, err = outpace(capsys, *common, "--out", killed, "--limit", "2")
-    assert code == 2
-    assert "was begun with prompts 6" in err
 
 
 def test_a_disk_that_cannot_hold_the_states_is_refused_before_the_run(

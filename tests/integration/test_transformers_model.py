@@ -197,9 +197,7 @@ def test_verify_is_the_walk(on_device: bool, case: tuple[Any, Drafts, I32, Batch
             return np.array([after.choose(logits[at[int(starts[i]) + 1 + int(nodes[0])]])], np.int32)
 
         alone = Drafts(
-            draft.tokens[None],
-            np.array([len(draft)], np.int32),
-            None if draft.parents is None else draft.parents[None],
+            draft.tokens[None], np.array([len(draft)], np.int32), None if draft.parents is None else draft.parents[None]
         )
         try:
             expected = walk(choose, alone).row(0)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from native_helpers import Tiny, feed
+from native_helpers import BLOCKS, Tiny, feed
 
 from outpace import Engine, SamplingParams
 from outpace.errors import ModelError, ParameterError
 from outpace.models import rope
 from outpace.models.decoder import from_folder
+from outpace.models.native.build import estimate
 from outpace.models.native.model import load_native
 from outpace.models.weights.gguf import GGUFFile
 from tests.exported import export
@@ -221,3 +222,21 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) ->
     for options in ({"kv_dtype": "int4"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
         with pytest.raises(ParameterError):
             load_native(path, **options)  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
+    """A bias that was left out would make another model of it."""
+    with pytest.raises(ModelError, match=r"the tensor 'blk\.0\.ffn_down\.bias' and 1 more"):
+        tiny.load("Q4_1", "llama", {"ffn_bias": 1})
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+)
+def test_estimate(kind: str, tiny: Tiny) -> None:
+    sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if BLOCKS[kind][0] == 256 else {}
+    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
+        model = tiny.load(kind, sizes=sizes, **options)
+        info = model.info
+        assert estimate(tiny.path(kind, **sizes), **options) == (info.weight_bytes, info.kv_bytes_per_position)
+        model.close()

@@ -19,6 +19,7 @@ from outpace import Engine, SamplingParams, _native
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.learned.native_runtime import NativeParallel
+from outpace.errors import ParameterError
 from outpace.measure.replay import engine_for, replay
 from outpace.measure.trace import tracing
 from outpace.measure.tracefile import read
@@ -218,3 +219,23 @@ def test_a_callers_arithmetic_stays(tiny: Tiny) -> None:
     feed(model, model.kv.alloc(), np.arange(40))
     model.close()
     assert (least * np.float32(1))[0] == least[0] != 0
+
+
+emulated = pytest.mark.skipif(EMULATED not in PATHS, reason="built by scripts/setup, not light, for AVX-512")
+
+
+@emulated
+def test_the_check_at_start_passes_what_is_equal_and_names_what_is_not() -> None:
+    assert _native.differing_product(EMULATED, "avx512") == ""
+    assert _native.differing_product(EMULATED, "avx512", spoiled=3) == "Q4_0 with 3 tokens"
+    if "avx512-amx" in _native.usable_isas():
+        assert _native.differing_product("avx512-amx", "avx512-bf16") == ""
+
+
+def test_what_is_said_of_tiles(tiny: Tiny) -> None:
+    found, usable = _native.amx(), _native.usable_isas()
+    assert EMULATED not in usable
+    assert (found["off"] == "") == ("avx512-amx" in usable) == bool(found["from"])
+    if found["off"]:
+        with pytest.raises(ParameterError, match="avx512-amx"):
+            tiny.load(isa="avx512-amx")

@@ -153,10 +153,7 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
 
 
 def run(
-    model: NativeModel,
-    drafter: Drafter | None,
-    requests: list[Asked],
-    **options: Any,
+    model: NativeModel, drafter: Drafter | None, requests: list[Asked], **options: Any
 ) -> tuple[list[Result], list[tuple[Any, ...]], int]:
     """All requests together, the invariants checked after every step; results, records, forwards in C++."""
     watched = options.pop("watched", True)

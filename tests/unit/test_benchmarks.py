@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from benchmarks import invariance, servers
-from benchmarks.invariance import AXES, NOISES, OUR_AXES, OUR_STARTS, STARTS, Contender, Journal, planned, questions
+from benchmarks.invariance import AXES, NOISES, STARTS, Contender, Journal, planned, questions
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow
 from outpace.measure.remote import Remote, RemoteError
 from tests import fake_hub
 from tests.unit.test_compare_servers import WORDS, Scripted
 
-OURS = Contender("outpace", "serve", OUR_STARTS, OUR_AXES, ours=True)
 THEIRS = Contender("theirs", "serve", STARTS, AXES["vllm"])
 KNOWN = questions([PromptRow(str(i), "all", (f"Say {i}",)) for i in range(3)], 8)
 

@@ -13,6 +13,7 @@ import pytest
 
 from outpace.cli import app
 from outpace.cli.command import Command, Group, UsageError
+from outpace.common.installing import install
 from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 from outpace.params import PARAMETERS
@@ -152,3 +153,21 @@ def test_json_alone_prints_and_with_a_file_writes(tmp_path: Path, capsys: pytest
     assert callable(app.parse(["generate", "--json", "Explain config.json to me."]))  # which is a prompt
     with pytest.raises(ParameterError, match="cannot be written"):
         app.parse(["plan", "--json", str(tmp_path / "no" / "out.json")])
+
+
+@pytest.mark.parametrize(
+    ("extension", "said"),
+    [
+        ("types.ModuleType('outpace._native')", "the native extension is of interface 1, this Python needs"),
+        ("None", "the C++ extension of outpace does not load ("),
+    ],
+)
+def test_the_command_line_tells_it_in_one_line_with_the_remedy(extension: str, said: str) -> None:
+    code = f"import sys, types; sys.modules['outpace._native'] = {extension}\n"
+    found = subprocess.run(
+        [sys.executable, "-c", code + "from outpace.__main__ import main; main()"], capture_output=True, text=True
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"outpace: {said}")
+    assert found.stderr.endswith(f"with a C++17 compiler: {install('outpace[serve]')}\n")
+    assert found.stderr.count("\n") == 1

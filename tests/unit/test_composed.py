@@ -19,7 +19,7 @@ from outpace.exact.sampling import Chooser
 from outpace.exact.tree import Tree, pack
 from outpace.models.base import HostHiddenStates
 from outpace.params import Acceptance, SamplingParams
-from tests.exact.test_reject import Language, output, same, sampled_trees
+from tests.exact.test_verify import Language, output, same, sampled_trees
 from tests.unit.test_registry import context
 
 

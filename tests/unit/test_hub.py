@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from outpace.models.load import resolve
 from outpace.models.options import LoadOptions
 from outpace.models.weights import downloads
 from outpace.models.weights.hub import from_name, is_name
-from tests.fake_hub import FakeHub, plain, send, serving
+from tests.fake_hub import FakeHub, plain, serving
 
 REPO = "someone/Tiny-GGUF"
 CONTENT = bytes(range(256)) * 40
@@ -101,27 +100,6 @@ def test_names() -> None:
     assert not any(
         map(is_name, ["demo", "a/b", "C:/models/b", "./a/b:c", "a/b/c", "a:b", "/a/b:Q4_0", "a/b:", "../b:Q4"])
     )
-
-
-def cut(most: int) -> Callable[..., None]:
-    return lambda request: send(request, CONTENT, most=most)
-
-
-def test_a_cut_download_goes_on(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 500)
-    fake.faults.append(cut(1000))
-    told: list[int] = []
-
-    @contextmanager
-    def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-        assert total == len(CONTENT)
-        yield told.append
-
-    assert from_name(f"{REPO}:Q4_K_M", progress=progress).read_bytes() == CONTENT
-    ranges = [headers.get("Range") for method, path, headers in fake.asked if "resolve" in path and method == "GET"]
-    assert ranges == [None, "bytes=1000-"]
-    assert sum(told) == len(CONTENT)
 
 
 def test_a_wrong_checksum_leaves_nothing(fake: FakeHub) -> None:

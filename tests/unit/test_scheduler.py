@@ -74,12 +74,7 @@ def test_prompts_are_prefilled_in_chunks_within_one_budget() -> None:
         seen.append(([s.request.id for s in plan.decoding], chunks))
         scheduler.check()
     # A prompt's last token is never prefilled: it is the first pending one. One of a single token decodes at once.
-    assert seen == [
-        ([1], [(0, 0, 5), (2, 0, 3)]),
-        ([0, 1], [(2, 3, 8)]),
-        ([0, 1], [(2, 11, 1)]),
-        ([0, 1, 2], []),
-    ]
+    assert seen == [([1], [(0, 0, 5), (2, 0, 3)]), ([0, 1], [(2, 3, 8)]), ([0, 1], [(2, 11, 1)]), ([0, 1, 2], [])]
 
 
 def test_first_come_first_served_even_if_a_later_one_would_fit_and_priority_before_that() -> None:

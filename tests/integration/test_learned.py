@@ -1,4 +1,4 @@
-"""``parallel`` and ``medusa`` on tiny models of both backends: what they draft, and that plain tokens are said.
+"""Learned drafters on tiny models of both backends: what they draft, and that plain tokens are said.
 
 What a drafter's rows hold is judged by what it says from them, against one that reads everything anew; what it says, by
 the networks as they are trained.
@@ -21,7 +21,8 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.configs import Config, Decoder, MedusaConfig, ParallelConfig
+from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
+from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.learned.load import medusa_for, parallel_for
 from outpace.drafters.learned.medusa import MedusaDrafter, filled, tree_of
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
@@ -39,6 +40,7 @@ from tests import eagles, learned
 from tests.by_hand import MASKED, Target, answers, assert_same, propose, stay_in_step, view
 from tests.driving import finished
 from tests.integration.conftest import VOCAB, Load
+from tests.integration.test_eagle import head_of
 
 LAYERS, HIDDEN = (0, 1, 2), 64
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
@@ -60,6 +62,14 @@ OTHERS = {
     "sample_from_anchor": False,
     "confidence_markov": False,
 }
+EAGLE = EagleConfig(replace(DECODER, layers=1, qk_norm=False), VOCAB, len(IDS), LAYERS)
+EAGLES: dict[str, tuple[Config, bool]] = {
+    "eagle": (EAGLE, False),
+    "eagle, 3.1": (replace(EAGLE, fc_norm=True, norm_output=True), False),
+    "eagle, others'": (
+        replace(EAGLE, decoder=replace(DECODER, layers=1), norm_before_fc=True, norm_before_residual=True), True,
+    ),
+}  # fmt: skip
 KINDS: dict[str, tuple[Config, bool]] = {  # and whether the checkpoint has a head and an embedding of its own
     "parallel": (block(), False),
     "parallel, others'": (block(**OTHERS), True),
@@ -71,12 +81,14 @@ KINDS: dict[str, tuple[Config, bool]] = {  # and whether the checkpoint has a he
 
 def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
     """Weights that mean nothing, of the size that trained ones have."""
-    config, own = KINDS[kind]
+    config, own = (KINDS | EAGLES)[kind]
     return learned.random_checkpoint(seed, config, head=own, embedding=own, ids=IDS)
 
 
-def drafter_of(model: Model, checkpoint: Checkpoint) -> ParallelDrafter | MedusaDrafter:
+def drafter_of(model: Model, checkpoint: Checkpoint) -> EagleDrafter | ParallelDrafter | MedusaDrafter:
     config = checkpoint.config
+    if isinstance(config, EagleConfig):
+        return EagleDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
     if isinstance(config, MedusaConfig):
         tree = tree_of("medusa", config.tree, config.heads)
         return MedusaDrafter(medusa_for(checkpoint, model, tree), tree, model.info.layers - 1, "medusa")
@@ -92,7 +104,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, (0.0, 0.8, 0.8, 0.0, 0.8), strict=True)])
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS | EAGLES, (0, 0.8, 0.8, 0, 0.8, 0, 0.8, 0), strict=True)])
 def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
     model, checkpoint = load(3), checkpoint_of(kind)
     drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
@@ -182,7 +194,7 @@ def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parallel", "medusa"])
+@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle, 3.1"])
 @pytest.mark.parametrize(
     ("beside", "params", "options"),
     [
@@ -204,10 +216,10 @@ def test_equal_to_plain_decoding(
     found = answers(model, drafter, params, **options)
     assert [r.token_ids for r in found] == [r.token_ids for r in answers(load(4), None, params)]
     if options.get("size") != "auto":  # which goes by the clock
-        assert sum(r.stats.accepted_by.get(kind, 0) for r in found) > 3
+        assert sum(r.stats.accepted_by.get(kind.split(",")[0], 0) for r in found) > 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
 @pytest.mark.parametrize(
     ("sampling", "acceptance"),
     [
