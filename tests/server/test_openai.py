@@ -255,3 +255,23 @@ def test_prompts_get_the_same_alone_and_as_a_list(demo: Running) -> None:
     with ThreadPoolExecutor(8) as threads:
         assert [found for (found,) in threads.map(asked, prompts)] == together
     demo.at_rest()
+
+
+def test_what_llama_cpps_page_asks(demo: Running) -> None:
+    props = demo.http.get("/props").json()
+    model = demo.http.get("/v1/models").json()["data"][0]
+    assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"]
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert "{%" in props["chat_template"]
+    prompt = demo.answer("/apply-template", {"messages": ASK})["prompt"]
+    tokens = demo.answer("/tokenize", {"messages": ASK})["tokens"]
+    assert demo.answer("/detokenize", {"tokens": tokens})["prompt"] == prompt
+    page = {"stream": True, "return_progress": True, "reasoning_format": "auto", "timings_per_token": True}
+    page |= {"backend_sampling": False, "max_tokens": -1, "tools": None, "deadline": 0.05}
+    assert demo.events(CHAT, {"messages": ASK, **page})[-1]["choices"][0]["finish_reason"]
+
+
+def test_embeddings_are_refused_by_name(demo: Running) -> None:
+    error = demo.answer("/v1/embeddings", {"input": "x", "model": "demo"}, 400)["error"]
+    assert (error["param"], error["code"]) == ("model", "unsupported_model")
+    assert "'demo' writes text" in error["message"]

@@ -53,6 +53,12 @@ class AnthropicRefusal(BaseModel):
     error: AnthropicError
 
 
+class OllamaRefusal(BaseModel):
+    """The same, as Ollama's clients read it."""
+
+    error: str
+
+
 class APIError(Exception):
     """An error with the status and the fields that a client sees. ``headers``: of the response."""
 
@@ -91,10 +97,17 @@ def as_anthropic(error: APIError) -> bytes:
     return its.model_dump_json().encode()
 
 
+def as_ollama(error: APIError) -> bytes:
+    """The body as Ollama's clients read it."""
+    return OllamaRefusal(error=error.message).model_dump_json().encode()
+
+
 def written(error: APIError, path: str) -> bytes:
     """The body as clients of ``path`` read it."""
     if path.startswith("/v1/messages"):
         return as_anthropic(error)
+    if path.startswith("/api/"):
+        return as_ollama(error)
     return error.body.model_dump_json().encode()
 
 

@@ -71,6 +71,7 @@ UNSUPPORTED: Mapping[str, str] = {  # fields of other servers, and why this one 
     "whitespace_pattern": "JSON stands on one line",
 }
 HARMLESS: Mapping[str, tuple[Any, str]] = {  # fields whose value changes nothing here: what is taken, else why not
+    "backend_sampling": (bool, "give true or false"),
     "background": (Literal[False], "no answer is kept for later: stream it"),
     "best_of": (Literal[1], "use n, and choose among the answers"),
     "cache_prompt": (bool, "use reuse_prefix"),
@@ -85,7 +86,7 @@ HARMLESS: Mapping[str, tuple[Any, str]] = {  # fields whose value changes nothin
     "prompt_cache_retention": (str, "give a string"),
     "reasoning_format": (Literal["auto"], "reasoning has a field of its own"),
     "request_id": (str, "give a string"),
-    "return_progress": (Literal[False], "use /v1/traces"),
+    "return_progress": (bool, "use /v1/traces"),
     "safety_identifier": (str, "give a string"),
     "service_tier": (
         Literal["auto", "default", "flex", "scale", "priority", "standard_only"], "this server has one tier",
@@ -105,6 +106,14 @@ def parsed(kind: type[M], body: bytes) -> M:
     """``body`` as a ``kind``. Raises APIError (400) that names the first thing wrong."""
     try:
         return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def made(kind: type[M], fields: Mapping[str, Any]) -> M:
+    """A ``kind`` of those fields that are not None. Raises APIError (400) that names the first thing wrong."""
+    try:
+        return kind(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise refusal(error) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -21,6 +22,17 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ALIVE = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A stream's content type, and what is sent while there is nothing to say."""
+
+    media_type: str
+    alive: bytes
+
+
+EVENTS = Format("text/event-stream; charset=utf-8", ALIVE)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -50,9 +62,10 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         write_timeout: float,
         failed: Callable[[APIError], bytes] | None = None,
+        media_type: str = EVENTS.media_type,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8")] + [
+        self.raw_headers = [(b"content-type", media_type.encode())] + [
             its for its in self.raw_headers if its[0] != b"content-length"
         ]
         self._events, self._close, self._write_timeout = events, close, write_timeout

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from outpace.server.api.items import kind_of
 from outpace.server.conversation.messages import FunctionCall, Message, TextPart, ToolCall
-from outpace.server.conversation.pieces import Piece, Reasoning, Text, ToolStart
+from outpace.server.conversation.pieces import Piece, Reasoning, Text, ToolStart, json_object
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
 
@@ -161,19 +161,10 @@ class Blocks:
         text, block = "".join(self._texts), self.blocks[-1]
         match block:
             case ToolUseContent():
-                block.input = _object(text)
+                block.input = json_object(text) or {}  # the answer may have ended within it
             case ThinkingContent():
                 block.thinking = text
             case _:
                 block.text = text
         self._open = False
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments; {} where the answer ended within them, as ``stop_reason`` says."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 
 from outpace.server import schema
@@ -43,10 +43,7 @@ class ChatRequest(Sampling, Prompt):
 
 def asked(**fields: Any) -> ChatRequest:
     """The chat that another protocol's request asks for: fields that are None are left out. Raises APIError."""
-    try:
-        return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise schema.refusal(error) from error
+    return schema.made(ChatRequest, fields)
 
 
 class Function(Answer):

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from outpace.common.arrays import I32
 from outpace.exact.sampling import TokenLogprob
+from outpace.server import schema
 from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, Chunk, Completed
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
@@ -30,6 +31,11 @@ class CompletionRequest(Sampling):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
+
+
+def asked(**fields: Any) -> CompletionRequest:
+    """The completion that another protocol's request asks for: fields that are None are left out. Raises APIError."""
+    return schema.made(CompletionRequest, fields)
 
 
 class ListedLogprobs(Answer):

@@ -1,4 +1,5 @@
-"""``GET /v1/models``; ``POST /tokenize`` and ``POST /detokenize``: text to a model's token ids and back."""
+"""``GET /v1/models`` and what llama.cpp's page asks of one, ``/props``; a model's token ids and prompts: ``/tokenize``,
+``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 
 from outpace.common.arrays import I32
+from outpace.common.version import __version__
+from outpace.params import SamplingParams
 from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import Route, service_of
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.tools import checked
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, Refusal
 from outpace.server.schema import Answer, Body, Items
 
 T = TypeVar("T")
@@ -138,3 +142,111 @@ def _tokens(body: TokenizeRequest, model: Served) -> I32:
     tools = checked(body.tools)
     text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
     return model.tokenizer.encode(text, add_special=False, parse_special=True)
+
+
+class TemplateRequest(Prompt):
+    model: str | None = None
+    messages: Messages
+
+
+class Prompted(Answer):
+    prompt: str
+
+
+@bodies.post("/apply-template", response_model=Prompted)
+async def apply_template(request: Request, body: TemplateRequest) -> Prompted:
+    """A conversation as the model's template writes it."""
+
+    def prompted(model: Served) -> Prompted:
+        tools = checked(body.tools)
+        return Prompted(prompt=rendered(body, body.messages, tools, "auto" if tools else "none", model))
+
+    return await leased(request, body.model, prompted)
+
+
+class EmbeddingsRequest(Body):
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+@bodies.post("/v1/embeddings", response_model=Refusal)
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Answer:
+    """Refused: the models here write text."""
+    name = service_of(request).models.names()[0] if body.model is None else body.model
+    raise APIError(
+        400, f"the model {name!r} writes text and has no embeddings: ask a server of an embedding model", param="model",
+        code="unsupported_model",
+    )  # fmt: skip
+
+
+class DefaultParameters(Answer):
+    n_predict: int = Field(description="-1: as many as the context holds.")
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
+class DefaultSettings(Answer):
+    n_ctx: int
+    speculative: bool
+    params: DefaultParameters
+
+
+class Modalities(Answer):
+    vision: Literal[False]
+    audio: Literal[False]
+
+
+class Properties(Answer):
+    """As llama.cpp names them."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int = Field(description="Answers that are written at once.")
+    model_alias: str
+    model_path: str
+    role: Literal["model"]
+    modalities: Modalities
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+@router.get("/props")
+async def props(request: Request, model: str | None = None) -> Properties:
+    """What llama.cpp's page asks of a model, which is loaded."""
+
+    def known(its: Served) -> Properties:
+        engine, tokenizer, plain = its.serving.engine, its.tokenizer, SamplingParams()
+        defaults = DefaultParameters(
+            n_predict=-1,
+            temperature=1.0,
+            top_k=plain.top_k,
+            top_p=plain.top_p,
+            min_p=plain.min_p,
+            repeat_penalty=plain.repetition_penalty,
+            presence_penalty=plain.presence_penalty,
+            frequency_penalty=plain.frequency_penalty,
+        )
+        drafts = bool(set(engine.drafters) - {"none"})
+        return Properties(
+            default_generation_settings=DefaultSettings(n_ctx=its.info.max_length, speculative=drafts, params=defaults),
+            total_slots=engine.options.max_rows,
+            model_alias=its.name,
+            model_path=its.name,
+            role="model",
+            modalities=Modalities(vision=False, audio=False),
+            chat_template=tokenizer.chat_template or "",
+            bos_token="" if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id) or "",
+            eos_token=tokenizer.token(its.info.eos_ids[0]) or "" if its.info.eos_ids else "",
+            build_info=f"outpace {__version__}",
+        )
+
+    return await leased(request, model, known)

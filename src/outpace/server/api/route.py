@@ -17,7 +17,7 @@ from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, parsed
-from outpace.server.streaming import ALIVE, EventStream, gone
+from outpace.server.streaming import EVENTS, EventStream, Format, gone
 
 T = TypeVar("T")
 
@@ -153,6 +153,7 @@ def stream(
     *,
     first: bytes = b"",
     failed: Callable[[APIError], bytes] | None = None,
+    form: Format = EVENTS,
 ) -> EventStream:
     """A stream of ``first``, of what ``written`` makes of parts as they come, and of ``last``; it closes the
     generation. ``failed``: the event of an error, where it is not that of chats."""
@@ -163,10 +164,8 @@ def stream(
             yield first
         while generation.left:
             parts = await generation.parts(settings.keep_alive)
-            if not parts:
-                yield ALIVE
-            elif data := written(parts):
+            if data := written(parts) if parts else form.alive:
                 yield data
         yield await last()
 
-    return EventStream(events(), generation.aclose, settings.write_timeout, failed)
+    return EventStream(events(), generation.aclose, settings.write_timeout, failed, form.media_type)

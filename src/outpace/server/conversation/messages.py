@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,6 +11,7 @@ from pydantic import Field
 
 from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.formats import Format, format_of
+from outpace.server.conversation.pieces import json_object
 from outpace.server.conversation.tools import ToolChoice, calls_text, choice_name, instructions, result_text
 from outpace.server.schema import Body, Items
 
@@ -147,17 +147,10 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _mapping(call.function.arguments)}
+    text = call.function.arguments  # what the model once wrote wrongly stays the text that it was
+    found = json_object(text or "{}")  # templates iterate over arguments
+    function = {"name": call.function.name, "arguments": text if found is None else found}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _mapping(arguments: str) -> dict[str, Any] | str:
-    """Templates iterate over arguments. What the model once wrote wrongly stays the text that it was."""
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,10 +6,11 @@ cannot depend on how the text was split. What may yet become a call is held back
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 Reading = Generator[None, None, None]  # waits for text at every yield
 SPACE = " \t\r\n"
@@ -66,6 +67,19 @@ class Call:
     id: str
     name: str
     arguments: str = ""
+
+    def object(self) -> dict[str, Any]:
+        """The arguments; {} where they are no JSON object, as when the answer ended within them."""
+        return json_object(self.arguments) or {}
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that ``text`` is in JSON; None where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(slots=True)

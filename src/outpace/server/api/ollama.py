@@ -1,0 +1,233 @@
+"""``/api/chat``, ``/api/generate``, ``/api/tags`` and what Ollama's clients ask beside them: chats and completions in
+Ollama's form."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from outpace.common.version import __version__
+from outpace.errors import OutpaceError
+from outpace.server import errors
+from outpace.server.api import answers, chat, completions
+from outpace.server.api.answers import ChosenToken
+from outpace.server.api.models import leased
+from outpace.server.api.ollama_shapes import (
+    OllamaAnswer,
+    OllamaAnswerCall,
+    OllamaAnswerMessage,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaDetails,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaModel,
+    OllamaModels,
+    OllamaRequest,
+    Version,
+    calls_of,
+    messages_of,
+    of_chats,
+    shared,
+)
+from outpace.server.api.route import Route, begun, each_part, service_of, stream
+from outpace.server.conversation.messages import Message
+from outpace.server.conversation.pieces import Joined, Reasoning, Text
+from outpace.server.engines.generation import Generation, Part, Work, usage
+from outpace.server.engines.models import Served
+from outpace.server.engines.service import Service
+from outpace.server.errors import APIError
+from outpace.server.schema import Answer
+from outpace.server.streaming import EventStream, Format
+
+Kind = type[OllamaChatAnswer] | type[OllamaGenerateAnswer]
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {status: {"model": errors.OllamaRefusal} for status in ("4XX", "5XX")}
+router, bodies = APIRouter(responses=_REFUSALS), APIRouter(route_class=Route, responses=_REFUSALS)
+
+NAMES = {  # of fields of chats and completions, as here
+    "max_completion_tokens": "options.num_predict", "max_tokens": "options.num_predict", "response_format": "format",
+    "reasoning_effort": "think", "repetition_penalty": "options.repeat_penalty",
+}  # fmt: skip
+_LINES = Format("application/x-ndjson", alive=b"")  # there is no line that says nothing
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/version")
+@router.get("/api/version")
+async def version() -> Version:
+    """The version of Outpace."""
+    return Version(version=__version__)
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> OllamaModels:
+    """The models that are served."""
+    service = service_of(request)
+    return OllamaModels(models=[_tag(service, name) for name in service.models.names()])
+
+
+@router.get("/api/ps")
+async def loaded(request: Request) -> OllamaModels:
+    """Those of them that are loaded."""
+    service = service_of(request)
+    state = service.models.state()
+    return OllamaModels(models=[_tag(service, name) for name in state if state[name]["state"] == "loaded"])
+
+
+@bodies.post("/api/chat", response_model=OllamaChatAnswer, responses=STREAMED)
+async def ollama_chat(request: Request, body: OllamaChatRequest) -> OllamaChatAnswer | EventStream:
+    """Answer a conversation, as Ollama's clients ask."""
+
+    def work(model: Served, scope: str) -> Work:
+        talk = chat.asked(**shared(body), **of_chats(body), messages=messages_of(body.messages or ()), tools=body.tools)
+        return chat.work(talk, service_of(request).settings, model, scope)
+
+    found: OllamaChatAnswer | EventStream = await _answered(
+        request, body, work if body.messages else None, OllamaChatAnswer
+    )
+    return found
+
+
+@bodies.post("/api/generate", response_model=OllamaGenerateAnswer, responses=STREAMED)
+async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | EventStream:
+    """Answer a text, or continue it, as Ollama's clients ask."""
+
+    def work(model: Served, scope: str) -> Work:
+        settings = service_of(request).settings
+        if body.raw:
+            if body.system or body.think is not None:
+                raise APIError(400, "raw has no template for system and think: leave them out", param="raw")
+            top = (body.top_logprobs or 0) if body.logprobs else None
+            texts = completions.asked(**shared(body), prompt=body.prompt, logprobs=top)
+            return completions.work(texts, settings, model, scope)
+        system = [Message(role="system", content=body.system)] if body.system else []
+        talk = [*system, Message(role="user", content=body.prompt)]
+        return chat.work(chat.asked(**shared(body), **of_chats(body), messages=talk), settings, model, scope)
+
+    found: OllamaGenerateAnswer | EventStream = await _answered(
+        request, body, work if body.prompt else None, OllamaGenerateAnswer
+    )
+    return found
+
+
+async def _answered(request: Request, body: OllamaRequest, work: Any, kind: Kind) -> Any:
+    """``work``: None where the model is only to be loaded."""
+    service = service_of(request)
+    name = body.model
+    if name not in service.models.names():
+        name = name.removesuffix(":latest")  # which Ollama's clients put there
+    if work is None:
+        await leased(request, name, lambda model: None)
+        return _made(kind, body.model, "", "", [], done=True, done_reason="load")
+    try:
+        generation = await begun(request, name, "ollama-", work)
+    except (APIError, OutpaceError) as error:
+        raise errors.of(error, NAMES) from error
+    making = Making(generation, body, kind)
+    if body.stream is False:
+        joined = Joined()
+        entries: list[ChosenToken] = []
+
+        def take(part: Part) -> None:
+            joined.add(part.pieces)
+            entries.extend(making.logprobs(part))
+            making.last = part
+
+        await each_part(request, generation, take)
+        return await service.work(making.whole, joined, entries)
+
+    async def last() -> bytes:
+        return _line(await service.work(making.whole, Joined(), []))
+
+    def written(parts: list[Part]) -> bytes:
+        return b"".join(map(making.written, parts))
+
+    def failed(error: APIError) -> bytes:
+        return errors.as_ollama(error) + b"\n"
+
+    return stream(request, generation, written, last, failed=failed, form=_LINES)
+
+
+class Making:
+    """An answer while it is made."""
+
+    def __init__(self, generation: Generation, body: OllamaRequest, kind: Kind) -> None:
+        self.generation, self._body, self._kind = generation, body, kind
+        self._calls = Joined()  # they are sent whole
+        self.last: Part | None = None
+
+    def logprobs(self, part: Part) -> list[ChosenToken]:
+        """Those of a part, where they are asked for."""
+        if not self._body.logprobs:
+            return []
+        return answers.chosen_tokens(part.logprobs, self._body.top_logprobs or 0, self.generation.model)
+
+    def written(self, part: Part) -> bytes:
+        """The line of a part; none where nothing is to be read in it."""
+        texts = Joined()
+        texts.add(piece for piece in part.pieces if isinstance(piece, (Text, Reasoning)))
+        self._calls.add(piece for piece in part.pieces if not isinstance(piece, (Text, Reasoning)))
+        entries, calls = self.logprobs(part), list[OllamaAnswerCall]()
+        if part.result is not None:
+            self.last, calls = part, calls_of(self._calls)
+        if not (texts.text or texts.reasoning or entries or calls):
+            return b""
+        more: dict[str, Any] = {"logprobs": entries} if entries else {}
+        return _line(_made(self._kind, self._body.model, texts.text, texts.reasoning, calls, done=False, **more))
+
+    def whole(self, joined: Joined, entries: list[ChosenToken]) -> OllamaAnswer:
+        """What ends the answer, with what is left to be said."""
+        assert self.last is not None
+        generation, cost, now = self.generation, usage(self.generation), time.perf_counter()
+        first = generation.first_token_at or now
+        more: dict[str, Any] = {"logprobs": entries} if entries else {}
+        return _made(
+            self._kind, self._body.model, joined.text, joined.reasoning, calls_of(joined),
+            done=True,
+            done_reason="length" if self.last.finish == "length" else "stop",
+            total_duration=_nanoseconds(now - generation.began),
+            load_duration=0,
+            prompt_eval_count=cost.prompt_tokens,
+            prompt_eval_duration=_nanoseconds(first - generation.began),
+            eval_count=cost.completion_tokens,
+            eval_duration=_nanoseconds(now - first),
+            seed=generation.work.params.seed,
+            **more,
+        )  # fmt: skip
+
+
+def _made(kind: Any, name: str, text: str, thoughts: str, calls: list[OllamaAnswerCall], **more: Any) -> OllamaAnswer:
+    thinking: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+    if kind is OllamaChatAnswer:
+        called: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        texts: dict[str, Any] = {"message": OllamaAnswerMessage(role="assistant", content=text, **thinking, **called)}
+    else:
+        texts = {"response": text, **thinking}
+    made: OllamaAnswer = kind(model=name, created_at=datetime.now(UTC).isoformat(), **texts, **more)
+    return made
+
+
+def _tag(service: Service, name: str) -> OllamaModel:
+    known = service.known(name)
+    kind, dtype = ("", "") if known is None else (known.info.backend, known.info.dtype)
+    return OllamaModel(
+        name=name,
+        model=name,
+        modified_at=datetime.fromtimestamp(service.started, UTC).isoformat(),
+        size=0 if known is None else known.info.weight_bytes,
+        digest="" if known is None else known.fingerprint,
+        details=OllamaDetails(format=kind, family="", families=[], parameter_size="", quantization_level=dtype),
+    )
+
+
+def _line(answer: Answer) -> bytes:
+    return answer.to_json() + b"\n"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
