@@ -30,8 +30,9 @@ def told(environment: str, package: str, script: str, url: str, home: Path, **va
         pytest.skip(f"{package} is not installed: scripts/clients does it")
     known = {"URL": url, "BASE": f"{url}/v1", **values}
     lines = ["import json", *(f"{name} = {value!r}" for name, value in known.items()), script]
-    command = [python, "-c", "\n".join([*lines, "print()", "print(json.dumps(said))"])]
+    file = home / "script.py"
+    file.write_text("\n".join([*lines, "print()", "print(json.dumps(said))"]), encoding="utf-8")
     env = {**os.environ, **_QUIET, "HOME": str(home), "LLM_USER_PATH": str(home / "llm")}
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([python, file], env=env, cwd=home, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
