@@ -138,6 +138,17 @@ def test_what_turns_out_to_be_impossible_is_the_requests_fault(demo: Running, mo
     demo.at_rest()
 
 
+@pytest.mark.parametrize(("rules", "status"), [(2000, 200), (30_000, 400)])
+def test_grammars_that_refer_and_refer_do_not_overflow_the_stack(demo: Running, rules: int, status: int) -> None:
+    """llguidance follows references by recursion: before, 3,000 in a chain ended the process."""
+    references = {f"{i}": {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(rules)}
+    schema = {"$ref": "#/$defs/0", "$defs": {**references, f"{rules}": {"type": "null"}}}
+    lark = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(rules - 2)) + f'a{rules - 2}: "x"'
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for more in ({"grammar": {"type": "lark", "value": lark}}, {"response_format": wanted}):
+        demo.answer("/v1/completions", {**GOOD["/v1/completions"], **more}, status)
+
+
 ECHOED = {  # an answer's message as openai's helpers and other clients send it back
     "role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": None, "reasoning": "Well.",
     "provider_specific_fields": {}, "tool_calls": [{

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +22,7 @@ from outpace.engine.grammar_tokens import Vocabulary
 from outpace.errors import GrammarError, MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outpace.engine.engine import Engine
     from outpace.models.text.tokenizer import Tokenizer
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 64  # compiled grammars
 MOST_TEXT = 1 << 18  # characters of a schema, an expression or a grammar
+MOST_RULES = 2000  # of a grammar: beyond some 5,000 in a chain compiling takes minutes
 MOST_PROPERTIES = 1000  # of an object: compiling takes time with their square
 MOST_OPTIONAL = 240  # of them, in a row: each may come next, four items of a parse each
 MOST_ITEMS = 300  # of the parses that go on at once in somebody's grammar: a token's time grows with their square
@@ -46,6 +49,7 @@ LIMITS = {
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREELY = {"whitespace_flexible": True}
+_RULE = re.compile(r"^[ \t]*[?!_A-Za-z]", re.MULTILINE)
 _GAP = r"/[ \t\r\n]{0,8}/"  # between reasoning and JSON
 _WHAT = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and its text; a schema may be its JSON value
@@ -130,12 +134,17 @@ class Grammars:
                 self._kept.move_to_end((text, items))
                 return found
         limits = self._native.LLParserLimits(**LIMITS | own)
-        matcher = self._native.LLMatcher(vocabulary.native, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise GrammarError(f"the {what} cannot be used ({reason(matcher)}): mend or simplify it")
-        first = matcher.deep_copy()
-        if not any(first.compute_bitmask()) or first.is_error():
-            raise GrammarError(f"no text fits the {what} ({reason(first) or 'it allows no first token'}): loosen it")
+        def made_of() -> Any:
+            matcher = self._native.LLMatcher(vocabulary.native, text, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarError(f"the {what} cannot be used ({reason(matcher)}): mend or simplify it")
+            first = matcher.deep_copy()
+            if not any(first.compute_bitmask()) or first.is_error():
+                why = reason(first) or "it allows no first token"
+                raise GrammarError(f"no text fits the {what} ({why}): loosen it")
+            return matcher
+
+        matcher = _deeply(made_of)
         for warning in matcher.get_grammar_warnings():
             log.warning("%s: %s", what, warning)
         made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell)
@@ -153,13 +162,41 @@ class Grammars:
             return {"json_schema": _schema(what, text, whitespace)}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
-        return {"lark_grammar": _checked(what, text) + "\n" + _OPTIONS}  # errors name the text's own lines
+        if (rules := len(_RULE.findall(_checked(what, text)))) > MOST_RULES:
+            raise GrammarError(f"the grammar has {rules} rules: at most {MOST_RULES} are taken")
+        return {"lark_grammar": text + "\n" + _OPTIONS}  # errors name the text's own lines
 
     def _vocabulary(self) -> Vocabulary:
         with self._reading:
             if self._read is None:
                 self._read = Vocabulary(self._native, self._tokenizer, self._vocab_size, self._eos)
             return self._read
+
+
+def _deeply(function: Callable[[], Any]) -> Any:
+    """What ``function`` gives, called where recursion has room: llguidance follows references by recursion, some
+    kilobytes of stack each, and a stack that overflows ends the process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _STARTING:
+        before = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=run, name="outpace-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return future.result()
+
+
+_STACK = 512 << 20  # bytes of addresses; only what is used takes memory
+_STARTING = threading.Lock()  # the stack size is the process's
 
 
 def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
