@@ -134,6 +134,7 @@ class Grammars:
                 self._kept.move_to_end((text, items))
                 return found
         limits = self._native.LLParserLimits(**LIMITS | own)
+
         def made_of() -> Any:
             matcher = self._native.LLMatcher(vocabulary.native, text, log_level=0, limits=limits)
             if matcher.is_error():
