@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from outpace.server import errors
+from outpace.server.engines.shares import KEY
 from outpace.server.errors import APIError
 from outpace.server.observe.logs import REQUEST_ID
 from outpace.server.streaming import Receive, Scope, Send
@@ -142,7 +143,8 @@ class Guard:
         try:
             self._web.check(headers.get(b"host", [None])[-1], headers.get(b"origin", [None])[-1])
             keys = [*headers.get(b"authorization", ()), *(f"Bearer {key}" for key in headers.get(b"x-api-key", ()))]
-            scope["outpace.scope"] = self._keys.scope(scope["path"], keys)
+            scope["outpace.scope"] = key = self._keys.scope(scope["path"], keys)
+            KEY.set(key)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if begun:

@@ -72,6 +72,7 @@ class APIError(Exception):
         kind: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message, param = cut(message, 2000), param and cut(param, 200)  # a client's own words may be in them
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.kind = kind or (SERVER if status >= 500 else CLIENT)
@@ -109,6 +110,11 @@ def written(error: APIError, path: str) -> bytes:
     if path.startswith("/api/"):
         return as_ollama(error)
     return error.body.model_dump_json().encode()
+
+
+def cut(text: str, most: int) -> str:
+    """``text``, in at most ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def spell(argument: Argument, names: Names = _SPELLED) -> str:

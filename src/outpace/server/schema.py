@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +21,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
     __pydantic_extra__: dict[str, None] = Field(init=False)
+    bulk: ClassVar[int] = 1  # so many times as many values as other requests may have
 
 
 class Answer(BaseModel):

@@ -128,6 +128,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     if not tools and choice == "auto":
         choice = "none"
     prompt = rendered(body, body.messages, tools, choice, model)
+    sampling.check_text(prompt, model, "messages")
     tokens = model.tokenizer.encode(prompt, add_special=False, parse_special=True)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it

@@ -122,6 +122,7 @@ def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -
         if not each:
             raise empty
         if isinstance(each, str):
+            sampling.check_text(each, model, "prompt")
             tokens, text = model.tokenizer.encode(each), each
         else:
             tokens = model.ids(each, "prompt")

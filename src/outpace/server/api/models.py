@@ -15,7 +15,7 @@ from outpace.common.arrays import I32
 from outpace.common.version import __version__
 from outpace.params import SamplingParams
 from outpace.server.api.prompt import Prompt, rendered
-from outpace.server.api.route import Route, service_of
+from outpace.server.api.route import Route, scope_of, service_of
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.tools import checked
 from outpace.server.engines.models import Served
@@ -65,7 +65,7 @@ async def leased(request: Request, name: str | None, function: Callable[[Served]
     """What ``function`` makes of a model, off the event loop. Raises APIError, and what it raises."""
     service = service_of(request)
     async with AsyncExitStack() as held:
-        return await service.work(function, await service.model(name, held))
+        return await service.work(function, await service.admitted(name, scope_of(request), held))
 
 
 def _model(service: Service, name: str) -> Model:
@@ -106,9 +106,10 @@ class Detokenized(Answer):
 @bodies.post("/tokenize", response_model=Tokenized)
 async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
     """The token ids of a text, or of a conversation."""
+    settings = service_of(request).settings
 
     def tokenized(model: Served) -> Tokenized:
-        tokens = _tokens(body, model).tolist()
+        tokens = _tokens(body, model, 16 * settings.max_values).tolist()
         more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
         return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
 
@@ -129,8 +130,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
 _OF_CHATS, _OF_TEXTS = tuple(Prompt.model_fields), ("add_special_tokens",)
 
 
-def _tokens(body: TokenizeRequest, model: Served) -> I32:
-    """Token ids int32 [n]. Raises ParameterError or APIError."""
+def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
+    """Token ids int32 [n] of a text of at most ``most`` characters. Raises ParameterError or APIError."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", param="prompt")
     kind, others = ("prompt", _OF_CHATS) if body.messages is None else ("messages", _OF_TEXTS)
@@ -138,9 +139,14 @@ def _tokens(body: TokenizeRequest, model: Served) -> I32:
         if name in body.model_fields_set and getattr(body, name) is not None:
             raise APIError(400, f"{name} means nothing beside {kind}: leave it out", param=name)
     if body.prompt is not None:
-        return model.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
-    tools = checked(body.tools)
-    text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
+        text = body.prompt
+    else:
+        tools = checked(body.tools)
+        text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
+    if len(text) > most:
+        raise APIError(400, f"the text has {len(text)} characters: this server takes at most {most}", param=kind)
+    if kind == "prompt":
+        return model.tokenizer.encode(text, add_special=body.add_special_tokens)
     return model.tokenizer.encode(text, add_special=False, parse_special=True)
 
 

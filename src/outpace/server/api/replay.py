@@ -65,6 +65,8 @@ class ReplayRequest(Body):
     """``request`` is the body that was sent; ``token_ids`` and ``logprobs`` in ``answer`` are compared where it has
     them."""
 
+    bulk = 8  # log-probabilities are many
+
     request: Annotated[
         Annotated[ChatRequest, Tag("ChatRequest")]
         | Annotated[CompletionRequest, Tag("CompletionRequest")]

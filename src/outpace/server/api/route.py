@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
+from outpace.server.bodies import GONE, read, understood
 from outpace.server.engines.generation import Caller, Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer, parsed
+from outpace.server.schema import Answer
 from outpace.server.streaming import EVENTS, EventStream, Format, gone
 
 T = TypeVar("T")
 
-_GONE = 499  # nginx's for a client that went away; nobody reads it
 STREAMED: dict[int | str, dict[str, Any]] = {  # ``responses`` of a route whose answer may be a stream
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
@@ -39,8 +39,11 @@ class Route(APIRoute):
 
         async def handle(request: Request) -> Response:
             service = service_of(request)
-            body = await service.work(parsed, kind, await _read(request, service))
-            answer: Answer | Response = await endpoint(request, body)
+            with ExitStack() as held:
+                request.scope["outpace.body"] = held
+                most = service.settings.max_values
+                body = await service.work(understood, kind, await read(request, service, held), most)
+                answer: Answer | Response = await endpoint(request, body)
             if isinstance(answer, Response):
                 return answer
             return Response(await service.work(answer.to_json), media_type="application/json")
@@ -60,31 +63,6 @@ def scope_of(request: Request) -> str:
     return scope
 
 
-async def _read(request: Request, service: Service) -> bytes:
-    """The body. Raises APIError: 413 beyond ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
-    most = service.settings.max_body
-    too_large = APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > most:
-        raise too_large
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(service.settings.body_timeout):
-            async for piece in request.stream():
-                size += len(piece)
-                if size > most:
-                    raise too_large
-                pieces.append(piece)
-    except TimeoutError:
-        raise APIError(408, "the body took too long to arrive: send it again") from None
-    except ClientDisconnect:
-        raise APIError(_GONE, "the client went away") from None
-    return b"".join(pieces)
-
-
 async def begun(request: Request, model: str | None, kind: str, work: Callable[[Served, str], Work]) -> Generation:
     """A generation of what ``work`` makes of the model and the caller's scope. ``kind``: prefix of the answer's id.
 
@@ -93,7 +71,10 @@ async def begun(request: Request, model: str | None, kind: str, work: Callable[[
     service, scope = service_of(request), scope_of(request)
     caller = Caller(kind, request.scope.get("outpace.request_id", ""), scope)
     beginning = service.begin(model, lambda served: work(served, scope), caller)
-    return await _unless_gone(request, beginning, Generation.aclose)
+    generation = await _unless_gone(request, beginning, Generation.aclose)
+    if held := request.scope.get("outpace.body"):
+        held.close()  # what was sent is prepared
+    return generation
 
 
 async def whole(request: Request, generation: Generation) -> list[Whole]:
@@ -129,7 +110,7 @@ async def _unless_gone(
     """What ``waiting`` gives; when the client goes away first, it is cancelled, which raises APIError. ``dispose`` gets
     a result that came too late."""
     task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(gone(request.receive))
-    taken, gone_error = False, APIError(_GONE, "the client went away")
+    taken, gone_error = False, APIError(GONE, "the client went away")
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from operator import or_
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, create_model
 
@@ -15,10 +15,12 @@ from outpace.params import PARAMETERS, Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
-from outpace.server.schema import KNOWN, Body, Items
+from outpace.server.schema import KNOWN, Body
 from outpace.server.settings import ServerSettings
 
-_MOST_STOPS = 64  # strings: every token of an answer is looked through for each
+_MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
+    "stop": (64, 1024), "stop_ids": (1024, None), "bad_words": (1024, 256),
+}  # fmt: skip
 # parameters by their names in requests; responses have no ``n``
 REQUESTED = {its.request: its for its in PARAMETERS.values() if its.request is not None and its.name != "n"}
 
@@ -41,17 +43,19 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def _first_error_only(hint: Any) -> Any:
-    """``hint`` with ``Items`` for every list."""
-    lists: Any = Items
+def _bounded(hint: Any, items: int | None, characters: int | None) -> Any:
+    """``hint`` with lists of at most so many items, which fail at their first one, and texts of so many characters."""
+    inner = [_bounded(its, items, characters) for its in get_args(hint)]
     if isinstance(hint, UnionType):
-        return reduce(or_, map(_first_error_only, get_args(hint)))
-    return lists[get_args(hint)[0]] if get_origin(hint) is list else hint
+        return reduce(or_, inner)
+    if get_origin(hint) is list:
+        return Annotated[list[inner[0]], Field(fail_fast=True, max_length=items)]  # type: ignore[valid-type]
+    return Annotated[str, Field(max_length=characters)] if hint is str and characters else hint
 
 
 def _field(parameter: Parameter) -> Any:
     """A parameter's field in a request; null is the server's default."""
-    hint = _first_error_only(parameter.values.json)
+    hint = _bounded(parameter.values.json, *_MOST.get(parameter.name, (None, None)))
     default = {"temperature": " Default: 1."}.get(parameter.name, "")
     return hint | None, Field(default=None, description=parameter.meaning + default)
 
@@ -112,8 +116,6 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     """The body's parameters, with ``more``. Raises ParameterError or APIError."""
     if body.n is not None and body.n > settings.max_n:
         raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")
-    if isinstance(body.stop, list) and len(body.stop) > _MOST_STOPS:
-        raise APIError(400, f"stop has {len(body.stop)} strings: give at most {_MOST_STOPS}", param="stop")
     given = {"temperature": 1.0, "n": 1 if body.n is None else body.n, **more}
     for name, parameter in REQUESTED.items():
         if (value := getattr(body, name)) is not None:
@@ -157,6 +159,15 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
     if wanted > settings.max_logprobs:
         most = settings.max_logprobs
         raise APIError(400, f"{name}={wanted} is more than this server's {most}: ask for fewer", param=name)
+
+
+def check_text(text: str, model: Served, param: str) -> None:
+    """Raise APIError for a text that cannot fit, before it is made tokens."""
+    if len(text) > model.most_characters:
+        raise APIError(
+            400, f"the prompt has {len(text)} characters, but the context holds {model.info.max_length} tokens: "
+            "shorten it", param=param, code="context_length_exceeded",
+        )  # fmt: skip
 
 
 def check_length(tokens: I32, model: Served, param: str) -> None:

@@ -78,6 +78,13 @@ class Served:
         """What compiles grammars for this model's tokens, made when the first is asked for."""
         return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids)
 
+    @cached_property
+    def most_characters(self) -> int:
+        """A longer text has more tokens than the context holds: none has more characters than its spelling, and
+        normalizers join a few at most."""
+        longest = max(len(self.tokenizer.token(token) or "") for token in range(self.tokenizer.vocab_size))
+        return 4 * longest * self.info.max_length
+
     def ids(self, given: Sequence[int], param: str) -> I32:
         """Token ids int32 [n]. Raises APIError for one that the model does not have."""
         for its in given:

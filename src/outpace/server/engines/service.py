@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from outpace.engine.aio import AsyncEngine
 from outpace.server.admission import Places
 from outpace.server.engines.generation import Caller, Generation, Observer, Work, seeded
 from outpace.server.engines.models import Models, Served
+from outpace.server.engines.shares import Shares, Workers
 from outpace.server.errors import APIError
 from outpace.server.observe.traces import Traces
 from outpace.server.settings import ServerSettings
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WORKERS = 4  # threads for templates, tokens, grammars and large JSON
+_LARGE = 8  # bodies of more than 64 KiB that are read or prepared at once
 _LAST = 2.0  # seconds that readers have to take the final error
 
 
@@ -42,7 +42,9 @@ class Service:
     ) -> None:
         self.models, self.settings, self.observers = models, settings, tuple(observers)
         self._fingerprint = fingerprint
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="outpace-request")
+        self._shared = len(settings.api_keys) > 1
+        self._workers = Workers(shared=self._shared)
+        self.large = Shares(_LARGE, _LARGE // 2 if self._shared else _LARGE)  # places of large bodies
         self._served: dict[str, Served] = {}
         self._generations: set[Generation] = set()
         self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
@@ -53,8 +55,8 @@ class Service:
         self.started = int(time.time())
 
     async def work(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function`` off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)
+        """``function`` off the event loop, in a thread that API keys take turns for."""
+        return await self._workers.run(function, *arguments)
 
     async def begin(self, name: str | None, translate: Callable[[Served], Work], caller: Caller) -> Generation:
         """A request, running. Raises what translating or queueing it raises; then nothing of it is left."""
@@ -62,8 +64,7 @@ class Service:
         async with AsyncExitStack() as held:
             self.enter(held)
             model = await self.model(name, held)
-            places = held.enter_context(closing(Places(model.admission, caller.scope)))
-            places.hold(1)
+            places = self._placed(model, caller.scope, held)
             work = await self.work(translate, model)
             places.hold(work.samples)
             work = replace(work, params=seeded(work.params))
@@ -90,6 +91,19 @@ class Service:
             generation.held = held.pop_all()
             return generation
 
+    async def admitted(self, name: str | None, scope: str, held: AsyncExitStack) -> Served:
+        """The model of that name for what asks no engine: leased, with a place of the queue's, until ``held`` closes.
+        Raises APIError (404, 429, 503)."""
+        self.check_open()
+        model = await self.model(name, held)
+        self._placed(model, scope, held)
+        return model
+
+    def _placed(self, model: Served, scope: str, held: AsyncExitStack) -> Places:
+        places = held.enter_context(closing(Places(model.admission, scope)))
+        places.hold(1)
+        return places
+
     def enter(self, held: AsyncExitStack) -> None:
         """Count a request as in flight until ``held`` closes."""
         self.inside += 1
@@ -111,8 +125,8 @@ class Service:
                 await self.traces.watch(serving)
             known = self._served.get(name)
         if known is None or known.serving is not serving:
-            shared = len(self.settings.api_keys) > 1
-            known = Served(name, serving, queue=self.settings.queue, shared=shared, fingerprint=fingerprint)
+            queue, shared = self.settings.queue, self._shared
+            known = Served(name, serving, queue=queue, shared=shared, fingerprint=fingerprint)
             self._served[name] = known
         return known
 
@@ -178,7 +192,7 @@ class Service:
     async def close(self) -> None:
         """Unload the models."""
         await self.models.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
 
 def _ending() -> APIError:
