@@ -261,9 +261,9 @@ def test_a_flood_of_one_key_leaves_places_to_another(guarded: Running) -> None:
 def test_told_to_stop_it_answers_everybody() -> None:
     """What runs ends; what comes is refused; what takes too long is told so, streamed or not."""
     with serving(engine(), drain=2.0) as running, ThreadPoolExecutor(4) as threads:
-        with running.held():
+        with running.held() as reached:
             brief = threads.submit(post, running, {**LONG, "max_tokens": 4})
-            until(running, 1)  # before the others, or it would wait for one of two rows
+            assert reached.wait(30)  # before the others, or it would wait for one of two rows
             whole = threads.submit(post, running, LONG)
             stream = raw(running, {**LONG, "stream": True})
             until(running, 3)

@@ -66,9 +66,9 @@ def check_values(body: bytes, most: int) -> None:
         quotes = piece == ord('"')
         within = (np.cumsum(quotes, dtype=np.uint8) + inside) & 1
         outside, inside = within == 0, int(within[-1])
-        lists = np.count_nonzero(outside & ((piece | 0x20) == ord("{")))  # or [
+        begun = np.count_nonzero(outside & ((piece | 0x20) == ord("{")))  # or [
         commas = np.count_nonzero(outside & (piece == ord(",")))
-        found += np.array([lists + commas, np.count_nonzero(quotes & (within == 1)), lists])
+        found += np.array([begun + commas, np.count_nonzero(quotes & (within == 1)), begun])
         if (found > bounds).any():
             what = f"more than {bounds[0]} values, {bounds[1]} strings or {bounds[2]} lists and objects"
             raise APIError(413, f"the body has {what}: send less", code="request_too_large")

@@ -1,0 +1,133 @@
+"""Bodies: what is too much is refused before anything is built of it; who sends much is in nobody else's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.server import bodies
+from outpace.server.api.chat import ChatRequest
+from outpace.server.bodies import check_values, understood
+from outpace.server.engines.shares import KEY, Shares, Workers
+from outpace.server.errors import APIError
+from tests.server.serving import Running
+
+_JSON = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('a"\\,[{]}:\u20ac'), max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\,[{', max_size=4), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def counts(value: Any) -> Counter[str]:
+    """Of a value: itself, lists and objects, and strings, names included."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    found = Counter(strings=isinstance(value, str), lists=isinstance(value, (list, dict)))
+    found["values"] = found["lists"] + (max(len(value) - 1, 0) if found["lists"] else 0)
+    return sum(map(counts, inner), found)
+
+
+@given(_JSON, st.booleans())
+def test_values_are_counted_as_json_has_them(value: Any, ascii_only: bool) -> None:
+    body, found = json.dumps(value, ensure_ascii=ascii_only).encode(), counts(value)
+    least = max(found["values"], 4 * found["strings"], 16 * found["lists"])
+    check_values(body, least)
+    if least:
+        with pytest.raises(APIError, match="the body has more than"):
+            check_values(body, least - 1)
+
+
+@pytest.mark.parametrize("item", [b"1", b"[]", b"{}", b'"a"', b'{"role":"user","content":"a"}', b'"a":0'])
+def test_the_worst_json_is_refused_unread(demo: Running, monkeypatch: pytest.MonkeyPatch, item: bytes) -> None:
+    """8 MiB of it took up to 41 s and 5.6 GB, in which nobody else was answered."""
+    monkeypatch.setattr(bodies, "parsed", None)
+    body = b'{"messages":[%s]}' % b",".join([item] * (8_000_000 // (len(item) + 1)))
+    answer = demo.post("/v1/chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_texts_are_no_values() -> None:
+    text = '[{,"\\' * 100_000
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    assert understood(ChatRequest, body, 1024).messages[0].content == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "a b " * 700_000}, "prompt"),
+        ("/v1/completions", {"prompt": "a b " * 1_000_000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 1_000_000}]}, "messages"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["a"] * 1025}, "bad_words"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["a" * 257]}, "bad_words"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a" * 1025]}, "stop"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a", "x" * 1_000_000: 1}, "x" * 197 + "..."),
+    ],
+)
+def test_what_is_long_to_prepare_is_refused_before(
+    demo: Running, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.models.text.tokenizer.Tokenizer.encode", None)
+    answer = demo.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, param.partition(".")[0])
+    assert len(answer.content) < 3000
+
+
+def test_keys_take_turns_and_one_never_has_all_places() -> None:
+    """Ten jobs of one key wait; another's is begun at once, and its second before the other eight."""
+
+    async def scenario() -> None:
+        shares, begun, given = Shares(3, 2), list[str](), list[Any]()
+
+        async def job(key: str) -> None:
+            KEY.set(key)
+            given.append(await shares.take())
+            begun.append(key)
+
+        jobs = [asyncio.create_task(job(key)) for key in "aaaaaaaaaabb"]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert begun == ["a", "a", "b"]
+        jobs[2].cancel()  # who left is passed over
+        while given:
+            given.pop(0)()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert begun[3] == "b" or begun[4] == "b"
+        assert Counter(begun) == {"a": 9, "b": 2}
+        assert shares._free == 3
+        assert not +shares._held
+        assert not shares._waiting
+
+    copy_context().run(asyncio.run, scenario())
+
+
+def test_a_thread_is_its_keys_until_the_work_has_ended() -> None:
+    """Who leaves cannot have more of them by asking anew."""
+
+    async def scenario() -> None:
+        workers, begun, go_on = Workers(shared=True), list[int](), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def work(number: int) -> None:
+            begun.append(number)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+
+        for number in range(20):
+            leaving = asyncio.create_task(workers.run(work, number))
+            await asyncio.sleep(0.001)
+            leaving.cancel()
+        KEY.set("another")
+        assert await workers.run(lambda: len(begun)) <= 2
+        go_on.set()
+        workers.close()
+
+    copy_context().run(asyncio.run, scenario())
