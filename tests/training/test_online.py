@@ -20,7 +20,8 @@ from outpace.errors import DataError, ParameterError
 from outpace.models.options import LoadOptions
 from outpace.training import curves, online
 from outpace.training.data import Answers
-from outpace.training.online import OnlineOptions, Pace, run_round, watch
+from outpace.training.online import Pace, run_round, watch
+from outpace.training.options import OnlineOptions
 from outpace.training.record import Recorder, recording
 from outpace.training.versions import Versions
 from tests.training import eagle_helpers

@@ -7,7 +7,6 @@ import hashlib
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,58 +17,18 @@ import numpy as np
 
 from outpace.common.files import locked
 from outpace.drafters.learned.checkpoint import read
-from outpace.errors import Argument, DataError, ParameterError
+from outpace.errors import DataError
 from outpace.models.processors import usable_cores
 from outpace.training import folder as folders
 from outpace.training import snapshots
 from outpace.training.data import Answer, Answers
 from outpace.training.methods import open_run
-from outpace.training.options import EagleOptions, LoopOptions
+from outpace.training.options import EagleOptions, LoopOptions, OnlineOptions
 from outpace.training.record import write_answers
 from outpace.training.setup import Run
 from outpace.training.versions import Versions
 
 _REPLAYED = "replayed"
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineOptions:
-    """``share``: CPU seconds a second, over all threads; ``most_load``: the load average a core up to which it works;
-    ``least``: new answer tokens until another round begins. A round takes at most ``steps`` of ``tokens`` each
-    from ``lr`` on, with ``replay_share`` as many tokens of older answers as of recorded ones; ``held_out``: the share
-    of recorded prompts that it is judged on, ``judged`` their most tokens; ``gain``: tokens a step more that replace
-    the drafter. ``poll``: seconds between two looks."""
-
-    share: float = 0.1
-    most_load: float = 0.5
-    least: int = 5_000
-    steps: int = 40
-    evaluate: int = 20
-    lr: float = 5e-4
-    replay_share: float = 0.5
-    held_out: float = 0.2
-    judged: int = 6_000
-    gain: float = 0.01
-    tokens: int = 1024
-    longest: int = 1024
-    seed: int = 0
-    poll: float = 10.0
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        for name, low, high in (("share", 0.001, 1e3), ("most_load", 0.01, math.inf), ("poll", 0.01, 3600)):
-            if not low <= getattr(self, name) <= high:
-                raise ParameterError(Argument(name, getattr(self, name)), f" is out of range: give {low:g} to {high:g}")
-        for name, low in (("least", 1), ("steps", 1), ("evaluate", 1), ("replay_share", 0), ("gain", 0)):
-            if not getattr(self, name) >= low:
-                raise ParameterError(Argument(name, getattr(self, name)), f" is out of range: give at least {low}")
-        if not 0 < self.held_out < 1:
-            raise ParameterError(Argument("held_out", self.held_out), " is out of range: give a share from 0 to 1")
-        if self.most_load < math.inf and not hasattr(os, "getloadavg"):
-            raise ParameterError(
-                f"{sys.platform} has no load average, so give ", Argument("most_load", "inf"), ": only ",
-                Argument("share"), " bounds it then",
-            )  # fmt: skip
 
 
 class Pace:
