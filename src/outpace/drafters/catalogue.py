@@ -30,7 +30,7 @@ class Method:
 
 
 COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
-_LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup", "forward", "learned.specs"))
+_LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup", "forward", "learned.load"))
 _HISTORY = "1: what finished requests left serves later ones (0)"
 METHODS: Mapping[str, Method] = {
     "auto": Method(

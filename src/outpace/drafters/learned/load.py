@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.drafters.learned import shipped
 from outpace.drafters.learned.checkpoint import (
     Checkpoint,
     EagleConfig,
@@ -21,6 +22,7 @@ from outpace.drafters.learned.checkpoint import (
 from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
 from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
 from outpace.drafters.learned.parallel import ParallelDrafter
+from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError, ModelError
 from outpace.models.fingerprint import fingerprint_of
 
@@ -35,6 +37,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
+
+
+def eagle(spec: DrafterSpec, context: DraftContext) -> EagleDrafter:
+    """``eagle:PATH``, or the drafter that comes with Outpace. Raises as ``load_eagle``."""
+    path: str | Path = _path(spec)
+    if path in shipped.NAMES:
+        path = shipped.located(context.target.info, context.options)
+    options = {name: spec.integer(name, None) for name in ("branch", "levels")}
+    return load_eagle(path, context, name=f"eagle:{spec.argument}", quantize=spec.options.get("quantize"), **options)
 
 
 def load_eagle(
@@ -68,6 +79,11 @@ def load_eagle(
     return made
 
 
+def _path(spec: DrafterSpec) -> str:
+    assert spec.argument is not None, f"{spec.name} has an argument: the catalogue says so"
+    return spec.argument
+
+
 class _Renewal:
     """Gives a network the weights that its folder has now, where they are not those that it was loaded with."""
 
@@ -75,7 +91,7 @@ class _Renewal:
         self, path: str | Path, context: DraftContext, quantize: str | None, name: str, loaded: Checkpoint
     ) -> None:
         self._path, self._context, self._quantize, self._name = Path(path), context, quantize, name
-        self._config, self._words = loaded.config, loaded.tensors["d2t"]
+        self._config, self._d2t = loaded.config, loaded.tensors["d2t"]
         self._stamp = _stamp(self._path.resolve())
 
     def __call__(self, network: EagleRuntime) -> bool:
@@ -83,7 +99,7 @@ class _Renewal:
         if (stamp := _stamp(folder)) == self._stamp:
             return False
         checkpoint, _ = _fitting("eagle", folder, self._context)
-        if checkpoint.config != self._config or not np.array_equal(checkpoint.tensors["d2t"], self._words):
+        if checkpoint.config != self._config or not np.array_equal(checkpoint.tensors["d2t"], self._d2t):
             raise DrafterError(
                 f"{self._name}: {folder} has another shape or draft vocabulary now: load the engine anew to use it"
             )
@@ -106,8 +122,9 @@ def _stamp(folder: Path) -> tuple[str, int, int]:
     return str(folder), found.st_ino, found.st_mtime_ns
 
 
-def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
+def parallel(spec: DrafterSpec, context: DraftContext) -> ParallelDrafter:
     """``parallel:PATH``. Raises as ``load_eagle``."""
+    path = _path(spec)
     checkpoint, notes = _fitting("parallel", path, context)
     assert isinstance(checkpoint.config, ParallelConfig)
     network = parallel_for(checkpoint, context.target)
@@ -116,8 +133,9 @@ def load_parallel(path: str, context: DraftContext) -> ParallelDrafter:
     return made
 
 
-def load_medusa(path: str, context: DraftContext) -> MedusaDrafter:
+def medusa(spec: DrafterSpec, context: DraftContext) -> MedusaDrafter:
     """``medusa:PATH``. Raises as ``load_eagle``."""
+    path = _path(spec)
     checkpoint, notes = _fitting("medusa", path, context)
     config = checkpoint.config
     assert isinstance(config, MedusaConfig)
