@@ -21,7 +21,7 @@ from types import ModuleType
 from outpace.errors import OutpaceError
 
 HERE = Path(__file__).parent
-SHARED = ("servers", "streams", "soak_server", "__main__")  # no benchmarks
+SHARED = ("servers", "soak_server", "__main__")  # no benchmarks
 
 
 def names() -> list[str]:

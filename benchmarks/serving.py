@@ -15,24 +15,151 @@ time between two pieces of a stream, and its p50 and p99 are over all of them (d
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
-from benchmarks import streams
 from benchmarks.servers import OURS, Spent, Started, spent, started
 from outpace.cli.terminal import table
 from outpace.measure import machine
 from outpace.measure.prompts import read_prompts
-from outpace.measure.remote import RemoteError
+from outpace.measure.remote import Remote, RemoteError
 
 PLAIN = "outpace plain"
 P99 = ("tpot_p99", "icl_p99")  # compared with plain's
+
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """An answer as it came. ``at``: when each piece did, in seconds; ``tokens``: as the server counts them."""
+
+    begun: float
+    at: tuple[float, ...]
+    tokens: int
+    text: str
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token; of an empty answer, none."""
+        return self.at[0] - self.begun if self.at else math.nan
+
+    @property
+    def per_token(self) -> float:
+        """Seconds a token after the first one came, over the whole answer; of an answer of one token, none."""
+        return (self.at[-1] - self.at[0]) / (self.tokens - 1) if self.at and self.tokens > 1 else math.nan
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between neighbouring pieces."""
+        return [now - before for before, now in zip(self.at, self.at[1:], strict=False)]
+
+
+def read(remote: Remote, body: Body) -> Shot:
+    """The answer to a chat. Lines are stamped as they come, and parsed when the answer has ended. Raises RemoteError
+    for what is no whole answer."""
+    at = urlsplit(remote.base)
+    connection = http.client.HTTPConnection(at.netloc, timeout=remote.timeout)
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines: list[tuple[float, bytes]] = []
+    begun = time.perf_counter()
+    try:
+        connection.request(
+            "POST", f"{at.path}/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise RemoteError(f"HTTP {response.status}: {response.read(1000)!r}", status=response.status)
+        while line := response.readline():
+            if line.startswith(b"data:"):
+                lines.append((time.perf_counter(), line[5:].strip()))
+    except (OSError, http.client.HTTPException) as error:
+        raise RemoteError(f"{at.netloc} ended an answer in the middle ({error!r})") from error
+    finally:
+        connection.close()
+    return parsed(begun, lines)
+
+
+def parsed(begun: float, lines: Sequence[tuple[float, bytes]]) -> Shot:
+    """The answer that these events with their times are. Raises RemoteError for one that is not whole."""
+    if not lines or lines[-1][1] != b"[DONE]":
+        raise RemoteError(f"a stream ended without [DONE], after {lines[-1][1][:500] if lines else b'nothing'!r}")
+    at: list[float] = []
+    text, tokens = "", None
+    for moment, data in lines[:-1]:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise RemoteError(f"a stream ended with an error: {chunk['error']}")
+        tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+        piece, ids = "", 0
+        for choice in chunk.get("choices", ()):
+            piece += (choice.get("delta") or {}).get("content") or ""
+            ids += len(choice.get("token_ids") or ())
+        if piece or ids:
+            at.append(moment)
+            text += piece
+    if tokens is None:
+        raise RemoteError("a stream has no usage: nobody knows how many tokens it had")
+    return Shot(begun, tuple(at), tokens, text)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The value below which ``part`` of them lie, between neighbours in proportion; NaN of none."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    if not ordered:
+        return math.nan
+    place = part * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def figures(shots: Sequence[Shot]) -> dict[str, float]:
+    """Of answers that were asked for together; times in seconds."""
+    begun = min(shot.begun for shot in shots)
+    ended = max(shot.at[-1] if shot.at else shot.begun for shot in shots)
+    seconds = max(ended - begun, 1e-9)
+    firsts = [shot.first for shot in shots]
+    return {
+        "requests": len(shots),
+        "tokens": sum(shot.tokens for shot in shots),
+        "seconds": seconds,
+        "requests_per_second": len(shots) / seconds,
+        "tokens_per_second": sum(shot.tokens for shot in shots) / seconds,
+        "first_p50": quantile(firsts, 0.5),
+        "first_p99": quantile(firsts, 0.99),
+        **between(shots),
+    }
+
+
+def between(shots: Iterable[Shot]) -> dict[str, float]:
+    """Seconds after the first token, over answers and over gaps: TPOT and ICL, as docs/serving.md has them."""
+    shots = list(shots)
+    each, gaps = [shot.per_token for shot in shots], [gap for shot in shots for gap in shot.gaps]
+    return {
+        "tpot_p50": quantile(each, 0.5),
+        "tpot_p99": quantile(each, 0.99),
+        "icl_p50": quantile(gaps, 0.5),
+        "icl_p99": quantile(gaps, 0.99),
+    }
+
+
+def together(remote: Remote, bodies: Sequence[Body], concurrency: int) -> list[Shot]:
+    """All answers, so many at once. Raises RemoteError."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda body: read(remote, body), bodies))
 
 
 @dataclass
@@ -43,7 +170,7 @@ class Served:
     server: Started
     model: str
     ids: bool
-    rounds: dict[int, list[list[streams.Shot]]] = field(default_factory=dict)
+    rounds: dict[int, list[list[Shot]]] = field(default_factory=dict)
     used: dict[int, Spent] = field(default_factory=dict)
 
     def bodies(self, prompts: Sequence[str], tokens: int) -> list[dict[str, Any]]:
@@ -54,7 +181,7 @@ class Served:
     def crowd(self, prompts: Sequence[str], tokens: int, concurrency: int) -> None:
         """A round at ``concurrency``."""
         before = spent(self.server.pid) if Path("/proc/self/stat").exists() else None
-        shots = streams.together(self.server.remote, self.bodies(prompts, tokens), concurrency)
+        shots = together(self.server.remote, self.bodies(prompts, tokens), concurrency)
         self.rounds.setdefault(concurrency, []).append(shots)
         if before is not None:
             self.used[concurrency] = self.used.get(concurrency, Spent(0, 0)) + (spent(self.server.pid) - before)
@@ -65,13 +192,13 @@ def opened(name: str, server: Started) -> Served:
     served = Served(name, server, server.remote.model(None), ids=True)
     prompts = ["Say hello to everyone in the room, please.", "Name three rivers."]
     try:
-        streams.together(server.remote, served.bodies(prompts, 24), 1)
+        together(server.remote, served.bodies(prompts, 24), 1)
     except RemoteError as error:
         if error.status != 400:
             raise
         served.ids = False
-        streams.together(server.remote, served.bodies(prompts, 24), 1)
-    streams.together(server.remote, served.bodies(prompts * 4, 16), 4)
+        together(server.remote, served.bodies(prompts, 24), 1)
+    together(server.remote, served.bodies(prompts * 4, 16), 4)
     return served
 
 
@@ -82,8 +209,8 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
     for served in all_of:
         by_concurrency: dict[str, Any] = {}
         for concurrency, rounds in served.rounds.items():
-            each = [streams.figures(shots) for shots in rounds]
-            pooled = streams.figures([shot for shots in rounds for shot in shots])
+            each = [figures(shots) for shots in rounds]
+            pooled = figures([shot for shots in rounds for shot in shots])
             for name in ("requests_per_second", "tokens_per_second"):  # pauses between rounds are others' turns
                 pooled[name] = sum(one[name] * one["seconds"] for one in each) / sum(one["seconds"] for one in each)
             pooled["seconds"] = sum(one["seconds"] for one in each)
@@ -95,17 +222,17 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
             if plain is not None and plain is not served:
                 value["ratios"] = ratios(rounds, plain.rounds[concurrency])
                 value["ratio"] = median(value["ratios"])
-                other = streams.between(shot for shots in plain.rounds[concurrency] for shot in shots)
+                other = between(shot for shots in plain.rounds[concurrency] for shot in shots)
                 value |= {f"{name}_ratio": pooled[name] / other[name] for name in P99 if other[name] > 0}
             by_concurrency[str(concurrency)] = value
         found[served.name] = {"concurrency": by_concurrency}
     return found
 
 
-def ratios(rounds: Sequence[Sequence[streams.Shot]], plain: Sequence[Sequence[streams.Shot]]) -> list[float]:
+def ratios(rounds: Sequence[Sequence[Shot]], plain: Sequence[Sequence[Shot]]) -> list[float]:
     """Tokens/s over plain's, round by round."""
     return [
-        streams.figures(own)["tokens_per_second"] / streams.figures(other)["tokens_per_second"]
+        figures(own)["tokens_per_second"] / figures(other)["tokens_per_second"]
         for own, other in zip(rounds, plain, strict=True)
     ]
 
@@ -121,7 +248,7 @@ def same_answers(a: Served, b: Served) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), len(pairs)
 
 
-def _text(shot: streams.Shot) -> str:
+def _text(shot: Shot) -> str:
     return shot.text
 
 

@@ -19,9 +19,9 @@ import sys
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.peers import report
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -47,6 +47,7 @@ LLAMACPP = ("plain", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod"
 OPENVINO = ("plain", "paged", "lookup-3", "lookup-5", "lookup-8")
 OUTPACE = ("none", "ngram:size=3", "ngram:size=5", "ngram:size=7", "ngram", "suffix", "ngram+suffix")
 PREFILL = 1000  # tokens
+Row = dict[str, Any]  # an answer: config, prompt, tokens, first_tokens, first, rest, ids or text
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def run(given: argparse.Namespace) -> int:
         for worker in workers:
             worker.close()
     plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
-    value["table"] = report.table(value["answers"], plain_of)
+    value["table"] = summary(value["answers"], plain_of)
     write_json(given.json, value)
     _show(value)
     return 0
@@ -225,7 +226,58 @@ def _show(value: dict[str, Any]) -> None:
         rows.append((row["config"], speed, *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios), changed))
     head = ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs")
     print(table(head, rows))
-    for name, rate in report.prefill(value["prefill"]).items():
+    for name, rate in prefill_speeds(value["prefill"]).items():
         print(f"prefill of {PREFILL} tokens, {name}: {rate:.0f} tokens/s")
     for name, why in value["failed"].items():
         print(f"{name}: FAILED: {why}")
+
+
+def speed(rows: list[Row]) -> float:
+    """Pooled decode tokens/s: (tokens after the first delta) / (time after the first delta)."""
+    seconds = sum(row["rest"] for row in rows)
+    return sum(row["tokens"] - row.get("first_tokens", 1) for row in rows) / seconds if seconds else 0.0
+
+
+def changed(rows: list[Row], plain: list[Row]) -> int:
+    """How many outputs differ from those of the same engine without drafts."""
+    before = {row["prompt"]: row.get("ids", row.get("text")) for row in plain}
+    return sum(row.get("ids", row.get("text")) != before[row["prompt"]] for row in rows)
+
+
+def ratios(rows: list[Row], other: list[Row]) -> list[float]:
+    """Prompt by prompt, the speed of ``rows`` over that of ``other``."""
+    by = {row["prompt"]: speed([row]) for row in other}
+    return [speed([row]) / by[row["prompt"]] for row in rows if by.get(row["prompt"]) and row["rest"]]
+
+
+def summary(answers: list[Row], plain_of: dict[str, str]) -> list[Row]:
+    """One entry a configuration: pooled speed, ratio to the best configuration of the best peer, changed outputs."""
+    by: dict[str, list[Row]] = {}
+    for row in answers:
+        by.setdefault(row["config"], []).append(row)
+    peers = {name: speed(rows) for name, rows in by.items() if not name.startswith("outpace")}
+    best = max(peers, key=peers.__getitem__) if peers else None
+    out = []
+    for name, rows in by.items():
+        steps = sum(row.get("steps") or 0 for row in rows)
+        out.append(
+            {
+                "config": name,
+                "prompts": len(rows),
+                "tokens": sum(row["tokens"] for row in rows),
+                "decode_tokens_per_second": speed(rows),
+                "tokens_per_step": sum(row["tokens"] for row in rows) / steps if steps else None,
+                "of_best_peer": speed(rows) / peers[best] if best and peers[best] else None,
+                "median_of_best_peer": median(found) if best and (found := ratios(rows, by[best])) else None,
+                "changed": changed(rows, by[plain_of[name]]) if plain_of.get(name) in by else None,
+            }
+        )
+    return out
+
+
+def prefill_speeds(answers: list[Row]) -> dict[str, float]:
+    """Median tokens/s of reading a prompt, by configuration; the first delta comes with the prompt's end."""
+    by: dict[str, list[float]] = {}
+    for row in answers:
+        by.setdefault(row["config"], []).append(row["prompt_tokens"] / row["first"])
+    return {name: median(found) for name, found in by.items()}
