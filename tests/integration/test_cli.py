@@ -277,6 +277,30 @@ def test_chat_keeps_the_conversation() -> None:
     assert third["prompt_tokens"] < second["prompt_tokens"]
 
 
+def test_chat_takes_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    typed = "/stats|/help|/drafter|Say a b a b a b.|/drafter none|/drafter pigeon|Again.|/stats|/system|" \
+        "/system Be brief.|/system|Say hello.|/hlep|/etc/passwd?|/quit|never read"  # fmt: skip
+    lines = iter(typed.split("|"))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    out_file = tmp_path / "turns.json"
+    code, _, err = outpace(capsys, "chat", "-d", "suffix", "-n", "8", "--json", out_file)
+    said = [line for line in err.splitlines() if not line.startswith("/")]  # but for the lines of /help
+    drafters = "suffix, ngram, none"
+    assert code == 0
+    assert said[:2] == ["no answer yet", f"suffix drafts; there are {drafters}"]
+    assert said[2] == f"none drafts; there are {drafters}"
+    assert said[3].startswith(f"outpace: pigeon is not loaded: choose one of {drafters}")
+    assert said[4].startswith("last answer, none: ")
+    assert said[5].startswith("all: ")
+    assert said[6:9] == ["no system message", "started over", "system message: Be brief."]
+    assert said[9].startswith("outpace: there is no /hlep: /help lists what there is")
+    turns = json.loads(out_file.read_text())
+    assert [len(turns), err.count("\n/")] == [4, 6]  # what has another slash is no command
+    assert turns[1]["prompt_tokens"] > turns[0]["prompt_tokens"] > turns[2]["prompt_tokens"]
+
+
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
     running = spawn("chat", "--max-tokens", "4000", "--ignore-eos")
     assert running.stdin is not None
@@ -430,17 +454,32 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [config["size"] for config in json.loads(found.read_text())["configs"]] == [0, 3, "auto"]
 
 
-def test_tune_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Say hello."}\n')
-    asked = ("tune", "layers", "--prompts", str(prompts), "-n", "12", "-t", "1", "--layers", "10", "--layers", "29")
-    code, out, _ = outpace(capsys, *asked, "--json")
+def test_tune_measures_drafters_in_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Say hello.\n")
+    drafters = ("-d", "ngram:min=2", "-d", "suffix:size=3", "-d", "layers")
+    code, out, _ = outpace(
+        capsys, "tune", "--prompts", prompts, "-n", "4", *drafters, "-s", "2", "-s", "auto", "--json"
+    )
     found = json.loads(out)
+    names = [entry["name"] for entry in found["configs"]]
     assert code == 0
-    assert [row["layers"] for row in found["layers"]] == [10, 29]
-    assert found["layers"][0]["acceptance"] <= found["layers"][1]["acceptance"]
-    text = outpace(capsys, *asked)[1]
-    assert "none of them pays" in text or "use --drafter layers:" in text
+    assert names[:4] == ["none", "ngram:min=2 --size 2", "ngram:min=2 --size auto", "suffix:size=3 --size 3"]
+    assert names[4:8] == [f"layers:{n} --size {size}" for n in (3, 7) for size in (2, "auto")]
+    assert [entry["size"] for entry in found["configs"][:4]] == [0, 2, "auto", 3]
+    assert found["recommended"] in (None, *names[1:])
+
+
+def test_what_tune_recommends() -> None:
+    from outpace.cli.tune import recommended
+
+    def entry(name: str, ratio: float | None, low: float, moved: bool = False) -> dict[str, Any]:
+        return {"name": name, "speedup": {"ratio": ratio, "low": low, "high": 9.0}, "moved": moved}
+
+    plain = entry("none", 1.0, 1.0)
+    unsure, small, moved = entry("a", 1.5, 0.9), entry("b", 1.01, 1.005), entry("c", 3.0, 2.0, moved=True)
+    assert recommended([plain, unsure, small, moved, entry("d", None, 0.0)]) is None
+    assert recommended([plain, unsure, entry("e", 1.2, 1.1), entry("f", 1.3, 1.1), moved]) == "f"
 
 
 def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -160,3 +160,12 @@ def test_sparkline():
     assert curves.sparkline([]) == ""
     assert curves.sparkline([1, 2, 3]) == "▁▅█"
     assert len(curves.sparkline(list(range(100)), 10)) == 10
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_a_curve_shows_its_points(count):
+    """A line through one point would show nothing."""
+    rows = [{"tokens": 1000 * i, "loss": 2.0, "tokens_per_step": 1.5, "acceptance": [0.5, 0.2]} for i in range(count)]
+    lines = [line for axes in curves.drawn(rows).axes for line in axes.get_lines()]
+    assert [len(line.get_xdata()) for line in lines] == [count] * 4
+    assert all((line.get_marker() != "None") == (count < 10) for line in lines)

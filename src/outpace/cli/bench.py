@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
     from outpace.measure.bench import Bench
+    from outpace.measure.prompts import PromptRow
 
 
 def run(
@@ -38,9 +40,8 @@ def run(
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
     from outpace.cli.bench_table import show
-    from outpace.common.progress import progress
     from outpace.measure import plot as plots
-    from outpace.measure.bench import CONTROL, Bench, Configuration
+    from outpace.measure.bench import Bench, Configuration
     from outpace.measure.compare import promises_tokens
     from outpace.measure.prompts import read_prompts
     from outpace.params import SamplingParams
@@ -58,7 +59,27 @@ def run(
     engines = load.engines(names, size=size, acceptance=acceptance, max_rows=concurrency, prefix_rows=0)
     configurations = [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)]
     bench = Bench(configurations, params, all_turns, control=True)
-    head = {**_head(bench, acceptance), "concurrency": concurrency, "all_turns": all_turns}
+    more = {"concurrency": concurrency, "all_turns": all_turns}
+    with recorded(engines[0], record, load):  # all give the same answers
+        found, stopped = measured(bench, rows, common, more)
+    if found is not None:
+        if plot is not None:
+            plots.draw(plot, found)
+        if not common.emit(found):
+            show(found, promised=promises_tokens(acceptance, params))
+    end(stopped, found)
+    return 0
+
+
+def measured(
+    bench: Bench, rows: Sequence[PromptRow], common: Common, more: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, BaseException | None]:
+    """Run the prompts, ``more["concurrency"]`` together, and close the engines. What ``--json`` writes, also where
+    Ctrl-C or an error ended it (None: before there was anything), and what ended it."""
+    from outpace.common.progress import progress
+    from outpace.measure.bench import CONTROL
+
+    head = {**_head(bench), **more}
 
     def value(interrupted: bool) -> dict[str, Any]:
         runs = [run.to_dict() for run in bench.runs]
@@ -74,28 +95,25 @@ def run(
                 if common.json is not None and not common.prints_json:
                     common.emit(value(interrupted=True))  # also for a run that is killed
 
-            with recorded(engines[0], record, load):  # all give the same answers
-                bench.run(rows, concurrency, done)
+            bench.run(rows, more["concurrency"], done)
     except (KeyboardInterrupt, OutpaceError) as error:
         stopped = error
     finally:
-        for engine in engines:
-            engine.close()
-    if bench.runs:
-        found = value(interrupted=stopped is not None)
-        if plot is not None:
-            plots.draw(plot, found)
-        if not common.emit(found):
-            show(found, promised=promises_tokens(acceptance, params))
-    if isinstance(stopped, OutpaceError):
-        raise stopped
-    if stopped is not None:
-        kept = bench.report()[0]["prompts"]
+        for configuration in bench.configurations:
+            configuration.engine.close()
+    return value(interrupted=stopped is not None) if bench.runs else None, stopped
+
+
+def end(stopped: BaseException | None, found: Mapping[str, Any] | None) -> None:
+    """Raise what ended a measurement, if anything did; after Ctrl-C, with how much was kept."""
+    if isinstance(stopped, KeyboardInterrupt):
+        kept = 0 if found is None else found["configs"][0]["prompts"]
         raise Interrupted(f"interrupted: kept {kept} answers of each configuration") from stopped
-    return 0
+    if stopped is not None:
+        raise stopped
 
 
-def _head(bench: Bench, acceptance: str) -> dict[str, Any]:
+def _head(bench: Bench) -> dict[str, Any]:
     from outpace.measure import machine
 
     model = bench.configurations[0].engine.model
@@ -109,7 +127,7 @@ def _head(bench: Bench, acceptance: str) -> dict[str, Any]:
         "max_tokens": bench.params.max_tokens,
         "temperature": bench.params.temperature,
         "seed": bench.params.seed,
-        "acceptance": acceptance,
+        "acceptance": bench.configurations[0].engine.options.acceptance,
     }
 
 

@@ -24,11 +24,12 @@ class Conversation:
         self._text = ""  # rendered text that ``_ids`` stands for; empty: encode everything anew
         self._ids: I32 = np.zeros(0, np.int32)
 
-    def say(self, text: str, params: SamplingParams, *, show: bool) -> Result:
-        """Add a user's turn and return the answer. Raises ParameterError; then the turn is forgotten."""
+    def say(self, text: str, params: SamplingParams, *, show: bool, drafter: str | None = None) -> Result:
+        """Add a user's turn and return the answer; ``drafter`` as in ``Engine.prepare``. Raises ParameterError; then
+        the turn is forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
         rendered, ids = self.encode(messages)
-        result = self._answer(ids, params, show)
+        result = self._answer(ids, params, show, drafter)
         self._messages = [*messages, {"role": "assistant", "content": result.text}]
         if isinstance(result.stopped_by, str):  # the ids say more than the text, which was cut before the stop string
             self._text, self._ids = "", np.zeros(0, np.int32)
@@ -51,8 +52,8 @@ class Conversation:
         # A template writes the start token itself.
         return rendered, tokenizer.encode(rendered, add_special=not templated, parse_special=templated)
 
-    def _answer(self, ids: I32, params: SamplingParams, show: bool) -> Result:
-        request = self._engine.add(ids.tolist(), params)
+    def _answer(self, ids: I32, params: SamplingParams, show: bool, drafter: str | None) -> Result:
+        request = self._engine.add(ids.tolist(), params, drafter=drafter)
         result = None
         try:
             while result is None:

@@ -134,14 +134,14 @@ def recorded(engine: Engine, folder: Path | None, load: Load) -> AbstractContext
     return recording(engine, folder, model=load.model, load=load.load_options())
 
 
-def _size(text: str) -> int | str:
+def size_of(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
     except ValueError:
         raise ValueError(f"{text!r}: give auto (what pays), or a number of tokens (0 decodes plainly)") from None
 
 
-SIZE = option("--size", "-s", parser=_size, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
+SIZE = option("--size", "-s", parser=size_of, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
 PROMPTS = option(
     "--prompts", help="JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line."
 )

@@ -19,6 +19,7 @@ from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import demo, families
 from outpace.models.options import LoadOptions
+from outpace.models.refused import refuse_images, refuse_misspelt
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
 from outpace.models.weights.hub import from_hub, from_name, is_name
@@ -72,12 +73,15 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
     path = Path(spec).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            refuse_images(spec, path, None)
             raise ModelError(f"{spec} has no config.json: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "folder", path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "gguf", path)
+    if options.revision is None and ":" not in spec:
+        refuse_misspelt(spec)
     if is_name(spec):
         path = from_name(spec, revision=options.revision, offline=options.offline, progress=progress)
         return Source(spec, "gguf", path)
@@ -139,6 +143,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     Raises ModelError when the native one is asked for and cannot serve it.
     """
     if options.backend == "transformers":
+        refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
         need_torch(source.name)
         return "transformers"
     from outpace.models.native import build
@@ -150,6 +155,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             raise ModelError(f"{source.name} has no safetensors weights")
         build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype)  # whatever it refuses
     except ModelError as error:
+        refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
         if options.backend == "native":
             raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
         need_torch(source.name, error)
