@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from outpace.cli.app import parse
 from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
@@ -172,3 +173,29 @@ def test_requests_that_did_not_run_do_not_stop_the_page(tmp_path: Path) -> None:
             made.step()
     assert f'"request":{second}' in path.read_text()
     assert f'"request":{first}' in page(path)
+
+
+@needs_browser
+def test_two_traces_side_by_side_show_the_same_token(tmp_path: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    for name in ("a", "b"):
+        record(tmp_path / f"{name}.trace", made=engine(halving=name == "a"))
+    assert parse(["trace", "view", str(tmp_path / "a.trace"), "--beside", str(tmp_path / "b.trace")])() == 0
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        shown = browser.new_page()
+        faults: list[str] = []
+        shown.on("pageerror", lambda error: faults.append(str(error)))
+        shown.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+        shown.goto((tmp_path / "a.html").as_uri())
+        first, second = (shown.frames[i] for i in (1, 2))
+        for frame in (first, second):
+            frame.wait_for_function("document.querySelector('#h-step').textContent")
+        opened, steps = map(int, re.findall(r"\d+", first.inner_text("#h-step"))[:2])
+        assert {"1", str(steps)} <= set(first.locator("#charts text").all_text_contents())  # the axis has numbers
+        assert opened == 1 + first.evaluate("telling(state.answer.steps)")
+        first.locator("#slider").fill(str(steps))
+        token = first.evaluate("state.answer.steps[state.at].from")
+        second.wait_for_function(f"state.answer.tokens[{token}].step === state.at")
+        assert not faults
+        browser.close()

@@ -162,6 +162,23 @@ def test_side_by_side_again_edit_and_steps(page: Any) -> None:
     assert page.locator("article.user .said").all_inner_texts() == ["Say hello."]
 
 
+def test_an_empty_chat_offers_examples_beside_plain_decoding(page: Any) -> None:
+    page.get_by_label("Examples").get_by_role("button").first.click()
+    answer = page.locator("article.assistant")
+    answer.get_by_label("Answer again").wait_for(timeout=60_000)
+    assert answer.locator(".columns section").count() == 2
+    assert "Identical: 24 tokens" in answer.locator(".verdict").inner_text()
+    page.click("#new")
+    answer = said(page, "Repeat: one two three, one two three, one two three, one two three.")
+    assert "The model ran" in answer.locator(".why").inner_text()
+    legend = page.locator("#legend").inner_text()
+    assert "no colour: the model itself" in legend
+    assert {"ngram", "suffix"} <= set(re.findall(r"\w+", legend))
+    answer.get_by_label("Ask again, beside plain decoding").click()
+    answer.locator(".verdict").wait_for(timeout=60_000)
+    assert answer.locator(".columns section").count() == 2
+
+
 def tell_long(page: Any) -> None:
     """An answer that takes a while has begun."""
     page.click("#settings")

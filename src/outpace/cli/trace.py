@@ -48,6 +48,9 @@ def replay(
 def view(
     common: Common,
     file: Annotated[Path, FILE],
+    beside: Annotated[
+        list[Path] | None, option("--beside", metavar="FILE", help="Another trace, side by side.")
+    ] = None,
     out: Annotated[
         Path | None, option("--out", "-o", help="The page to write. Default: beside FILE, with .html.")
     ] = None,
@@ -58,7 +61,7 @@ def view(
 
     out = file.with_suffix(".html") if out is None else out
     check_writable(out)
-    write(file, out)
+    write(file, out, *(beside or ()))
     size = out.stat().st_size
     if not common.emit({"page": str(out), "bytes": size}):
         print(f"{out}: {size / 1e6:.1f} MB, open it in a browser")

@@ -27,6 +27,35 @@ def page(path: Path, *, scripts: Sequence[str] = ()) -> str:
     return _filled(f"{path.name}: an Outpace trace", data, scripts, "'none'")
 
 
+def pages(paths: Sequence[Path]) -> str:
+    """Pages side by side, each in a frame of its own; where one shows a token, the others show it, too. Raises
+    ParameterError."""
+    inner = [page(path) for path in paths]
+    files = resources.files(__package__)
+    own = (files / "page.js").read_text(encoding="utf-8")
+    style = "html,body{height:100%;margin:0}body{display:flex;gap:2px}iframe{flex:1;border:0;min-width:0}"
+    script = (
+        "const frames_ = [...document.querySelectorAll('iframe')];\n"
+        "addEventListener('message', (event) => {\n"
+        "  for (const one of frames_)\n"
+        "    if (frames_.some((other) => other.contentWindow === event.source) && one.contentWindow !== event.source)\n"
+        "      one.contentWindow.postMessage(event.data, '*');\n"
+        "});"
+    )
+    styles = f"{_hash(style)} {_hash(colours() + (files / 'page.css').read_text(encoding='utf-8'))}"
+    policy = f"default-src 'none'; style-src {styles}; script-src {_hash(own)} {_hash(script)}; base-uri 'none'"
+    names = " and ".join(html.escape(path.name) for path in paths)
+    bodies = "".join(
+        f'<iframe title="{html.escape(path.name)}" srcdoc="{html.escape(text)}"></iframe>'
+        for path, text in zip(paths, inner, strict=True)
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{names}: Outpace traces</title>'
+        f"<style>{style}</style></head><body>{bodies}<script>{script}</script></body></html>"
+    )
+
+
 def empty_page(script: str) -> str:
     """The page without a trace: ``script`` gets one from where the page came from, puts it in place as JSON and calls
     ``start``."""
@@ -76,9 +105,9 @@ def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
     return "".join(out)
 
 
-def write(path: Path, out: Path, *, scripts: Sequence[str] = ()) -> None:
-    """Write the page, whole or not at all. Raises ParameterError or OSError."""
-    text = page(path, scripts=scripts)
+def write(path: Path, out: Path, *others: Path, scripts: Sequence[str] = ()) -> None:
+    """Write the page, whole or not at all; ``others``: traces to show beside it. Raises ParameterError or OSError."""
+    text = pages([path, *others]) if others else page(path, scripts=scripts)
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         part.write_text(text, encoding="utf-8")

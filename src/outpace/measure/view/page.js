@@ -286,7 +286,7 @@ const CHARTS = [
   { name: "accepted", value: (t) => (t.verified ? t.accepted / t.verified : NaN), show: percent, top: 1 },
   { name: "tokens/s", value: (t) => (t.seconds ? t.gained / t.seconds : NaN), show: (x) => rounded(x, 0) },
 ];
-const CHART = { height: 46, left: 104, right: 6, pad: 4 };
+const CHART = { height: 46, left: 136, right: 6, pad: 4 };
 
 /** Steps in at most ``most`` groups of equal size: what is drawn of 10,000 steps. */
 function buckets(steps, most) {
@@ -319,12 +319,25 @@ function renderCharts() {
     const { area, curve } = outline(values, (i) => x(Math.min(steps.length, i * size)), y, floor);
     draw(svg, "path", { class: "area", d: area });
     draw(svg, "path", { class: "curve", d: curve });
+    draw(svg, "text", { class: "small end", x: CHART.left - 6, y: CHART.pad + 8 }, chart.show(highest));
+    draw(svg, "text", { class: "small end", x: CHART.left - 6, y: floor }, "0");
     draw(svg, "text", { x: 0, y: 17 }, chart.name);
     const said = draw(svg, "text", { class: "small", x: 0, y: 34 });
     const mark = draw(svg, "line", { class: "mark", y1: 0, y2: CHART.height });
     const dot = draw(svg, "circle", { class: "dot", r: 4 });
     state.chart.marks.push({ mark, dot, said, y, values, size, floor, chart });
     scrub(svg);
+  }
+  renderSteps(x, width, steps.length);
+}
+
+/** The axis below the charts: numbers of steps. */
+function renderSteps(x, width, n) {
+  const svg = draw(at("charts"), "svg", { viewBox: `0 0 ${width} 16`, height: 16, "aria-hidden": "true" });
+  draw(svg, "text", { class: "small", x: 0, y: 12 }, "step");
+  for (const step of [...new Set([1, Math.round(n / 4), Math.round(n / 2), Math.round((3 * n) / 4), n])].filter((s) => s > 0)) {
+    const end = step === n && n > 1 ? " end" : "";
+    draw(svg, "text", { class: `small${end}`, x: end ? width - CHART.right : x(step - 1), y: 12 }, step.toLocaleString("en"));
   }
 }
 
@@ -567,7 +580,7 @@ function stepFacts(step, answer) {
 
 // -- moving ----------------------------------------------------------------------------------------------------------------
 
-const state = { trace: null, answer: null, index: 0, at: 0, held: false, spans: [], marked: [], chart: null };
+const state = { trace: null, answer: null, index: 0, at: 0, held: false, spans: [], marked: [], chart: null, alone: false };
 
 function chooseAnswer(index) {
   const { answers } = state.trace;
@@ -585,7 +598,13 @@ function chooseAnswer(index) {
   renderAnswer();
   renderFigures();
   renderCharts();
-  chooseStep(0);
+  chooseStep(telling(state.answer.steps));
+}
+
+/** The step that shows most: the target agreed with much, and something was rejected, too. */
+function telling(steps) {
+  const worth = (step) => Math.min(step.path.length, step.gained) + (step.kept.size > step.path.length ? 0.5 : 0);
+  return steps.reduce((best, step, i) => (worth(step) > worth(steps[best]) ? i : best), 0);
 }
 
 /** ``follow``: bring the step's tokens into sight; not where the pointer is on them already. */
@@ -605,6 +624,16 @@ function chooseStep(index, follow = true) {
   if (follow && state.marked.length) bringIntoSight(state.marked[0]);
   renderStep();
   moveMarks();
+  if (step && parent !== window && !state.alone) parent.postMessage({ token: step.from }, "*");
+}
+
+/** Beside another trace: the step that wrote the token that the other one shows. */
+function follow(event) {
+  if (event.source !== parent || !state.answer || !Number.isInteger(event.data.token)) return;
+  const token = state.answer.tokens[Math.min(event.data.token, state.answer.tokens.length - 1)];
+  state.alone = true; // the others show it already
+  if (token) chooseStep(token.step);
+  state.alone = false;
 }
 
 /** Scrolls the text alone: the page around it stays where it is. Blocks that come into sight only then get their real
@@ -694,7 +723,10 @@ function start() {
     at("app").replaceChildren(element("p", {}, "This trace has no steps yet."));
     return;
   }
+  state.alone = true;
   chooseAnswer(0);
+  state.alone = false;
+  if (parent !== window) addEventListener("message", follow);
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(onResize, 60); });
 }

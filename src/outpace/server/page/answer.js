@@ -60,10 +60,18 @@ export function told(answer) {
   if (!tokens) return [];
   const out = [`${tokens} token${tokens === 1 ? "" : "s"}`];
   if (seconds > first) out.push(`${((tokens - atFirst) / (seconds - first)).toFixed(1)} tokens/s`);
-  if (steps) out.push(`${(tokens / steps).toFixed(2)} tokens a step`);
   if (drafted) out.push(`${Math.round((100 * accepted) / drafted)}\u00a0% of drafts accepted`);
   out.push(`first after ${first.toFixed(2)} s`);
   return out;
+}
+
+/** What drafting did, in a sentence. */
+export function work(answer) {
+  const { tokens, steps, drafted, accepted } = answer.figures;
+  if (!tokens || !steps) return "";
+  if (!drafted) return `The model ran once for each token (${plural(tokens)}): nothing was drafted.`;
+  if (!accepted) return `The model ran once for each token (${plural(tokens)}): it agreed with no draft.`;
+  return `The model ran ${steps} times for ${plural(tokens)}: it agreed with ${accepted} of ${drafted} drafted ones.`;
 }
 
 /** Whether two answers are the same tokens, in words: [identical, sentence]. */

@@ -7,6 +7,11 @@ import { element, colour, fillAnswer, known, message } from "./render.js";
 import { chats, keepChats, keepSettings, newChat, onOtherTabs, settings } from "./store.js";
 
 const state = { all: chats(), chat: null, settings: settings(), running: null, editing: -1, traces: false, models: [] };
+const EXAMPLES = [
+  ["Repeat", "Write a recipe for pancakes. List the ingredients, then repeat the list with amounts, then the steps."],
+  ["Code", "Write a Python function that adds two numbers, then one that multiplies two numbers."],
+  ["Prose", "Tell a short story about a lighthouse keeper and a whale."],
+];
 const FIELDS = ["temperature", "top_p", "seed", "max_tokens", "drafter"];
 
 // -- what is asked -----------------------------------------------------------------------------------------------------
@@ -32,11 +37,10 @@ function conversation(chat) {
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
-/** Ask for an answer to the chat as it stands. */
-async function answer() {
+/** Ask for an answer to the chat as it stands. `both`: plain, too, beside it. */
+async function answer(both = at("both").checked) {
   const chat = state.chat;
   const messages = conversation(chat);
-  const both = at("both").checked;
   const its = { role: "assistant", content: "", answer: emptyAnswer("With drafts") };
   if (both) its.plain = emptyAnswer("Plain");
   chat.messages.push(its);
@@ -82,21 +86,21 @@ function stop() {
   state.running?.stopping.abort();
 }
 
-function send(text) {
+function send(text, both) {
   if (state.running || !text.trim()) return;
   if (!state.chat.messages.length) {
     state.chat.title = text.trim().slice(0, 80);
     if (!state.all.includes(state.chat)) state.all.unshift(state.chat);
   }
   state.chat.messages.push({ role: "user", content: text });
-  answer();
+  answer(both);
 }
 
 /** The answer at `i` again, in place of what follows the question. */
-function again(i) {
+function again(i, both) {
   if (state.running) return;
   state.chat.messages.length = i;
-  answer();
+  answer(both);
 }
 
 function edited(i, text) {
@@ -144,10 +148,7 @@ function renderAll() {
       return message(its, { acts: running ? [] : acts(its, i), running, colours: state.settings.colours, copy });
     }),
   );
-  if (!messages.length) {
-    const words = "Ask something. What drafters wrote is coloured; the rest is the model's own. The answer is the same.";
-    at("messages").append(element("p", { class: "empty" }, words));
-  }
+  if (!messages.length) at("messages").append(beginning());
   at("messages").setAttribute("aria-busy", String(Boolean(state.running)));
   at("system-text").value = state.chat.system;
   at("stop").hidden = !state.running;
@@ -156,12 +157,22 @@ function renderAll() {
   if (down) scrollDown();
 }
 
+/** What an empty chat shows: examples, each answered plain and with drafts, side by side. */
+function beginning() {
+  const words = "The same answer, sooner: a drafter proposes tokens, and the model checks several at once. Choose an example to"
+    + " see it beside plain decoding, or ask something.";
+  const examples = EXAMPLES.map(([name, text]) =>
+    element("li", {}, element("button", { type: "button", onclick: () => send(text, true) }, element("b", {}, name), ` ${text}`)));
+  return element("div", { class: "empty" }, element("p", {}, words), element("ul", { "aria-label": "Examples" }, ...examples));
+}
+
 function acts(its, i) {
   const text = its.role === "user" ? its.content : its.answer.content;
   const found = [["Copy", () => copy(text), `Copy ${its.role === "user" ? "the message" : "the answer"}`]];
   if (its.role === "user") found.push(["Edit", () => edit(i), "Edit the message and ask again"]);
   else {
     found.push(["Again", () => again(i), "Answer again"]);
+    if (!its.plain) found.push(["Compare", () => again(i, true), "Ask again, beside plain decoding"]);
     if (state.traces && its.answer.id) found.push(["Steps", () => openSteps(its.answer.id), "Show the steps of this answer"]);
   }
   return found;
@@ -189,10 +200,13 @@ function edit(i) {
 }
 
 function renderLegend() {
-  const shown = state.settings.colours && state.chat.messages.flatMap((its) => its.answer?.written || []);
-  const names = [...new Set((shown || []).map(([, source]) => source))].filter((name) => name !== "target");
-  const marks = names.map((name) => element("li", {}, element("span", { class: colour(name) }, name)));
-  at("legend").replaceChildren(...(names.length ? [...marks, element("li", { class: "quiet" }, "not marked: target, the model itself")] : []));
+  const answers = state.settings.colours ? state.chat.messages.filter((its) => its.answer).map((its) => its.answer) : [];
+  const wrote = answers.flatMap((its) => its.written.map(([, source]) => source));
+  const asked = answers.flatMap((its) => (its.figures.drafter || "").split("+")); // those that wrote nothing, too
+  const names = [...new Set([...wrote, ...asked])].filter((name) => name && name !== "target" && name !== "none");
+  const marks = names.map((name) => element("li", {}, element("span", { class: colour(name) }, name),
+    wrote.includes(name) ? " drafted it, the model agreed" : " wrote nothing here"));
+  at("legend").replaceChildren(...(names.length ? [...marks, element("li", { class: "quiet" }, "no colour: the model itself")] : []));
 }
 
 function renderList() {

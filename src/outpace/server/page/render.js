@@ -1,6 +1,6 @@
 // Messages as elements. What a model or a user wrote becomes text nodes, never markup.
 
-import { compared, shares, told } from "./answer.js";
+import { compared, shares, told, work } from "./answer.js";
 
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -110,8 +110,8 @@ export function fillAnswer(parent, answer, { colours, running, copy }) {
   }
   if (answer.finish === "length" && !running) figures.append(" · cut off at the most tokens");
   if (answer.stopped) figures.append(" · stopped");
-  if (answer.figures.off_because && answer.figures.drafter !== "none" && !running) {
-    figures.append(element("span", { class: "why" }, answer.figures.off_because));
+  if (answer.figures.drafter !== "none" && !running && work(answer)) {
+    figures.append(element("span", { class: "why", title: answer.figures.off_because || null }, work(answer)));
   }
 }
 
