@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import importlib
 import pkgutil
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.figures import STANDARD_OUTPUT
 from outpace.errors import OutpaceError
 
 HERE = Path(__file__).parent
-SHARED = ("servers", "soak_server", "__main__")  # no benchmarks
+SHARED = ("figures", "servers", "soak_server", "__main__")  # no benchmarks
 
 
 def names() -> list[str]:
@@ -41,13 +43,17 @@ def call(name: str, arguments: Sequence[str]) -> int:
         f"python -m benchmarks {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.arguments(parser)
+    given = parser.parse_args(arguments)
+    given.standard_output = sys.stdout
+    alone = getattr(given, "json", None) == STANDARD_OUTPUT  # for JSON: text goes to standard error
     try:
-        code: int = module.run(parser.parse_args(arguments))
+        with contextlib.redirect_stdout(sys.stderr if alone else sys.stdout):
+            code: int = module.run(given)
     except (OutpaceError, OSError, subprocess.CalledProcessError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted: what was measured is in its file, and the same command goes on", file=sys.stderr)
+        print(f"{name}: interrupted: what was measured until then is kept", file=sys.stderr)
         return 130
     return code
 

@@ -10,13 +10,12 @@ table is this machine's column of docs/native.md.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import Measuring, add_json, emit
 from outpace import _native
 from outpace.measure import machine
 from outpace.models.base import Batch
@@ -91,7 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--one-thread", action="store_true", help="also with one thread, in turn: what threads bring")
 
 
@@ -118,18 +117,20 @@ def run(options: argparse.Namespace) -> int:
     prefill_row = model.kv.alloc()
     prefill = Batch.pack([prefill_row], [prompt], [0], [False])
     prefill_seconds, speeds = [], [bandwidth(model.threads)]
-    for _ in range(options.rounds):
-        for cell in [*cells, *alone]:
-            cell.run(options.repeats)
-        start = time.perf_counter()
-        model.forward(prefill)
-        prefill_seconds.append(time.perf_counter() - start)
-        model.kv.truncate(prefill_row, 0)
-        speeds.append(bandwidth(model.threads))
-    for cell in cells:
-        cell.profile(10)
-    report(model, cells, alone, speeds, prefill_seconds, options)
-    return 0
+    with Measuring() as measuring:
+        for _ in range(options.rounds):
+            for cell in [*cells, *alone]:
+                cell.run(options.repeats)
+            start = time.perf_counter()
+            model.forward(prefill)
+            prefill_seconds.append(time.perf_counter() - start)
+            model.kv.truncate(prefill_row, 0)
+            speeds.append(bandwidth(model.threads))
+        for cell in cells:
+            cell.profile(10)
+    if prefill_seconds:  # a whole round, at least
+        report(model, cells, alone, speeds, prefill_seconds, options)
+    return measuring.end(0)
 
 
 def loaded(name: str, threads: int | None) -> NativeModel:
@@ -185,12 +186,12 @@ def report(
     for width in (1, 8, 16):
         phases = by[base, width].phases
         print(f"| width {width} | " + " | ".join(f"{phases[n] * 1e3:.2f}" for n in names) + " |")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {
+    emit(
+        options,
+        {
             "model": model.info.name, "dtype": model.info.dtype, "isa": model.isa, "threads": model.threads,
             "machine": cpu, "weight_bytes": model.info.weight_bytes, "bandwidth": speeds, "ratios": ratios,
             "prefill_tokens": options.prefill, "prefill_seconds": prefill, "cells": [cell.record() for cell in cells],
             "one_thread": [cell.record() for cell in alone],
-        }  # fmt: skip
-        options.json.write_text(json.dumps(record, indent=1))
+        },
+    )  # fmt: skip

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from outpace.common.files import write_json
+from benchmarks.figures import Measuring, add_json, emit
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
 from outpace.measure.bench import Bench, Configuration
@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines; default: eight of its own")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -61,33 +61,32 @@ def run(given: argparse.Namespace) -> int:
         f"{'dtype':<9} {'T':>4} {'batch':>5} {'drafter':<16} {'tokens/s':>9} {'per step':>8} {'of plain':>8} "
         f"{'same':>5} {'ties':>5}"
     )
-    for dtype in given.dtype or DTYPES:
-        options = {"backend": "transformers", "device": given.device, "dtype": dtype, "size": given.size}
-        engines = load_engines(Engine, given.model, drafters, options)
-        for temperature in given.temperature or TEMPERATURES:
-            for batch in given.batch or BATCHES:
-                params = SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=1)
-                bench = Bench([Configuration(n, e) for n, e in zip(drafters, engines, strict=True)], params)
-                bench.run(prompts, batch, lambda n: None)
-                report = bench.report()
-                plain = report[0]["end_to_end_tokens_per_second"]
-                for entry in report:
-                    speed = entry["end_to_end_tokens_per_second"]
-                    rows.append({"dtype": dtype, "temperature": temperature, "batch": batch, **entry})
-                    print(
-                        f"{dtype:<9} {temperature:>4} {batch:>5} {entry['name']:<16} {speed:>9.1f} "
-                        f"{entry['tokens_per_step']:>8.2f} {speed / plain:>8.2f} "
-                        f"{entry['identical']:>2}/{entry['prompts']:<2} {entry['near_ties']:>5}",
-                        flush=True,
-                    )
-        engines[0].close()  # the target, which they share
+    with Measuring() as measuring:
+        for dtype in given.dtype or DTYPES:
+            options = {"backend": "transformers", "device": given.device, "dtype": dtype, "size": given.size}
+            engines = load_engines(Engine, given.model, drafters, options)
+            for temperature in given.temperature or TEMPERATURES:
+                for batch in given.batch or BATCHES:
+                    params = SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=1)
+                    bench = Bench([Configuration(n, e) for n, e in zip(drafters, engines, strict=True)], params)
+                    bench.run(prompts, batch, lambda n: None)
+                    report = bench.report()
+                    plain = report[0]["end_to_end_tokens_per_second"]
+                    for entry in report:
+                        speed = entry["end_to_end_tokens_per_second"]
+                        rows.append({"dtype": dtype, "temperature": temperature, "batch": batch, **entry})
+                        print(
+                            f"{dtype:<9} {temperature:>4} {batch:>5} {entry['name']:<16} {speed:>9.1f} "
+                            f"{entry['tokens_per_step']:>8.2f} {speed / plain:>8.2f} "
+                            f"{entry['identical']:>2}/{entry['prompts']:<2} {entry['near_ties']:>5}",
+                            flush=True,
+                        )
+            engines[0].close()  # the target, which they share
     device = _device_name(given.device)
     settings = {"model": given.model, "device": device, "max_tokens": given.max_tokens, "size": given.size}
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.json, {"settings": settings, "rows": rows})
+    emit(given, {"settings": settings, "rows": rows})
     broken = [row for row in rows if row["dtype"] == "float32" and row["identical"] + row["near_ties"] < row["prompts"]]
-    return 1 if broken else 0
+    return measuring.end(1 if broken else 0)
 
 
 def _device_name(device: str) -> str:

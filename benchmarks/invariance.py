@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import servers
+from benchmarks.figures import Measuring, add_json, emit
 from outpace.cli.terminal import table
 from outpace.common.progress import progress
 from outpace.errors import Argument, ParameterError
@@ -357,7 +358,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without-ours", action="store_true", help="ask the others alone")
     parser.add_argument("--options", default="", help="more arguments of our server, such as '-m demo-gemma'")
     parser.add_argument("--journal", type=Path, help="what was found; a run that was interrupted goes on with it")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    add_json(parser)
     parser.add_argument("--log", type=Path, default=Path("invariance.log"), help="what the servers say")
 
 
@@ -373,9 +374,12 @@ def run(given: argparse.Namespace) -> int:
         "requests": given.requests,
     }
     journal, scores = Journal(given.journal, this), {}
+    with Measuring() as measuring:
+        for contender, items in plans:
+            ask_all(contender, known, items, journal, given.log)
     for contender, items in plans:
-        ask_all(contender, known, items, journal, given.log)
-        scores[contender.name] = score(contender, items, known, journal)
+        if any(f"{contender.name} asked {item.number}" in journal for item in items):
+            scores[contender.name] = score(contender, items, known, journal)
     found = {"scores": scores, "commands": this["servers"], "machine": machine.cpu()}
     print(shown(scores))
     wrong = any(figures["changed"] or figures["failed"] for figures in scores.values())
@@ -383,6 +387,5 @@ def run(given: argparse.Namespace) -> int:
     for name, figures in scores.items():
         print(f"{name}: {figures['changed']} of {figures['answers']} changed, {figures['bits']} more in bits alone; "
               f"rows taken away {figures['preemptions']}; first {json.dumps(figures['first'])}")  # fmt: skip
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 1 if wrong else 0
+    emit(given, found)
+    return measuring.end(1 if wrong else 0)

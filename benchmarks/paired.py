@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Measuring, add_json, emit
+
 PHASES = ("draft", "target", "verify", "other")
 # What a version's process runs. It has to work with versions that lie elsewhere inside.
 WORKER = """
@@ -61,25 +63,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max-tokens", "-n", type=int, default=80)
     parser.add_argument("--temperature", "-T", type=float, default=0.0)
+    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     drafters = given.drafter or ["none", "ngram:size=3", "ngram", "suffix"]
     rows = [json.loads(line)["turns"][0] for line in given.prompts.read_text(encoding="utf-8").splitlines()]
     found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
-    for number in range(given.rounds):
-        some = rows[number :: max(len(rows) // given.limit, 1)][: given.limit]
-        work = {
-            "model": given.model, "drafters": drafters, "prompts": some, "tokens": given.max_tokens,
-            "temperature": given.temperature,
-        }  # fmt: skip
-        versions = [("before", given.before), ("after", given.after)]
-        for name, source in versions if number % 2 == 0 else versions[::-1]:
-            print(f"round {number + 1} of {given.rounds}: {name}", file=sys.stderr)
-            found[name] += [{**row, "round": number} for row in _run(source.resolve(), work)]
-    for drafter in drafters:
-        _report(drafter, found)
-    return 0
+    with Measuring() as measuring:
+        for number in range(given.rounds):
+            some = rows[number :: max(len(rows) // given.limit, 1)][: given.limit]
+            work = {
+                "model": given.model, "drafters": drafters, "prompts": some, "tokens": given.max_tokens,
+                "temperature": given.temperature,
+            }  # fmt: skip
+            versions = [("before", given.before), ("after", given.after)]
+            for name, source in versions if number % 2 == 0 else versions[::-1]:
+                print(f"round {number + 1} of {given.rounds}: {name}", file=sys.stderr)
+                found[name] += [{**row, "round": number} for row in _run(source.resolve(), work)]
+    complete = {row["round"] for row in found["before"]} & {row["round"] for row in found["after"]}
+    found = {name: [row for row in each if row["round"] in complete] for name, each in found.items()}
+    emit(given, found)
+    if complete:
+        for drafter in drafters:
+            _report(drafter, found)
+    return measuring.end(0)
 
 
 def _run(source: Path, work: dict[str, Any]) -> list[dict[str, Any]]:

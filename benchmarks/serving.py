@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.servers import OURS, Spent, Started, spent, started
 from outpace.cli.terminal import table
 from outpace.measure import machine
@@ -202,6 +203,17 @@ def opened(name: str, server: Started) -> Served:
     return served
 
 
+def paired(all_of: Sequence[Served]) -> None:
+    """Leave out what not all servers were asked: Ctrl-C came between two of them."""
+    for concurrency in {each for served in all_of for each in served.rounds}:
+        complete = min(len(served.rounds.get(concurrency, ())) for served in all_of)
+        for served in all_of:
+            if complete:
+                del served.rounds[concurrency][complete:]
+            else:
+                served.rounds.pop(concurrency, None)
+
+
 def report(all_of: Sequence[Served]) -> dict[str, Any]:
     """The figures by server and concurrency, with ratios to our plain server where it was run."""
     plain = next((served for served in all_of if served.name == PLAIN), None)
@@ -274,7 +286,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    add_json(parser)
     parser.add_argument("--log", type=Path, default=Path("serving.log"), help="what the servers say")
 
 
@@ -291,24 +303,25 @@ def run(given: argparse.Namespace) -> int:
                 value["failed"][name] = str(error)
                 print(f"{name} is left out: {error}", file=sys.stderr)
         asked = 0
-        for number in range(given.rounds):
-            turns = servers if number % 2 == 0 else servers[::-1]
-            for concurrency in given.concurrency:
-                count = max(concurrency * given.requests, 4)
-                prompts = [rows[(asked + i) % len(rows)] for i in range(count)]
-                asked += count
-                for served in turns:
-                    served.crowd(prompts, given.tokens, concurrency)
-                print(f"round {number + 1} of {given.rounds}, {concurrency} at once", file=sys.stderr)
+        with Measuring() as measuring:
+            for number in range(given.rounds):
+                turns = servers if number % 2 == 0 else servers[::-1]
+                for concurrency in given.concurrency:
+                    count = max(concurrency * given.requests, 4)
+                    prompts = [rows[(asked + i) % len(rows)] for i in range(count)]
+                    asked += count
+                    for served in turns:
+                        served.crowd(prompts, given.tokens, concurrency)
+                    print(f"round {number + 1} of {given.rounds}, {concurrency} at once", file=sys.stderr)
+        paired(servers)
         value["servers"] = report(servers)
         ours = {served.name: served for served in servers}
         if {"outpace", PLAIN} <= ours.keys():
             differ, count = same_answers(ours["outpace"], ours[PLAIN])
             value["changed"] = {"answers": count, "changed": differ}
     show(value)
-    if given.json is not None:
-        given.json.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    return 1 if value.get("changed", {}).get("changed") or not value["servers"] else 0
+    emit(given, value)
+    return measuring.end(1 if value.get("changed", {}).get("changed") or not value["servers"] else 0)
 
 
 def show(value: Mapping[str, Any]) -> None:

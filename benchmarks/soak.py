@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.servers import OURS, started
 
 PARTS = 10  # of a soak; memory is compared after the first and after the last
@@ -290,10 +291,14 @@ def soak(
         if warm:
             run.warm()
         states: list[State] = []
-        for part in range(PARTS):
-            run.run({kind: (part + 1) * n // PARTS - part * n // PARTS for kind, n in counts.items()}, readers)
-            states.append(at_rest(port))
-            say(f"part {part + 1}: {time.monotonic() - begun:.0f} s, {states[-1]}, {len(run.failures)} failures")
+        with Measuring() as measuring:
+            for part in range(PARTS):
+                run.run({kind: (part + 1) * n // PARTS - part * n // PARTS for kind, n in counts.items()}, readers)
+                states.append(at_rest(port))
+                say(f"part {part + 1}: {time.monotonic() - begun:.0f} s, {states[-1]}, {len(run.failures)} failures")
+        if measuring.stopped is not None:
+            found = {"seconds": time.monotonic() - begun, "counts": dict(run.counts), "failures": run.failures}
+            return {**found, "states": states, "leaks": leaks(states) if states else [], "interrupted": True}
         ends = stopped_under_load(port, server.pid)
         code = server.process.wait(REST)
     lost = [f"stopped under load, one was {end}" for end in ends if end.startswith("lost")]
@@ -318,15 +323,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow", type=int, default=50)
     parser.add_argument("--readers", type=int, default=12, help="at once")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    add_json(parser)
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="what the server says")
 
 
 def run(given: argparse.Namespace) -> int:
     counts = {name: getattr(given, name) for name in ("generations", "malformed", "disconnects", "slow")}
     found = soak(counts, given.readers, given.drafter, given.log, lambda line: print(line, file=sys.stderr, flush=True))
-    first, last = found["states"][0], found["states"][-1]
     print(f"{found['counts']} in {found['seconds']:.0f} s")
+    if "interrupted" in found:
+        emit(given, found)
+        raise KeyboardInterrupt
+    first, last = found["states"][0], found["states"][-1]
     for name in first:
         print(f"{name:10} after a tenth {first[name]:>12} at the end {last[name]:>12}")
     print(
@@ -337,6 +345,5 @@ def run(given: argparse.Namespace) -> int:
         found["failures"].append(f"that is more than {AGAIN:g} s")
     for wrong in (found["failures"] + found["leaks"])[:20]:
         print(f"FAILED: {wrong}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    emit(given, found)
     return 1 if found["failures"] or found["leaks"] else 0

@@ -22,10 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.figures import add_json, emit
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
-from outpace.common.files import cache_dir, check_writable, write_json
+from outpace.common.files import cache_dir
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 from outpace.measure import machine
@@ -153,12 +154,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--openvino", nargs="+", default=OPENVINO, choices=OPENVINO, help="its modes")
     parser.add_argument("-d", "--drafter", action="append", help="of Outpace; repeatable; none should be among them")
     parser.add_argument("--prefill-rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=Path("results/peers.json"))
+    add_json(parser, Path("results/peers.json"))
 
 
 def run(given: argparse.Namespace) -> int:
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(given.json)
     model = given.model or demo.smollm2()
     with Engine.load(str(model), threads=1) as engine:
         eos = engine.model.info.eos_ids[0]
@@ -171,7 +170,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         for configuration in configurations(given):
             try:
-                worker = Worker(configuration, model, given.json.with_suffix(".log"))
+                worker = Worker(configuration, model, Path("peers.log"))
             except ParameterError as error:
                 value["failed"][configuration.name] = str(error)
                 continue
@@ -184,7 +183,7 @@ def run(given: argparse.Namespace) -> int:
                     value["answers"].append(
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
                     )
-                write_json(given.json, value)
+                emit(given, value, partial=True)
                 advance(1)
             _prefill(workers, prompts, eos, given.prefill_rounds, value, lambda: advance(1))
     finally:
@@ -192,7 +191,7 @@ def run(given: argparse.Namespace) -> int:
             worker.close()
     plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
     value["table"] = summary(value["answers"], plain_of)
-    write_json(given.json, value)
+    emit(given, value)
     _show(value)
     return 0
 

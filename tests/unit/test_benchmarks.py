@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import invariance, servers
+from benchmarks import forward, invariance, paired, servers, serving
+from benchmarks.__main__ import call
 from benchmarks.invariance import AXES, NOISES, STARTS, Contender, Journal, planned, questions
+from benchmarks.paired import PHASES
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow
 from outpace.measure.remote import Remote, RemoteError
@@ -88,3 +91,51 @@ def test_changes_are_counted_where_they_are_and_a_run_that_was_cut_goes_on(asked
 def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="does not answer"), servers.started("false {port}", tmp_path / "log"):
         raise AssertionError("it started")
+
+
+def test_ctrl_c_leaves_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds that are complete; a file has them, ``--json`` alone prints them, and text is elsewhere then."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "no" / "out.json"
+    prompts.write_text('{"turns": ["a"]}\n{"turns": ["b"]}\n')
+    row = {"drafter": "none", "tokens": [1], "steps": 4, "seconds": 1.0, "counted": 3, "by": dict.fromkeys(PHASES, 0.1)}
+
+    def interrupted(source: Path, work: dict[str, Any]) -> list[dict[str, Any]]:
+        if next(calls) == 3:  # the second round, whose first version has run
+            raise KeyboardInterrupt
+        return [{**row, "prompt": i} for i in range(2)]
+
+    monkeypatch.setattr(paired, "_run", interrupted)
+    for target in ([str(out)], []):
+        calls = iter(range(9))
+        assert call("paired", ["a/src", "b/src", "--prompts", str(prompts), "-d", "none", "--json", *target]) == 130
+        said = capsys.readouterr()
+        found = json.loads(out.read_text() if target else said.out)
+        assert [[row["round"] for row in found[name]] for name in ("before", "after")] == [[0, 0], [0, 0]]
+        assert "same tokens 2 of 2" in (said.out if target else said.err)
+        assert "interrupted: what was measured until then is kept" in said.err
+
+
+def test_ctrl_c_between_two_servers_leaves_what_both_were_asked() -> None:
+    ours, theirs = (SimpleNamespace(rounds=rounds) for rounds in ({1: ["a", "b"], 4: ["c"], 8: []}, {1: ["d"]}))
+    serving.paired([ours, theirs])  # type: ignore[list-item]
+    assert (ours.rounds, theirs.rounds) == ({1: ["a"]}, {1: ["d"]})
+
+
+def test_ctrl_c_after_a_round_of_forwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = iter([1e9, 1e9])  # before the rounds, and after the first
+
+    def bandwidth(threads: int) -> float:
+        try:
+            return next(reads)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(forward, "bandwidth", bandwidth)
+    sizes = ("--contexts", "8", "--rows", "1", "--repeats", "1", "--prefill", "8", "--threads", "1")
+    assert call("forward", [*sizes, "--json", str(tmp_path / "out.json")]) == 130
+    assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == len(forward.WIDTHS)
+    assert "| context 8 |" in capsys.readouterr().out

@@ -1,0 +1,53 @@
+"""What every benchmark does with its figures: ``--json`` prints or writes them, and Ctrl-C leaves those there are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from outpace.common.files import write_json
+
+STANDARD_OUTPUT = Path("-")
+
+
+def add_json(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """``--json``: print the figures as JSON, and the text on standard error; ``--json FILE``: write them there."""
+    more = "" if default is None else f" ({default})"
+    parser.add_argument(
+        "--json", nargs="?", type=Path, const=STANDARD_OUTPUT, default=default, metavar="FILE",
+        help=f"print the figures as JSON, or write them to FILE{more}",
+    )  # fmt: skip
+
+
+def emit(given: argparse.Namespace, value: Any, *, partial: bool = False) -> None:
+    """Give the figures where ``--json`` asks for them. ``partial``: there will be more, so a file alone gets them."""
+    if given.json is None:
+        return
+    if given.json != STANDARD_OUTPUT:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(given.json, value)
+    elif not partial:
+        print(json.dumps(value), file=given.standard_output, flush=True)
+
+
+class Measuring:
+    """A block that Ctrl-C ends early, so that what was measured until then is reported like the rest."""
+
+    stopped: KeyboardInterrupt | None = None
+
+    def __enter__(self) -> Measuring:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, KeyboardInterrupt):
+            self.stopped = error
+        return self.stopped is not None
+
+    def end(self, code: int) -> int:
+        """The exit code; raises what stopped the block."""
+        if self.stopped is not None:
+            raise self.stopped
+        return code
