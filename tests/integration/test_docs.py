@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.__main__ import names
 from outpace.cli.app import parse
-from scripts import tables
+from scripts import tables, tour
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"notebook.md"}  # what was written then stays as it was
@@ -27,13 +29,31 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [m["body"] for m in FENCE.finditer(text) if m["language"] in languages and not m["before"]]
 
 
-@pytest.mark.parametrize("page", [page for page in CURRENT if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in (*CURRENT, tour.PAGE) if page == tour.PAGE or blocks(page, "python")],
+    ids=lambda p: p.name,
+)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """In order, as one program."""
-    program = "\n".join(blocks(page, "python"))
+    program = "\n".join(tour.sources(page) if page == tour.PAGE else blocks(page, "python"))
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
     done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_notebooks_cells_show_what_jupyter_shows() -> None:
+    names: dict[str, Any] = {}
+    assert tour.outputs("x = 2\nprint('a')\nprint('b')", names, 1) == [
+        {"output_type": "stream", "name": "stdout", "text": ["a\n", "b\n"]}
+    ]
+    (shown,) = tour.outputs("x + 1", names, 2)
+    assert (shown["execution_count"], shown["data"]) == (2, {"text/plain": ["3"]})
+    assert tour.outputs("None", names, 3) == []
+    page = json.loads(tour.PAGE.read_text(encoding="utf-8"))
+    ran = [cell for cell in page["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
+    assert any("text/html" in output.get("data", {}) for cell in ran for output in cell["outputs"])
 
 
 def code(page: Path) -> Iterator[str]:
