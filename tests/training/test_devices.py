@@ -13,7 +13,7 @@ from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import ParameterError
 from outpace.training import curves, snapshots
-from outpace.training.devices import device_named
+from outpace.training.devices import Team, device_named
 from outpace.training.loop import Loop
 from outpace.training.methods.distil import DistilObjective
 from outpace.training.methods.eagle import EagleObjective
@@ -21,7 +21,6 @@ from outpace.training.methods.medusa import MedusaObjective
 from outpace.training.methods.parallel import ParallelObjective
 from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, ParallelOptions
 from outpace.training.packing import Packing
-from outpace.training.processes import Team
 from tests.training import eagle_helpers as tiny
 from tests.training import small
 from tests.training.commands import outpace

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.training import losses
-from outpace.training.chunks import in_chunks, sequence_weights
-from outpace.training.draft_head import DraftHead
+from outpace.training.losses import in_chunks, sequence_weights
 from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.vocabulary import DraftHead, DraftVocabulary
 
 
 def pair(n=6, k=7, seed=0):

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from outpace.training.data import Answer
+from outpace.training.devices import Team
 from outpace.training.loop import Loop
 from outpace.training.options import EagleOptions, LoopOptions
 from outpace.training.packing import Packing
-from outpace.training.processes import Team
 from tests.training import eagle_helpers as tiny
 
 

@@ -15,12 +15,11 @@ import torch
 from outpace.common.files import write_json
 from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
-from outpace.training.devices import on_cpu
+from outpace.training.devices import Team, on_cpu
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
 from outpace.training.options import LoopOptions
 from outpace.training.packing import Packing
-from outpace.training.processes import Team
 
 _MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
 CURVE = "curve.json"

@@ -19,12 +19,11 @@ from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
-from outpace.training.devices import device_named
+from outpace.training.devices import Team, device_named
 from outpace.training.loop import Loop
 from outpace.training.objective import Objective
 from outpace.training.options import LoopOptions
 from outpace.training.packing import Packing
-from outpace.training.processes import Team
 from outpace.training.states import HiddenStateSource
 from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary

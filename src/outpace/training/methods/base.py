@@ -10,12 +10,11 @@ import numpy.typing as npt
 from torch import nn
 
 from outpace.drafters.learned import checkpoint
-from outpace.training.draft_head import DraftHead
 from outpace.training.loop import Loop
 from outpace.training.objective import Write
 from outpace.training.options import EagleOptions, MedusaOptions, Options, ParallelOptions
 from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.vocabulary import DraftHead, DraftVocabulary
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module)
 OptionsT = TypeVar("OptionsT", bound=Options)

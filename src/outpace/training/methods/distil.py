@@ -19,9 +19,8 @@ from outpace.models.base import Model
 from outpace.models.load import Source
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
-from outpace.training.chunks import in_chunks, sequence_weights
 from outpace.training.hidden_states import forward_states, open_target
-from outpace.training.losses import LOSSES, acceptance
+from outpace.training.losses import LOSSES, acceptance, in_chunks, sequence_weights
 from outpace.training.methods.base import Method
 from outpace.training.networks.student import Student, chosen_layers
 from outpace.training.objective import Simulated, TrainBatch

@@ -14,18 +14,23 @@ from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.errors import ParameterError
-from outpace.training.chunks import sequence_weights
-from outpace.training.draft_head import Candidates
 from outpace.training.hidden_states import default_layers
 from outpace.training.initial import initialise
-from outpace.training.losses import expected_length, frozen_head_loss, head_acceptance, length_slope, widened
+from outpace.training.losses import (
+    expected_length,
+    frozen_head_loss,
+    head_acceptance,
+    length_slope,
+    sequence_weights,
+    widened,
+)
 from outpace.training.methods.base import HeadMethod
 from outpace.training.networks.unroll import unroll
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.options import LENGTH, EagleOptions
 from outpace.training.setup import Setup, shaped_as
 from outpace.training.simulate import walk
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.vocabulary import Candidates, DraftVocabulary
 
 _SAMPLE = 20_000  # tokens whose states the initialisation is fitted to
 

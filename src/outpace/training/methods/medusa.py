@@ -15,8 +15,8 @@ from outpace.drafters.learned.configs import MedusaConfig
 from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.training import losses
-from outpace.training.chunks import in_chunks, sequence_weights
 from outpace.training.loop import Loop
+from outpace.training.losses import in_chunks, sequence_weights
 from outpace.training.methods.base import HeadMethod
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.options import MedusaOptions

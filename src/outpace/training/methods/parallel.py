@@ -16,9 +16,9 @@ from outpace.drafters.learned.configs import ParallelConfig
 from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses
-from outpace.training.chunks import in_chunks, sequence_weights
 from outpace.training.hidden_states import default_layers
 from outpace.training.loop import Loop
+from outpace.training.losses import in_chunks, sequence_weights
 from outpace.training.methods.base import HeadMethod
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.options import ParallelOptions
