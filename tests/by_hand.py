@@ -54,8 +54,7 @@ class Target:
 
 def assert_same(a: Drafts, i: int, b: Drafts, j: int) -> None:
     one, other = a.row(i), b.row(j)
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert [one.parent(n) for n in range(len(one))] == [other.parent(n) for n in range(len(other))]
+    assert (one.tokens, one.parents) == (other.tokens, other.parents)
     assert a.confidence is not None
     assert b.confidence is not None
     np.testing.assert_allclose(a.confidence[i, : len(one)], b.confidence[j, : len(other)], rtol=2e-3)

@@ -15,8 +15,7 @@ from outpace.drafters.base import RowView, TreeDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
-from outpace.exact.drafts import Drafts
-from outpace.exact.tree import Tree
+from outpace.exact.drafts import Draft, Drafts
 from outpace.measure.trace import tracing
 from outpace.measure.tracefile import Trace, read
 from outpace.params import SamplingParams
@@ -49,11 +48,11 @@ class Branches(TreeDrafter):
     def __init__(self, model: ToyModel) -> None:
         self._model = model
 
-    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Draft]:
         return [self._tree(view, size) for view, size in zip(rows, sizes, strict=True)]
 
-    def _tree(self, view: RowView, size: int) -> Tree:
-        tree, prefix, parent, gain = Tree(), view.tokens.tolist(), -1, 0.9
+    def _tree(self, view: RowView, size: int) -> Draft:
+        tree, prefix, parent, gain = Draft(), view.tokens.tolist(), -1, 0.9
         while len(tree) < size:
             guess = int(self._model.logits_after(prefix).argmax())
             if len(tree) + 1 < size and len(prefix) % 2:

@@ -17,7 +17,6 @@ namespace nb = nanobind;
 // Functions and types of numpy, and names of attributes, looked up once. They live as long as the process.
 struct Names {
     PyObject *empty, *contiguous, *int32, *float32, *uint8;
-    PyObject *tokens, *parents, *gains, *sources;  // of exact.tree.Tree
 
     static const Names& get() {
         static const Names names;
@@ -33,10 +32,6 @@ private:
         int32 = of("int32");
         float32 = of("float32");
         uint8 = of("uint8");
-        tokens = PyUnicode_InternFromString("tokens");
-        parents = PyUnicode_InternFromString("parents");
-        gains = PyUnicode_InternFromString("gains");
-        sources = PyUnicode_InternFromString("sources");
     }
 };
 

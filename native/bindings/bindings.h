@@ -71,7 +71,6 @@ void bind_drafting(nb::module_& m);                           // drafting.cpp
 void bind_eagle(nb::module_& m);                              // eagle.cpp
 void bind_output(nb::module_& m);                             // output.cpp
 void bind_parallel(nb::module_& m);                           // parallel.cpp
-void bind_packing(nb::module_& m);                            // packing.cpp
 void bind_policy(nb::module_& m);                             // policy.cpp
 void bind_runtime(nb::module_& m, nb::class_<Model>& model);  // runtime.cpp
 void bind_step(nb::module_& m);                               // step.cpp

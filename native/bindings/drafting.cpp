@@ -22,7 +22,12 @@
 namespace outpace {
 namespace {
 
-nb::tuple tuple_of(const TokenTree& tree) { return nb::make_tuple(tree.tokens, tree.parents, tree.gains); }
+using Lists = std::tuple<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>, std::vector<int>>;
+
+nb::tuple tuple_of(const Draft& draft) { return nb::make_tuple(draft.tokens, draft.parents, draft.gains); }
+
+// A draft's tokens, parents, gains and sources.
+Lists lists_of(const Draft& draft) { return {draft.tokens, draft.parents, draft.gains, draft.sources}; }
 
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
@@ -47,7 +52,7 @@ struct HeldDatastore {
 };
 
 // rows: (row, request, its prompt's tokens, committed tokens int32 [L], most nodes). Tokens, parents, gains and sources of a tree each.
-nb::list trees_of(NativeDrafter& drafter, const nb::list& rows) {
+std::vector<Lists> trees_of(NativeDrafter& drafter, const nb::list& rows) {
     std::vector<Asked> asked;
     std::deque<IntView> tokens;
     for (const nb::handle row : rows) {
@@ -57,10 +62,10 @@ nb::list trees_of(NativeDrafter& drafter, const nb::list& rows) {
         asked.push_back({nb::cast<int64_t>(its[0]), nb::cast<int64_t>(its[1]), nb::cast<int64_t>(its[2]), view.data(),
             static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
     }
-    std::vector<SourcedTree> trees;
-    drafter.propose(asked, trees);
-    nb::list found;
-    for (const SourcedTree& tree : trees) found.append(nb::make_tuple(tree.tokens, tree.parents, tree.gains, tree.sources));
+    std::vector<Draft> drafts;
+    drafter.propose(asked, drafts);
+    std::vector<Lists> found;
+    for (const Draft& draft : drafts) found.push_back(lists_of(draft));
     return found;
 }
 
@@ -139,20 +144,15 @@ void bind_lookups(nb::module_& m) {
 }  // namespace
 
 void bind_drafting(nb::module_& m) {
-    m.def("merge", [](const nb::list& proposals, int budget) {
-        std::vector<SourcedTree> trees;
-        for (const nb::handle proposal : proposals) {
-            const auto list = [&](PyObject* name) { return owned(PyObject_GetAttr(proposal.ptr(), name)); };
-            const Names& names = Names::get();
-            trees.push_back({nb::cast<std::vector<int32_t>>(list(names.tokens)), nb::cast<std::vector<int32_t>>(list(names.parents)),
-                nb::cast<std::vector<double>>(list(names.gains)), nb::cast<std::vector<int>>(list(names.sources))});
-            const SourcedTree& tree = trees.back();
-            if (tree.parents.size() != tree.tokens.size() || tree.gains.size() != tree.tokens.size() ||
-                tree.sources.size() != tree.tokens.size())
-                throw std::invalid_argument("a tree's lists differ in length");
+    m.def("merge", [](const std::vector<Lists>& proposals, int budget) {
+        std::vector<Draft> drafts;
+        for (const auto& [tokens, parents, gains, sources] : proposals) {
+            if (parents.size() != tokens.size() || gains.size() != tokens.size() || sources.size() != tokens.size())
+                throw std::invalid_argument("a draft's lists differ in length");
+            drafts.push_back({tokens, parents, gains, sources});
+            drafts.back().assume();
         }
-        const SourcedTree merged = merge(trees, budget);
-        return nb::make_tuple(merged.tokens, merged.parents, merged.gains, merged.sources);
+        return lists_of(merge(drafts, budget));
     }, "proposals"_a, "budget"_a);
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__",

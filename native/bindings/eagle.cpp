@@ -43,7 +43,7 @@ nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     const auto drafts = without_gil([&] { return eagle.draft(asks); });
     taken.keep();
     nb::list found;
-    for (const Eagle::Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.chances));
+    for (const Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains));
     return found;
 }
 

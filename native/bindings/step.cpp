@@ -148,12 +148,10 @@ public:
             Draft draft;
             draft.levels = levels.data() ? levels.data()[j] : -1;
             for (size_t n = j * w; n < j * w + static_cast<size_t>(k); ++n) {
-                draft.tokens.push_back(tokens.data()[n]);
-                draft.parents.push_back(parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1);
-                draft.gains.push_back(confidence.data() ? confidence.data()[n] : NAN);
                 const size_t from = source.data() ? source.data()[n] : 0;
                 if (from >= names.size()) throw std::invalid_argument("a source has no name");
-                draft.sources.push_back(names[from]);
+                draft.add(tokens.data()[n], parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1,
+                    confidence.data() ? confidence.data()[n] : NAN, names[from]);
             }
             RowNow& now = step_.rows.at(where[j]);
             if (trimmed) {
@@ -172,10 +170,10 @@ public:
     void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { step_.lead(i, tokens, number(source)); }
     void keep(size_t i, const std::vector<int32_t>& nodes) { step_.keep(i, nodes); }
 
-    // tokens, parents (None: a chain) of what is to be verified in row i.
+    // Tokens, parents, gains and sources' numbers of what is to be verified in row i.
     nb::tuple draft(size_t i) const {
         const Draft& draft = step_.rows.at(i).draft();
-        return nb::make_tuple(ints(draft.tokens), is_chain(draft) ? nb::none() : ints(draft.parents));
+        return nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.sources);
     }
     // The fields of Drafts, of all rows: as they were proposed, or what the policy has left of them.
     nb::tuple drafts(bool kept) {
@@ -273,7 +271,9 @@ public:
                 size = said.size;
                 if (said.expected > 0.0) expected = nb::float_(said.expected);
             }
-            found.append(nb::make_tuple(tokens, path, sources, named, draft.tokens.empty() ? 0 : depth_of(draft), size, expected));
+            const std::vector<int> depths = draft.depths();
+            const int deepest = depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
+            found.append(nb::make_tuple(tokens, path, sources, named, deepest, size, expected));
         }
         const auto& seconds = step_.seconds();
         return nb::make_tuple(found, step_.threads(), seconds[0], seconds[1], seconds[2]);

@@ -97,7 +97,7 @@ std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n
     return found;
 }
 
-TokenTree Datastore::propose(const int32_t* context, size_t n, int most, int least, int budget) const {
+Draft Datastore::propose(const int32_t* context, size_t n, int most, int least, int budget) const {
     if (most < 1) throw std::invalid_argument("places=" + std::to_string(most) + " is out of range: give at least 1");
     Mapped::guard();
     std::vector<Place> arena = places(context, n, most);
@@ -108,7 +108,7 @@ TokenTree Datastore::propose(const int32_t* context, size_t n, int most, int lea
         const int32_t token = place.segment->tokens[place.at];
         return token >= 0 && token < vocab_ ? token : kEnd;
     };
-    TokenTree tree = grow(arena, rules_, budget, true, next);
+    Draft tree = grow(arena, rules_, budget, true, next);
     for (const Mapped* file : files_)  // after the search: what it read was there
         if (file->torn()) throw std::runtime_error("a file of the datastore was cut short while it was open: build the datastore anew");
     return tree;

@@ -38,7 +38,7 @@ public:
     std::vector<Place> places(const int32_t* context, size_t n, int most) const;
     // The tree of what follows those with matches of at least `least` tokens. Throws std::runtime_error where a file was cut
     // short while it was open.
-    TokenTree propose(const int32_t* context, size_t n, int most, int least, int budget) const;
+    Draft propose(const int32_t* context, size_t n, int most, int least, int budget) const;
 
 private:
     std::vector<Segment> segments_;

@@ -9,7 +9,7 @@
 
 namespace outpace {
 
-void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<Chain> chains;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -32,11 +32,8 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
         });
         for (Chain& chain : chains) {
             if (chain.choice < 0) continue;  // its rules forbid every token, or the model's logits are not finite
-            SourcedTree& tree = *chain.tree;
-            tree.parents.push_back(static_cast<int32_t>(depth) - 1);
-            tree.tokens.push_back(chain.choice);
-            tree.gains.push_back(NAN);
-            tree.sources.push_back(0);
+            Draft& tree = *chain.tree;
+            tree.add(chain.choice, static_cast<int32_t>(depth) - 1, NAN);
             chain.next = &tree.tokens.back(), chain.left = 1;
             chain.chooser.advance(chain.choice);
         }
@@ -44,7 +41,7 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
 }
 
 // Rolls the row back to what it has in common with the committed tokens; the last one is always to be fed.
-ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, SourcedTree& tree) {
+ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     std::lock_guard<std::mutex> lock(model_->lock());
     KV& kv = model_->kv();
     auto found = rows_->rows.find(asked.row);

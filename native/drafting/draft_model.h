@@ -29,20 +29,20 @@ public:
           max_length_(static_cast<size_t>(max_length)),
           catch_up_(static_cast<size_t>(catch_up)) {}
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool stepwise() const override { return true; }
 
 private:
     struct Chain {
         const Asked* asked;
-        SourcedTree* tree;
+        Draft* tree;
         DraftRows::Row* row;
         const int32_t* next;  // tokens that the row's cache lacks
         size_t left;
         Chooser chooser;
         int choice = kUndecided;
     };
-    Chain begin(const Asked& asked, SourcedTree& tree);
+    Chain begin(const Asked& asked, Draft& tree);
     std::unique_ptr<Result> feed(std::vector<Chain>& chains);
     std::unique_ptr<Result> forward(std::vector<Chain>& chains, bool last);
     int choose(const Chain& chain, const Result& result, int i, Workspace& workspace) const;

@@ -59,7 +59,7 @@ void EagleRows::forget(int64_t row) {
     eagle_.drop(static_cast<int>(row));
 }
 
-void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -75,7 +75,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
             asks.push_back(
                 {taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, sampling_of(asked)});
         }
-        std::vector<Eagle::Draft> drafts;
+        std::vector<Draft> drafts;
         try {
             drafts = eagle_.draft(asks);
         } catch (const MemoryLimit&) {
@@ -87,12 +87,8 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>
         for (size_t k = 0; k < at.size(); ++k) {
             Entries::Row& known = *entries_.find(rows[at[k]].row);
             entries_.has_read(known, known.waiting());
-            SourcedTree& tree = trees[at[k]];
-            tree.tokens = std::move(drafts[k].tokens);
-            tree.parents = std::move(drafts[k].parents);
-            tree.gains.assign(drafts[k].chances.begin(), drafts[k].chances.end());
-            tree.sources.assign(tree.tokens.size(), 0);
-            tree.levels = levels(rows[at[k]]);
+            trees[at[k]] = std::move(drafts[k]);
+            trees[at[k]].levels = levels(rows[at[k]]);
         }
         return;
     }

@@ -51,7 +51,7 @@ public:
     // `eagle` outlives this. `layers`: of the target, in the network's order.
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool stepwise() const override { return true; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
@@ -76,7 +76,7 @@ public:
     // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
     ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
@@ -119,7 +119,7 @@ public:
     // `network` outlives this. `layer`: the target's last.
     MedusaRows(Medusa& network, int layer, std::vector<Node> tree);
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool observe(const std::vector<Final>& rows, const States& states) override;
 
     Medusa& network() { return network_; }

@@ -11,7 +11,7 @@ namespace outpace {
 ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int max_length)
     : LearnedRows(std::move(layers), network.layers_read()), network_(network), max_length_(max_length) {}
 
-void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<Parallel::Ask> asks;
     std::vector<size_t> at;
@@ -26,14 +26,11 @@ void ParallelRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTr
     if (asks.empty()) return;
     const std::vector<std::vector<RankedToken>> drafts = network_.draft(asks);
     for (size_t k = 0; k < at.size(); ++k) {
-        SourcedTree& tree = trees[at[k]];
+        Draft& tree = trees[at[k]];
         double gain = 1.0;
         for (const RankedToken& slot : drafts[k]) {
             gain *= std::clamp(slot.share, 0.0, 1.0);
-            tree.parents.push_back(static_cast<int32_t>(tree.tokens.size()) - 1);
-            tree.tokens.push_back(slot.token);
-            tree.gains.push_back(gain);
-            tree.sources.push_back(0);
+            tree.add(slot.token, static_cast<int32_t>(tree.size()) - 1, gain);
         }
     }
 }
@@ -122,7 +119,7 @@ bool MedusaRows::observe(const std::vector<Final>& rows, const States& states) {
     return false;
 }
 
-void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<Medusa::Ask> asks;
     std::vector<size_t> at;
@@ -136,7 +133,7 @@ void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree
     if (asks.empty()) return;
     const std::vector<std::vector<std::vector<RankedToken>>> drafts = network_.draft(asks, ranks_);
     for (size_t k = 0; k < at.size(); ++k) {
-        SourcedTree& tree = trees[at[k]];
+        Draft& tree = trees[at[k]];
         std::vector<int> place(tree_.size(), -1);  // of the static tree's nodes in this one
         for (size_t i = 0; i < tree_.size() && static_cast<int>(tree.tokens.size()) < rows[at[k]].size; ++i) {
             const Node& node = tree_[i];
@@ -145,11 +142,8 @@ void MedusaRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree
             const std::vector<RankedToken>& candidates = drafts[k][static_cast<size_t>(node.head)];
             if (node.rank >= static_cast<int>(candidates.size())) continue;
             const RankedToken& chosen = candidates[static_cast<size_t>(node.rank)];
-            place[i] = static_cast<int>(tree.tokens.size());
-            tree.tokens.push_back(chosen.token);
-            tree.parents.push_back(parent);
-            tree.gains.push_back((parent < 0 ? 1.0 : tree.gains[static_cast<size_t>(parent)]) * std::min(chosen.share, 1.0));
-            tree.sources.push_back(0);
+            const double above = parent < 0 ? 1.0 : tree.gains[static_cast<size_t>(parent)];
+            place[i] = tree.add(chosen.token, parent, above * std::min(chosen.share, 1.0));
         }
     }
 }

@@ -44,25 +44,23 @@ NgramLookup::NgramLookup(int least, int most, int candidates, std::vector<double
     if (candidates < 1 || hit_.empty()) throw std::invalid_argument("candidates must be at least 1 and hit not empty");
 }
 
-void NgramLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void NgramLookup::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.clear();
     for (const Asked& asked : rows) {
-        std::vector<SourcedTree> chains;
+        std::vector<Draft> chains;
         double left = 1.0;
         for (const Match& match : matches(asked.tokens, asked.n, least_, most_, candidates_)) {
             const size_t period = asked.n - match.next;  // a match that runs into the end is a loop: its next turn is another one
-            TokenTree chain;
+            Draft chain;
             double gain = left;
             for (int i = 0; i < asked.size; ++i) {
                 gain *= hit_[std::min(static_cast<size_t>(match.length + i), hit_.size() - 1)];
-                chain.tokens.push_back(asked.tokens[match.next + static_cast<size_t>(i) % period]);
-                chain.parents.push_back(i - 1);
-                chain.gains.push_back(gain);
+                chain.add(asked.tokens[match.next + static_cast<size_t>(i) % period], i - 1, gain);
             }
-            chains.push_back(unsourced(std::move(chain)));
+            chains.push_back(std::move(chain));
             left *= older_;
         }
-        trees.push_back(chains.empty() ? SourcedTree() : chains.size() == 1 ? std::move(chains[0]) : merge(chains, asked.size));
+        trees.push_back(chains.empty() ? Draft() : chains.size() == 1 ? std::move(chains[0]) : merge(chains, asked.size));
     }
 }
 
@@ -71,7 +69,7 @@ SuffixRows::SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide,
     SuffixIndex(capacity_, most_, rules_);  // refuses what no row could have
 }
 
-TokenTree SuffixRows::tree(const Asked& asked) {
+Draft SuffixRows::tree(const Asked& asked) {
     auto row = std::find_if(rows_.begin(), rows_.end(), [&](const Row& its) { return its.row == asked.row; });
     if (row == rows_.end() || row->request != asked.request) {
         Row fresh{asked.row, asked.request, asked.prompt, std::make_unique<SuffixIndex>(capacity_, most_, rules_)};
@@ -87,9 +85,9 @@ TokenTree SuffixRows::tree(const Asked& asked) {
     return row->index->propose(context, n, asked.size, others, wide_);
 }
 
-void SuffixRows::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void SuffixRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.clear();
-    for (const Asked& asked : rows) trees.push_back(unsourced(tree(asked)));
+    for (const Asked& asked : rows) trees.push_back(tree(asked));
     bound();
 }
 
@@ -118,12 +116,12 @@ int64_t SuffixRows::release(int64_t row) {
     return prompt;
 }
 
-void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.clear();
     Mapped::guard();
     for (const Asked& asked : rows) {
         const auto [context, n] = context_of(asked, Datastore::kDepth);
-        trees.push_back(unsourced(store_.propose(context, n, places_, least_, asked.size)));
+        trees.push_back(store_.propose(context, n, places_, least_, asked.size));
     }
 }
 
@@ -142,34 +140,32 @@ void ComposedDrafter::ask(size_t part, const std::vector<Asked>& rows, const std
     std::vector<Asked> asked;
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
-        const bool before = std::any_of(found[i].begin(), found[i].begin() + static_cast<std::ptrdiff_t>(part),
-            [](const SourcedTree& tree) { return !tree.tokens.empty(); });
+        const bool before = std::any_of(
+            found[i].begin(), found[i].begin() + static_cast<std::ptrdiff_t>(part), [](const Draft& tree) { return !tree.tokens.empty(); });
         if (spared[i] || (parts_[part].fallback && before)) continue;
         asked.push_back(rows[i]);
         at.push_back(i);
     }
     if (asked.empty()) return;
-    std::vector<SourcedTree> its;
+    std::vector<Draft> its;
     parts_[part].drafter->propose(asked, its);
     for (size_t i = 0; i < at.size(); ++i) {
         std::fill(its[i].sources.begin(), its[i].sources.end(), static_cast<int>(part));
-        assume(its[i]);
+        its[i].assume();
         found[at[i]][part] = std::move(its[i]);
     }
 }
 
-bool ComposedDrafter::is_sure(const SourcedTree& tree, int levels) const {
+bool ComposedDrafter::is_sure(const Draft& tree, int levels) const {
     if (levels <= 0) return false;
-    std::vector<int> depths(tree.tokens.size());
-    for (size_t n = 0; n < depths.size(); ++n) {
-        depths[n] = tree.parents[n] < 0 ? 1 : depths[static_cast<size_t>(tree.parents[n])] + 1;
+    const std::vector<int> depths = tree.depths();
+    for (size_t n = 0; n < depths.size(); ++n)
         if (tree.gains[n] >= sure_ && depths[n] >= std::min(levels, deep_)) return true;
-    }
     return false;
 }
 
-void ComposedDrafter::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
-    Found found(rows.size(), std::vector<SourcedTree>(parts_.size()));
+void ComposedDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
+    Found found(rows.size(), std::vector<Draft>(parts_.size()));
     std::vector<char> spared(rows.size());
     for (size_t j = 0; j < parts_.size(); ++j)
         if (!parts_[j].drafter->stepwise()) ask(j, rows, spared, found);

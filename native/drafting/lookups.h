@@ -44,7 +44,7 @@ class NativeDrafter {
 public:
     virtual ~NativeDrafter() = default;
     // A tree for each row; what `trees` held before is overwritten.
-    virtual void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) = 0;
+    virtual void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) = 0;
     // Layers of the target whose outputs `observe` reads, ascending; none: there is nothing to hear.
     virtual const std::vector<int>& hidden_layers() const {
         static const std::vector<int> none;
@@ -61,17 +61,12 @@ public:
     virtual void rank(int64_t, const int32_t*, size_t, const int32_t*) {}
 };
 
-inline SourcedTree unsourced(TokenTree tree) {
-    const size_t k = tree.tokens.size();
-    return {std::move(tree.tokens), std::move(tree.parents), std::move(tree.gains), std::vector<int>(k, 0)};
-}
-
 class NgramLookup : public NativeDrafter {
 public:
     // Matches of `least` to `most` tokens, at most `candidates` of them, as one tree. `hit[l]`: how often the token after a match
     // of l tokens was right (the last for all longer ones); `older`: the share of what newer matches leave that the next one gets.
     NgramLookup(int least, int most, int candidates, std::vector<double> hit, double older);
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
 
 private:
     int least_, most_;
@@ -87,7 +82,7 @@ public:
     SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide, SuffixIndex* history);
     SuffixRows(const SuffixRows&) = delete;
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     // Forget until everything fits: the history first, then the older half of the largest row.
     void bound();
     // The row is gone; tokens of its prompt, or -1 if it was unknown.
@@ -102,7 +97,7 @@ public:
     const std::vector<Row>& rows() const { return rows_; }
 
 private:
-    TokenTree tree(const Asked& asked);  // one row's; `bound` has to follow
+    Draft tree(const Asked& asked);  // one row's; `bound` has to follow
 
     int64_t capacity_;
     int most_;
@@ -116,7 +111,7 @@ class RetrievalLookup : public NativeDrafter {
 public:
     // The datastore must outlive it.
     RetrievalLookup(const Datastore& store, int places, int least) : store_(store), places_(places), least_(least) {}
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
 
 private:
     const Datastore& store_;
@@ -131,7 +126,7 @@ public:
     };
     // A path of `deep` levels, or as many as the network may take, with the chance `sure`, spares its forwards: drafters/composed.py.
     ComposedDrafter(std::vector<Part> parts, double sure, int deep);
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     const std::vector<int>& hidden_layers() const override { return layers_; }
     bool stepwise() const override { return stepwise_; }
     bool observe(const std::vector<Final>& rows, const States& states) override;
@@ -140,9 +135,9 @@ public:
     void rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) override;
 
 private:
-    using Found = std::vector<std::vector<SourcedTree>>;  // by row, then part
+    using Found = std::vector<std::vector<Draft>>;  // by row, then part
     void ask(size_t part, const std::vector<Asked>& rows, const std::vector<char>& spared, Found& found);
-    bool is_sure(const SourcedTree& tree, int levels) const;
+    bool is_sure(const Draft& tree, int levels) const;
 
     std::vector<Part> parts_;
     const double sure_;

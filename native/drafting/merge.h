@@ -8,33 +8,20 @@
 #include <tuple>
 #include <vector>
 
-#include "drafting/votes.h"
+#include "drafting/draft.h"
 
 namespace outpace {
 
-struct SourcedTree {
-    std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
-    std::vector<double> gains;  // NaN: unknown
-    std::vector<int> sources;
-    int levels = -1;  // forwards that it took, one a level; -1: none that count
-};
-
-// Gains that a drafter does not say: a node's chance given its parent's is 0.7.
-inline void assume(SourcedTree& tree) {
-    for (size_t n = 0; n < tree.tokens.size(); ++n)
-        if (std::isnan(tree.gains[n])) tree.gains[n] = 0.7 * (tree.parents[n] < 0 ? 1.0 : tree.gains[static_cast<size_t>(tree.parents[n])]);
-}
-
-inline SourcedTree merge(const std::vector<SourcedTree>& proposals, int budget) {
+inline Draft merge(const std::vector<Draft>& proposals, int budget) {
     struct Node {
         int32_t token;
         double gain;
         int source;
         int first = -1, last = -1, next = -1;  // children, in the order in which they were proposed; the next sibling
     };
-    std::vector<Node> nodes{{kEnd, 1.0, 0}};  // the pending token, then the union
+    std::vector<Node> nodes{{-1, 1.0, 0}};  // the pending token, then the union
     std::vector<int> place;
-    for (const SourcedTree& tree : proposals) {
+    for (const Draft& tree : proposals) {
         place.clear();
         for (size_t i = 0; i < tree.tokens.size(); ++i) {
             const int above = tree.parents[i] >= 0 ? place.at(static_cast<size_t>(tree.parents[i])) : 0;
@@ -53,23 +40,18 @@ inline SourcedTree merge(const std::vector<SourcedTree>& proposals, int budget) 
             place.push_back(node);
         }
     }
-    SourcedTree merged;
+    Draft merged;
     std::priority_queue<std::tuple<double, int, int>> queue;  // gain, -node, parent in `merged`
     const auto open = [&](int node, double most, int at) {
         for (int child = nodes[static_cast<size_t>(node)].first; child >= 0; child = nodes[static_cast<size_t>(child)].next)
             queue.emplace(std::min(most, nodes[static_cast<size_t>(child)].gain), -child, at);
     };
     open(0, INFINITY, -1);
-    while (!queue.empty() && static_cast<int>(merged.tokens.size()) < budget) {
+    while (!queue.empty() && static_cast<int>(merged.size()) < budget) {
         const auto [gain, negative, parent] = queue.top();
         queue.pop();
         const Node& node = nodes[static_cast<size_t>(-negative)];
-        const int at = static_cast<int>(merged.tokens.size());
-        merged.tokens.push_back(node.token);
-        merged.parents.push_back(parent);
-        merged.gains.push_back(gain);
-        merged.sources.push_back(node.source);
-        open(-negative, gain, at);
+        open(-negative, gain, merged.add(node.token, parent, gain, node.source));
     }
     return merged;
 }

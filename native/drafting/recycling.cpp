@@ -23,8 +23,8 @@ const int32_t* RecyclingLookup::list(const Table& table, int32_t token) const {
     return found == table.place.end() ? nullptr : table.ids.data() + found->second * hit_.size();
 }
 
-TokenTree RecyclingLookup::draft(const Table& table, int32_t last, int budget) const {
-    TokenTree tree;
+Draft RecyclingLookup::draft(const Table& table, int32_t last, int budget) const {
+    Draft tree;
     std::priority_queue<std::tuple<double, int, int32_t, int32_t>> queue;  // path probability, -order, parent, token
     int order = 0;
     const auto open = [&](int32_t token, int32_t parent, double probability) {
@@ -35,19 +35,16 @@ TokenTree RecyclingLookup::draft(const Table& table, int32_t last, int budget) c
     while (!queue.empty() && static_cast<int>(tree.tokens.size()) < budget) {
         const auto [probability, unused, parent, token] = queue.top();
         queue.pop();
-        tree.tokens.push_back(token);
-        tree.parents.push_back(parent);
-        tree.gains.push_back(probability);
-        open(token, static_cast<int32_t>(tree.tokens.size()) - 1, probability);
+        open(token, tree.add(token, parent, probability), probability);
     }
     return tree;
 }
 
-void RecyclingLookup::propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) {
+void RecyclingLookup::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.clear();
     for (const Asked& asked : rows) {
         const Table* table = find(asked.row);
-        trees.push_back(table ? unsourced(draft(*table, asked.tokens[asked.n - 1], asked.size)) : SourcedTree());
+        trees.push_back(table ? draft(*table, asked.tokens[asked.n - 1], asked.size) : Draft());
     }
 }
 

@@ -17,7 +17,7 @@ public:
     // `shared`: one table for all rows, which stays when they go; else each row has its own. Throws std::invalid_argument.
     RecyclingLookup(int64_t capacity, std::vector<double> hit, bool shared);
 
-    void propose(const std::vector<Asked>& rows, std::vector<SourcedTree>& trees) override;
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     int ranks() const override { return static_cast<int>(hit_.size()); }
     void rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) override;
 
@@ -33,7 +33,7 @@ private:
     };
     const Table* find(int64_t row) const;
     const int32_t* list(const Table& table, int32_t token) const;  // null: there is none
-    TokenTree draft(const Table& table, int32_t last, int budget) const;
+    Draft draft(const Table& table, int32_t last, int budget) const;
 
     const int64_t capacity_;
     const std::vector<double> hit_;

@@ -87,8 +87,7 @@ void SuffixIndex::places(const int32_t* context, size_t count, std::vector<Place
     });
 }
 
-TokenTree SuffixIndex::propose(
-    const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others, bool wide) const {
+Draft SuffixIndex::propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others, bool wide) const {
     std::vector<Place> arena;
     places(context, n, arena);
     for (const SuffixIndex* other : others) other->places(context, n, arena);

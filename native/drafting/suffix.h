@@ -27,7 +27,7 @@ public:
 
     void append(const int32_t* tokens, size_t n);
     void shrink(int64_t n);  // forgets all but the newest n tokens
-    TokenTree propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others, bool wide) const;
+    Draft propose(const int32_t* context, size_t n, int budget, const std::vector<const SuffixIndex*>& others, bool wide) const;
     const std::vector<int32_t>& tokens() const { return held_; }
 
     struct Place {

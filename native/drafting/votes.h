@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "drafting/draft.h"
+
 namespace outpace {
 
 constexpr int32_t kEnd = -1;  // stands between sequences: nothing is matched or continued across it
@@ -16,11 +18,6 @@ constexpr int32_t kEnd = -1;  // stands between sequences: nothing is matched or
 struct VoteRules {
     std::vector<double> weights;  // by length of the match; the last counts for all longer ones
     double doubt;                 // the weight of "something else"
-};
-
-struct TokenTree {
-    std::vector<int32_t> tokens, parents;  // parents before children; -1: the pending token
-    std::vector<double> gains;             // path probabilities, falling
 };
 
 namespace votes {
@@ -44,13 +41,13 @@ struct Vote {
 
 }  // namespace votes
 
-// At most `budget` nodes. `arena`: the places that vote; a Place has `at` (of what follows) and `length` (of the match).
+// At most `budget` nodes, their gains falling. `arena`: the places that vote; a Place has `at` (of what follows) and `length` (of the match).
 // `next(place, path)`: the token that follows there, or kEnd; `path` is drafted before it. `wide`: else only the likeliest.
 template <class Place, class Next>
-TokenTree grow(std::vector<Place>& arena, const VoteRules& rules, int budget, bool wide, const Next& next) {
+Draft grow(std::vector<Place>& arena, const VoteRules& rules, int budget, bool wide, const Next& next) {
     using votes::Candidate;
     using votes::Vote;
-    TokenTree tree;
+    Draft tree;
     std::priority_queue<Candidate> queue;
     std::vector<int32_t> path;
     std::vector<Vote> found;
@@ -102,10 +99,7 @@ TokenTree grow(std::vector<Place>& arena, const VoteRules& rules, int budget, bo
         if (queue.empty() || static_cast<int>(tree.tokens.size()) >= budget) return tree;
         const Candidate best = queue.top();
         queue.pop();
-        node = static_cast<int32_t>(tree.tokens.size());
-        tree.tokens.push_back(best.token);
-        tree.parents.push_back(best.parent);
-        tree.gains.push_back(best.probability);
+        node = tree.add(best.token, best.parent, best.probability);
         probability = best.probability;
         begin = best.begin;
         count = best.count;

@@ -114,7 +114,7 @@ std::vector<std::vector<RankedToken>> Eagle::level(
     return children;
 }
 
-std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
+std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
     std::lock_guard<std::mutex> lock(model_->lock());
     check(asks);
     Model& m = *model_;
@@ -210,11 +210,7 @@ std::vector<Eagle::Draft> Eagle::draft(const std::vector<Ask>& asks) {
     std::vector<Draft> drafts(rows.size());
     for (size_t i = 0; i < rows.size(); ++i) {
         if (rows[i].ask->nodes == 0) continue;
-        for (const Growth::Node& node : rows[i].growth.likeliest()) {
-            drafts[i].tokens.push_back(node.token);
-            drafts[i].parents.push_back(node.parent);
-            drafts[i].chances.push_back(static_cast<float>(node.chance));
-        }
+        for (const Growth::Node& node : rows[i].growth.likeliest()) drafts[i].add(node.token, node.parent, static_cast<float>(node.chance));
     }
     for (const Ask& ask : asks) m.kv_.lengthen(ask.row, static_cast<int>(ask.tokens.size()));
     return drafts;

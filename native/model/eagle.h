@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "drafting/draft.h"
 #include "model/draft_network.h"
 #include "model/grow.h"
 
@@ -28,10 +29,6 @@ public:
         const float* states;          // the target's [n][layers][hidden]
         int nodes = 0, levels = 0, branch = 0;  // nodes 0: nothing is drafted
         Sampling sampling = {};                 // of the first node
-    };
-    struct Draft {
-        std::vector<int32_t> tokens, parents;
-        std::vector<float> chances;
     };
     // Appends the entries and drafts for each ask, a row once at the most. Throws std::invalid_argument, std::out_of_range,
     // MemoryLimit, NotFinite; then every row is as it was. A row's draft depends on that row and its ask alone.

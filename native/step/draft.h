@@ -5,47 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "drafting/merge.h"
+#include "drafting/draft.h"
 
 namespace outpace {
-
-// One row's draft: `gains` are the chances of each node's whole path (NaN: unknown), `levels` the drafting forwards it took
-// (-1: as many as the policy allowed, or none that count).
-using Draft = SourcedTree;
-
-inline bool is_chain(const Draft& draft) {
-    for (size_t n = 0; n < draft.parents.size(); ++n)
-        if (draft.parents[n] != static_cast<int32_t>(n) - 1) return false;
-    return true;
-}
-
-inline int depth_of(const Draft& draft) {
-    int deepest = 0;
-    std::vector<int> depths(draft.parents.size());
-    for (size_t n = 0; n < depths.size(); ++n) {
-        const int32_t above = draft.parents[n];
-        depths[n] = above < 0 ? 1 : depths[static_cast<size_t>(above)] + 1;
-        deepest = std::max(deepest, depths[n]);
-    }
-    return deepest;
-}
-
-// Nodes `keep` of a draft (ascending, with their parents).
-template <class Index>
-Draft only(const Draft& draft, const std::vector<Index>& keep) {
-    Draft kept;
-    kept.levels = draft.levels;
-    std::vector<int32_t> place(draft.tokens.size());
-    for (size_t n = 0; n < keep.size(); ++n) {
-        const size_t old = static_cast<size_t>(keep[n]);
-        place.at(old) = static_cast<int32_t>(n);
-        kept.tokens.push_back(draft.tokens[old]);
-        kept.parents.push_back(draft.parents[old] < 0 ? -1 : place[static_cast<size_t>(draft.parents[old])]);
-        kept.gains.push_back(draft.gains[old]);
-        kept.sources.push_back(draft.sources[old]);
-    }
-    return kept;
-}
 
 // The drafts of B rows side by side, [B][width], as Drafts of exact/drafts.py has them.
 struct Drafts {
@@ -67,7 +29,7 @@ struct Drafts {
             widths[i] = static_cast<int32_t>(draft.tokens.size());
             levels[i] = draft.levels;
             width = std::max(width, static_cast<int>(widths[i]));
-            chains = chains && is_chain(draft);
+            chains = chains && draft.chain();
         }
         const size_t w = static_cast<size_t>(width), size = rows * w;
         tokens.assign(size, 0), parents.assign(size, -1), confidence.assign(size, 0.0f), sources.assign(size, 0);

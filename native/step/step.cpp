@@ -135,13 +135,11 @@ void Step::lead(size_t i, const std::vector<int32_t>& tokens, int source) {
     constexpr double kFirst = 0.99, kLast = 0.09;
     RowNow& now = rows.at(i);
     Draft chain, &own = now.proposed;
-    for (size_t n = 0; n < tokens.size(); ++n) {
-        chain.tokens.push_back(tokens[n]);
-        chain.parents.push_back(static_cast<int32_t>(n) - 1);
-        chain.gains.push_back(kFirst - kLast * static_cast<double>(n) / static_cast<double>(tokens.size()));
-        chain.sources.push_back(source);
+    for (const int32_t token : tokens) {
+        const auto n = static_cast<double>(chain.size());
+        chain.add(token, static_cast<int32_t>(chain.size()) - 1, kFirst - kLast * n / static_cast<double>(tokens.size()), source);
     }
-    assume(own);
+    own.assume();
     const int levels = own.levels;
     now.proposed = merge({chain, own}, now.most);
     now.proposed.levels = levels;
@@ -155,7 +153,7 @@ void Step::keep(size_t i, const std::vector<int32_t>& nodes) {
             throw std::invalid_argument("nodes to keep must ascend, within the draft");
         last = node;
     }
-    if (nodes.size() < now.proposed.tokens.size()) now.proposed = only(now.proposed, nodes);
+    if (nodes.size() < now.proposed.tokens.size()) now.proposed = now.proposed.only(nodes);
 }
 
 bool Step::trim() {
@@ -170,7 +168,7 @@ bool Step::trim() {
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
         if (nodes.size() == rows[i].proposed.tokens.size()) continue;
-        rows[i].kept = only(rows[i].proposed, nodes);
+        rows[i].kept = rows[i].proposed.only(nodes);
         rows[i].trimmed = true;
     }
     return true;

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.exact.tree import Tree
-
 _I32 = npt.NDArray[np.int32]
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
@@ -17,6 +15,8 @@ _Chooser = dict[str, Any]  # see describe in models/native/output.py
 INTERFACE: int
 ARITHMETIC: int  # raised with every change that alters a bit of an answer
 KV_BLOCK: int
+
+_Lists = tuple[list[int], list[int], list[float], list[int]]  # a draft's tokens, parents, gains and sources
 
 class MemoryLimit(RuntimeError): ...
 class NotFinite(ArithmeticError): ...
@@ -635,21 +635,8 @@ def gather(arena: Arena, matrix: Matrix, ids: _I32) -> Matrix:
 def embed(model: Model, tokens: _I32) -> _F32: ...
 def final_norm(model: Model, states: _F32) -> _F32: ...
 def head(model: Model, normed: _F32, ids: _I32 | None) -> _F32: ...
-def pack_batch(
-    rows: list[int],
-    tokens: list[_I32],
-    starts_at: list[int],
-    wanted: list[bool],
-    trees: list[_I32 | None],
-    last_only: bool,
-) -> tuple[_I32, _I32, _I32, _I32, _I32, _I32]:
-    """``Batch.pack`` of models/base.py: token, row, position, parent, starts, wanted."""
-
-def pack_trees(trees: list[Tree], sourced: bool) -> tuple[_I32, _I32, _I32 | None, _F32, _U8 | None]:
-    """``pack`` of exact/tree.py: tokens, widths, parents, confidence, source."""
-
 def gguf_strings(data: bytearray, at: int, count: int) -> tuple[list[str], int]: ...
-def merge(proposals: list[Tree], budget: int) -> tuple[list[int], list[int], list[float], list[int]]:
-    """``merge`` of exact/tree.py: tokens, parents, gains and sources."""
+def merge(proposals: Sequence[_Lists], budget: int) -> _Lists:
+    """``merge`` of exact/drafts.py."""
 
 def read_seconds(bytes: int, threads: int, repeats: int) -> float: ...

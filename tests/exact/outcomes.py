@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from outpace.common.arrays import F64
+from outpace.common.arrays import F64, I32
+from outpace.exact.drafts import Draft
 
 T = TypeVar("T")
 
@@ -54,3 +56,9 @@ def every_outcome(run: Callable[[EveryOutcome], T]) -> Iterator[tuple[float, T]]
         if not taken:
             return
         script = [*taken[:-1], taken[-1] + 1]
+
+
+def draft_of(tokens: Iterable[int], parents: I32 | None = None, q: F64 | None = None) -> Draft:
+    """A draft (``parents`` None: a chain) of which nobody knows what it is worth."""
+    made = Draft.chain(list(tokens))
+    return replace(made, q=q, parents=made.parents if parents is None else parents.tolist())

@@ -168,7 +168,7 @@ def no_residual(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
     """Biased: accepts with min(1, p / q), but draws from p after a refusal."""
     at, tokens = -1, list[int]()
     for node in range(len(draft)):
-        token, target = int(draft.tokens[node]), p(at)
+        token, target = draft.tokens[node], p(at)
         q = 1.0 if draft.q is None else float(draft.q[node][token])
         if not chance.accept(min(1.0, float(target[token]) / q), node, 0):
             return Verdict(np.array([*tokens, chance.draw(target, node)], np.int32), np.arange(node, dtype=np.int32))

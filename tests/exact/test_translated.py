@@ -142,7 +142,7 @@ def test_the_cache_holds_the_text_that_is_committed(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(1, 8))):
         size = data.draw(st.integers(1, 6))
         drafts = translated.propose([view(tokens)], np.array([size], np.int32))
-        drafted = drafts.row(0).tokens.tolist()
+        drafted = drafts.row(0).tokens
         assert len(drafted) <= size
         ids = own.encode(target.decode(tokens).rstrip("\ufffd")).tolist()
         assert draft.kv.prefix(0, draft.kv.length(0))[: len(ids)] == ids
@@ -169,7 +169,7 @@ def test_a_draft_goes_on_where_a_character_was_left() -> None:
     tokens = target.encode("x 👍").tolist()
     for said, drafted in (("👍", 2), ("👎", 1), ("the", 0)):
         translated = drafter(Speller(bpe("b"), said, 10**9, max_length=64))
-        found = translated.propose([view(tokens[:-2])], np.array([5], np.int32)).row(0).tokens.tolist()
+        found = translated.propose([view(tokens[:-2])], np.array([5], np.int32)).row(0).tokens
         expected = target.encode(said).tolist()[2:]
         assert found[: len(expected)] == expected if drafted else not found
 
@@ -179,7 +179,7 @@ def test_the_end_is_proposed_when_the_draft_model_ends() -> None:
     draft._cycle.append(EOS)
     translated = drafter(draft)
     drafts = translated.propose([view(bpe("a").encode("x").tolist())], np.array([5], np.int32))
-    assert drafts.row(0).tokens.tolist() == [*bpe("a").encode(" the").tolist(), EOS]
+    assert drafts.row(0).tokens == [*bpe("a").encode(" the").tolist(), EOS]
 
 
 def test_a_row_that_outgrows_the_draft_model_is_read_from_its_middle_on() -> None:

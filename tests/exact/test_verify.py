@@ -16,7 +16,7 @@ from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from outpace.exact.verify import reject, typical, walk
 from outpace.params import SamplingParams
-from tests.exact.outcomes import every_outcome
+from tests.exact.outcomes import draft_of, every_outcome
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -44,8 +44,8 @@ def paths(draft: Draft) -> list[Path]:
     """The tokens on the way to each node."""
     found: list[Path] = []
     for node in range(len(draft)):
-        parent = draft.parent(node)
-        found.append((*(found[parent] if parent >= 0 else ()), int(draft.tokens[node])))
+        parent = draft.parents[node]
+        found.append((*(found[parent] if parent >= 0 else ()), draft.tokens[node]))
     return found
 
 
@@ -98,19 +98,19 @@ def same(a: dict[Path, float], b: dict[Path, float]) -> bool:
 
 def sampled_trees(drafter: Language, parents: I32 | None, size: int, *, replace: bool) -> Iterator[tuple[float, Draft]]:
     """Every draft that sampling can give, with its probability; siblings are drawn with or without replacement."""
-    shape = Draft(np.zeros(size, np.int32), parents)
+    shape = draft_of([0] * size, parents)
 
     def extend(tokens: list[int], qs: list[F64], weight: float) -> Iterator[tuple[float, Draft]]:
         node = len(tokens)
         if node == size:
-            yield weight, Draft(np.array(tokens, np.int32), parents, np.array(qs).reshape(size, drafter.vocab))
+            yield weight, draft_of(tokens, parents, np.array(qs).reshape(size, drafter.vocab))
             return
-        parent = shape.parent(node)
-        ends = paths(Draft(np.array(tokens, np.int32), None if parents is None else parents[:node]))
+        parent = shape.parents[node]
+        ends = paths(draft_of(tokens, None if parents is None else parents[:node]))
         q = drafter.p(ends[parent] if parent >= 0 else ()).copy()
         if not replace:
             for sibling in range(node):
-                if shape.parent(sibling) == parent:
+                if shape.parents[sibling] == parent:
                     q[tokens[sibling]] = 0.0
             if q.sum() == 0:  # nothing is left to propose: this shape cannot be filled
                 q = drafter.p(ends[parent] if parent >= 0 else ()).copy()
@@ -146,7 +146,7 @@ def test_deterministic_trees_with_duplicates(name: str) -> None:
     expected = target.sequences(4)
     for parents in shapes(3, chains=False):
         for tokens in product(range(3), repeat=3):
-            draft = Draft(np.array(tokens, np.int32), parents)
+            draft = draft_of(tokens, parents)
             assert same(output(target, iter([(1.0, draft)]), 4), expected)
 
 
@@ -169,7 +169,7 @@ def test_a_zero_residual_never_divides() -> None:
 
 
 def test_a_candidate_that_q_rules_out_is_a_bug_of_the_drafter() -> None:
-    draft = Draft(np.array([1], np.int32), None, np.array([[1.0, 0.0]]))
+    draft = draft_of([1], q=np.array([[1.0, 0.0]]))
     with pytest.raises(ValueError, match="rules out"):
         list(every_outcome(lambda chance: reject(lambda n: np.array([0.5, 0.5]), draft, chance)))
 
@@ -197,10 +197,10 @@ def test_typical_is_exact_when_greedy_and_lossy_otherwise() -> None:
     greedy = Language(3, PARAMS["greedy"], 9)
     for parents in shapes(3, chains=False):
         for tokens in product(range(3), repeat=3):
-            draft = Draft(np.array(tokens, np.int32), parents)
+            draft = draft_of(tokens, parents)
             assert same(output(greedy, iter([(1.0, draft)]), 4, rule=typical), greedy.sequences(4))
     warm = Language(3, PARAMS["own"], 9)
-    draft = Draft(np.array([int(warm.p(()).argmax())], np.int32))
+    draft = draft_of([int(warm.p(()).argmax())])
     assert not same(output(warm, iter([(1.0, draft)]), 2, rule=typical), warm.sequences(2))
 
 
@@ -211,14 +211,14 @@ def test_typical_accepts_by_its_threshold(likeliest: float, others: int) -> None
     entropy = -sum(x * np.log(x) for x in p if x > 0)
     threshold = min(0.09, 0.3 * np.exp(-entropy))
     for token in range(len(p)):
-        draft = Draft(np.array([token], np.int32))
+        draft = draft_of([token])
         for _, verdict in every_outcome(lambda chance, draft=draft: typical(lambda _: p, draft, chance)):  # type: ignore[misc]
             assert len(verdict.path) == int(p[token] > threshold)
 
 
 def test_typical_keeps_the_first_of_the_deepest_paths() -> None:
     p = np.array([0.5, 0.5])
-    draft = Draft(np.array([0, 1, 0, 1], np.int32), np.array([-1, -1, 0, 1], np.int32))  # 0 0 and 1 1
+    draft = draft_of([0, 1, 0, 1], np.array([-1, -1, 0, 1], np.int32))  # 0 0 and 1 1
     for _, verdict in every_outcome(lambda chance: typical(lambda _: p, draft, chance)):
         assert verdict.tokens[:2].tolist() == [0, 0]
         assert verdict.path.tolist() == [0, 2]
@@ -228,10 +228,10 @@ def test_coupled_and_rejection_agree_when_greedy() -> None:
     greedy = Language(3, PARAMS["greedy"], 10)
     for parents in shapes(3, chains=False):
         for tokens in product(range(3), repeat=3):
-            draft = Draft(np.array(tokens, np.int32), parents)
+            draft = draft_of(tokens, parents)
             ends = [(), *paths(draft)]
-            whole = Drafts(draft.tokens[None], np.array([3], np.int32), None if parents is None else parents[None])
-            walked = walk(lambda _, nodes: np.array([greedy.p(ends[n + 1]).argmax() for n in nodes]), whole).row(0)  # noqa: B023
+            choose = lambda _, nodes, ends=ends: np.array([greedy.p(ends[n + 1]).argmax() for n in nodes])  # noqa: E731
+            walked = walk(choose, Drafts.of([draft])).row(0)
             (_, rejected), *more = every_outcome(lambda chance: reject(lambda n: greedy.p(ends[n + 1]), draft, chance))  # noqa: B023
             assert not more
             assert rejected.tokens.tolist() == walked.tokens.tolist()
@@ -253,7 +253,7 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(vocab: int, size: int, c
     cases = 0
     for parents in shapes(size, chains=chains):
         for tokens in product(range(vocab), repeat=size):
-            draft = Draft(np.array(tokens, np.int32), parents)
+            draft = draft_of(tokens, parents)
             ends = paths(draft)
             prefixes = list(dict.fromkeys([(), *ends]))  # duplicates among siblings are one prefix
             choices = np.array(list(product(range(vocab), repeat=len(prefixes))), np.int32)  # [C, P]
@@ -276,8 +276,8 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(vocab: int, size: int, c
                 gained = verdict.tokens.tolist()
                 # Among equal siblings only the first is followed, so what hangs under another may be missed.
                 assert gained == expected if distinct else gained == expected[: len(gained)]
-                assert [int(draft.tokens[n]) for n in verdict.path] == gained[:-1]
-                assert [draft.parent(n) for n in verdict.path] == [-1, *verdict.path.tolist()][:-1]
+                assert [draft.tokens[n] for n in verdict.path] == gained[:-1]
+                assert [draft.parents[n] for n in verdict.path] == [-1, *verdict.path.tolist()][:-1]
                 cases += 1
                 visited = [(row, -1), *((row, int(node)) for node in verdict.path)]
                 assert set(visited) <= set(asked)

@@ -31,7 +31,7 @@ def view(row: int, tokens: list[int], request: int = 0) -> RowView:
 
 def chain(drafter: ModelDrafter, views: list[RowView], size: int = 4) -> list[list[int]]:
     drafts = drafter.propose(views, np.full(len(views), size, np.int32))
-    return [drafts.row(i).tokens.tolist() for i in range(len(views))]
+    return [drafts.row(i).tokens for i in range(len(views))]
 
 
 def test_what_an_interrupted_call_left_is_not_believed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
     for step in range(4):
         sizes = [5, 1 + step, 3]
         drafts = python.propose([view(i, tokens) for i, tokens in enumerate(rows)], np.array(sizes, np.int32))
-        expected = [drafts.row(i).tokens.tolist() for i in range(3)]
+        expected = [drafts.row(i).tokens for i in range(3)]
         asked = [(i, 0, len(rows[i]), np.array(rows[i], np.int32), sizes[i]) for i in range(3)]
         found = native.native.trees(asked)
         assert [tokens for tokens, *_ in found] == expected

@@ -71,7 +71,7 @@ def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
     drafts = head.draft([Ask(0, entries, hidden_states[0], 20, 4, len(IDS))])
     assert head.length(0) == 9
     draft = drafts.row(0)
-    paths = [tuple(draft.tokens[draft.path(node)].tolist()) for node in range(len(draft))]
+    paths = [tuple(draft.tokens[n] for n in draft.path(node)) for node in range(len(draft))]
     assert len(set(paths)) == 20
     assert max(map(len, paths)) > 2
     assert drafts.confidence is not None

@@ -193,14 +193,11 @@ def test_verify_is_the_walk(on_device: bool, case: tuple[Any, Drafts, I32, Batch
 
         def choose(rows: I32, nodes: I32, i: int = i, draft: Any = draft, chooser: Chooser = chooser) -> I32:
             path = draft.path(int(nodes[0]))
-            after = chooser.after(draft.tokens[path].tolist())
+            after = chooser.after([draft.tokens[n] for n in path])
             return np.array([after.choose(logits[at[int(starts[i]) + 1 + int(nodes[0])]])], np.int32)
 
-        alone = Drafts(
-            draft.tokens[None], np.array([len(draft)], np.int32), None if draft.parents is None else draft.parents[None]
-        )
         try:
-            expected = walk(choose, alone).row(0)
+            expected = walk(choose, Drafts.of([draft])).row(0)
         except (NoTokenAllowedError, FloatingPointError):
             assert verdicts.accepted[i] == -1
             continue

@@ -170,7 +170,7 @@ def test_an_eagle(kv_dtype: str, tiny: Tiny, rng: np.random.Generator) -> None:
         for choice in (None, chooser(0.8)):
             made = head.draft([Ask(0, tokens[-1:], states[-1:], 16, 4, 4, choice)])
             row = made.row(0)
-            found += [row.tokens, np.array([row.parent(n) for n in range(len(row))]), *bits(made.confidence[0])]
+            found += [np.array(row.tokens), np.array(row.parents), *bits(made.confidence[0])]
             head.truncate(0, 70)
         head.close()
         model.close()

@@ -115,10 +115,7 @@ def loaded(tiny: Tiny, native: bool, **options: Any) -> NativeModel:
 def nodes(drafts: Drafts) -> list[Any]:
     """What is in use of ``drafts``: tokens, parents and who drafted them, by row."""
     rows = range(len(drafts))
-    return [
-        (d.tokens.tolist(), [d.parent(n) for n in range(len(d))], drafts.sources_of(i))
-        for i, d in ((i, drafts.row(i)) for i in rows)
-    ]
+    return [(d.tokens, d.parents, drafts.sources_of(i)) for i, d in ((i, drafts.row(i)) for i in rows)]
 
 
 def plain(record: StepRecord) -> tuple[Any, ...]:

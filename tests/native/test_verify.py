@@ -98,7 +98,7 @@ def reference(case: Case) -> tuple[Verdicts, set[int]]:
                 found.append(-1)
                 continue
             draft = case.drafts.row(i)
-            after = chooser.after(draft.tokens[draft.path(node)].tolist())
+            after = chooser.after([draft.tokens[n] for n in draft.path(node)])
             at = np.searchsorted(case.wanted, case.starts[i] + 1 + node)
             try:
                 found.append(int(choose_on_host(case.logits[at][None], [after])[0]))

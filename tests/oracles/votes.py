@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from outpace.drafters.lookup.datastore import END
-from outpace.exact.tree import Tree
+from outpace.exact.drafts import Draft
 
 Place = tuple[Sequence[int], int, int]  # tokens, index of what follows among them, length of the match
 
@@ -19,7 +19,7 @@ def grow(
     *,
     wide: bool = True,
     own: Sequence[int] | None = None,
-) -> Tree:
+) -> Draft:
     """The ``budget`` nodes of highest path probability, best first: a node is drafted, then its children are counted.
 
     Every place votes for what follows it with ``weights[length]`` (the last for all longer matches); ``doubt`` is the
@@ -27,7 +27,7 @@ def grow(
     that runs over their end goes on with what is drafted.
     """
     longest = len(weights) - 1
-    tree = Tree()
+    tree = Draft()
     heap: list[tuple[float, int, int, int, list[int], list[Place]]] = []  # -probability, order, parent, token, ...
     order, node, probability = 0, -1, 1.0
     path: list[int] = []

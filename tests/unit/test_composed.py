@@ -16,7 +16,6 @@ from outpace.errors import DrafterError
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree, pack
 from outpace.models.base import HostHiddenStates
 from outpace.params import Acceptance, SamplingParams
 from tests.exact.test_verify import Language, output, same, sampled_trees
@@ -26,14 +25,14 @@ from tests.unit.test_registry import context
 class Fixed(Drafter):
     """Proposes the same tree for every row, cut to its size."""
 
-    def __init__(self, name: str, tree: Tree, needs: DrafterNeeds | None = None) -> None:
+    def __init__(self, name: str, tree: Draft, needs: DrafterNeeds | None = None) -> None:
         self.name, self.needs, self.tree = name, needs or DrafterNeeds(), tree
         self.seen: list[Event] = []
         self.closed = False
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         t = self.tree
-        return pack([Tree(t.tokens[:n], t.parents[:n], t.gains[:n], t.sources[:n]) for n in sizes], (self.name,))
+        return Drafts.of([Draft(t.tokens[:n], t.parents[:n], t.gains[:n], t.sources[:n]) for n in sizes], (self.name,))
 
     def observe(self, events: Sequence[Event]) -> None:
         self.seen.extend(events)
@@ -60,7 +59,7 @@ class Drawing(Drafter):
             raise StopAsyncIteration
         self.weight, draft = found
         assert draft.q is not None
-        return Drafts(draft.tokens[None], sizes, q=draft.q[None], sources=(self.name,))
+        return replace(Drafts.of([draft], (self.name,)), q=draft.q[None])
 
 
 def view(row: int = 0, acceptance: Acceptance = "coupled", temperature: float = 0.0) -> RowView:
@@ -72,30 +71,30 @@ def sizes(*values: int) -> I32:
     return np.array(values, np.int32)
 
 
-A = Tree.chain([1, 2, 3], [0.9, 0.5, 0.2])
-B = Tree([1, 4, 5], [-1, 0, -1], [0.6, 0.55, 0.3], [0, 0, 0])
+A = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2])
+B = Draft([1, 4, 5], [-1, 0, -1], [0.6, 0.55, 0.3], [0, 0, 0])
 
 
 def test_the_best_of_all_in_one_tree_with_sources() -> None:
     drafter = ComposedDrafter([Fixed("a", A), Fixed("b", B)])
     drafts = drafter.propose([view(0), view(1)], sizes(4, 2))
     assert drafter.name == "a+b"
-    assert drafts.row(0).tokens.tolist() == [1, 4, 2, 5]
-    assert drafts.row(0).parents.tolist() == [-1, 0, 0, -1]  # type: ignore[union-attr]
+    assert drafts.row(0).tokens == [1, 4, 2, 5]
+    assert drafts.row(0).parents == [-1, 0, 0, -1]
     assert [drafts.sources_of(0)[i] for i in range(4)] == ["a", "b", "a", "b"]
-    assert drafts.row(1).tokens.tolist() == [1, 4]
+    assert drafts.row(1).tokens == [1, 4]
     assert drafts.q is None
 
 
 def test_a_fallback_works_only_where_those_before_it_have_nothing() -> None:
     class Odd(Fixed):
         def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-            return pack([self.tree if row.row % 2 else Tree() for row in rows], (self.name,))
+            return Drafts.of([self.tree if row.row % 2 else Draft() for row in rows], (self.name,))
 
     drafter = ComposedDrafter([Odd("a", A), Fixed("b", B)], [False, True])
     drafts = drafter.propose([view(0), view(1), view(2)], sizes(3, 3, 3))
     assert [drafts.sources_of(i)[0] for i in range(3)] == ["b", "a", "b"]
-    assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[1, 4, 5], [1, 2, 3], [1, 4, 5]]
+    assert [drafts.row(i).tokens for i in range(3)] == [[1, 4, 5], [1, 2, 3], [1, 4, 5]]
     with pytest.raises(DrafterError, match="first part"):
         ComposedDrafter([Fixed("a", A), Fixed("b", B)], [True, False])
     with pytest.raises(DrafterError, match="cannot be the fallback"):
@@ -103,10 +102,10 @@ def test_a_fallback_works_only_where_those_before_it_have_nothing() -> None:
 
 
 def test_agreeing_chains_stay_a_chain() -> None:
-    drafter = ComposedDrafter([Fixed("a", A), Fixed("b", Tree.chain([1, 2], [0.8, 0.7]))])
+    drafter = ComposedDrafter([Fixed("a", A), Fixed("b", Draft.chain([1, 2], [0.8, 0.7]))])
     drafts = drafter.propose([view()], sizes(7))
     assert drafts.parents is None
-    assert drafts.row(0).tokens.tolist() == [1, 2, 3]
+    assert drafts.row(0).tokens == [1, 2, 3]
     assert [drafts.sources_of(0)[i] for i in range(3)] == ["a", "b", "a"]
 
 
@@ -129,7 +128,7 @@ def test_a_part_sees_its_own_layers_and_its_own_path() -> None:
 
 
 def test_follow_goes_as_far_as_the_draft_does() -> None:
-    draft = Draft(np.array([1, 1, 2, 3], np.int32), np.array([-1, -1, 0, 1], np.int32))
+    draft = Draft([1, 1, 2, 3], [-1, -1, 0, 1])
     assert follow(draft, np.array([1, 2, 9], np.int32)).tolist() == [0, 2]
     assert follow(draft, np.array([8], np.int32)).tolist() == []
 
@@ -137,12 +136,12 @@ def test_follow_goes_as_far_as_the_draft_does() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "tree", [Tree(), Tree.chain([0, 1], [0.9, 0.8]), Tree([2, 0, 1], [-1, -1, 0], [0.9, 0.8, 0.7], [0, 0, 0])]
+    "tree", [Draft(), Draft.chain([0, 1], [0.9, 0.8]), Draft([2, 0, 1], [-1, -1, 0], [0.9, 0.8, 0.7], [0, 0, 0])]
 )
-def test_rejection_is_exact_by_enumeration(temperature: float, size: int, tree: Tree) -> None:
+def test_rejection_is_exact_by_enumeration(temperature: float, size: int, tree: Draft) -> None:
     params = SamplingParams(temperature=temperature)
     target, drawing = Language(3, params, 1), Drawing(Language(3, params, 2))
-    drafter = ComposedDrafter([Fixed("fixed", tree), drawing, Fixed("too", Tree.chain([1], [0.95]))])
+    drafter = ComposedDrafter([Fixed("fixed", tree), drawing, Fixed("too", Draft.chain([1], [0.95]))])
 
     def drafts() -> Iterator[tuple[float, Draft]]:
         while True:
@@ -250,7 +249,7 @@ class Network(Drafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         self.asked.append([view.row for view in rows])
-        drafts = pack([Tree.chain([7, 8], [0.6, 0.3])] * len(rows), (self.name,))
+        drafts = Drafts.of([Draft.chain([7, 8], [0.6, 0.3])] * len(rows), (self.name,))
         return replace(drafts, levels=np.array([view.depth for view in rows], np.int32))
 
 
@@ -266,7 +265,7 @@ class Network(Drafter):
 )
 def test_a_network_is_not_asked_where_a_lookup_is_sure(gains: list[float], levels: int, asked: bool) -> None:
     network = Network()
-    drafter = ComposedDrafter([Fixed("a", Tree.chain([1, 2, 3, 4][: len(gains)], gains)), network])
+    drafter = ComposedDrafter([Fixed("a", Draft.chain([1, 2, 3, 4][: len(gains)], gains)), network])
     rows = [view(0)._replace(depth=levels, adaptive=True), view(1)._replace(depth=levels)]  # 1 has a size of its own
     drafts = drafter.propose(rows, sizes(6, 6))
     assert network.asked == [[0, 1] if asked else [1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -45,21 +46,18 @@ def logits_after(prefix: tuple[int, ...], vocab: int) -> F32:
 
 def every_small_draft(vocab: int) -> list[Draft]:
     """All chains of up to 2 tokens, and all shapes of trees of 4 nodes (a chain among them) with some tokens."""
-    chains = [np.array(c, np.int32) for n in range(3) for c in itertools.product(range(vocab), repeat=n)]
+    chains = [Draft.chain(c) for n in range(3) for c in itertools.product(range(vocab), repeat=n)]
     rng = np.random.default_rng(0)
     shapes = itertools.product(*(range(-1, i) for i in range(4)))
-    trees = [
-        Draft(rng.integers(0, vocab, 4).astype(np.int32), np.array(shape, np.int32))
-        for shape in shapes
-        for _ in range(8)
-    ]
-    return [*map(Draft, chains), *trees]
+    trees = [Draft(rng.integers(0, vocab, 4).tolist(), list(shape)) for shape in shapes for _ in range(8)]
+    return [*chains, *trees]
 
 
 def only(draft: Draft, keep: list[int]) -> Drafts:
     new = {-1: -1, **{node: i for i, node in enumerate(keep)}}
-    parents = np.array([[new[draft.parent(node)] for node in keep]], np.int32)
-    return Drafts(draft.tokens[keep][None], np.array([len(keep)], np.int32), parents)
+    parents = np.array([[new[draft.parents[node]] for node in keep]], np.int32)
+    tokens = np.array([[draft.tokens[node] for node in keep]], np.int32)
+    return Drafts(tokens, np.array([len(keep)], np.int32), parents)
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 1), (1.0, 2), (0.5, 3)])
@@ -124,16 +122,16 @@ def test_exactly_what_the_grammar_forbids_is_dropped() -> None:
 
 def test_masks_are_asked_once_a_parent_and_only_where_somebody_follows() -> None:
     grammar = lists_of_ones()
-    draft = Draft(np.array([0, 2, 1, 1, 6], np.int32), np.array([-1, 0, 0, 1, 2], np.int32))
+    draft = Draft([0, 2, 1, 1, 6], [-1, 0, 0, 1, 2])
     assert pruned(draft, start(grammar)) == [0, 1, 2, 3]
     assert grammar.asked == 4  # of the pending token, and of nodes 0, 1 and 2
 
 
 def test_what_nobody_forbids_stays() -> None:
-    draft = Draft(np.array([6, 6, 6], np.int32))
+    draft = Draft.chain([6, 6, 6])
     everywhere = [0, 1, 2]
     assert pruned(draft, start()) == everywhere
-    assert pruned(Draft(draft.tokens, None, np.full((3, 8), 0.125)), start(lists_of_ones())) == everywhere  # drawn
+    assert pruned(replace(draft, q=np.full((3, 8), 0.125)), start(lists_of_ones())) == everywhere  # drawn
 
     class Silent(Automaton):
         def mask(self, state: int) -> Any:
@@ -143,7 +141,7 @@ def test_what_nobody_forbids_stays() -> None:
             logits[0] = -np.inf
 
     silent = Silent(["a", "b"], [{"a": 0, "b": 0}], set())
-    assert pruned(Draft(np.array([0, 1, 0], np.int32)), start(silent)) == everywhere
+    assert pruned(Draft.chain([0, 1, 0]), start(silent)) == everywhere
     assert start(silent).choose(np.array([5, 1], np.float32)) == 1  # so ``apply`` is what counts
 
 
@@ -176,7 +174,7 @@ def test_rules_without_the_two_methods_are_rules_still() -> None:
     assert isinstance(lists_of_ones(), LogitRule)
     assert not isinstance(object(), LogitRule)
     assert start(Plain()).mask() is None
-    assert pruned(Draft(np.array([1], np.int32)), start(Plain())) == [0]
+    assert pruned(Draft.chain([1]), start(Plain())) == [0]
 
 
 @settings(deadline=None, max_examples=200)
@@ -253,7 +251,7 @@ def test_whatever_a_rule_raises_is_named(method: str) -> None:
 
 
 def test_pruning_names_a_rule_that_fails() -> None:
-    draft = Draft(np.array([0, 1], np.int32))
+    draft = Draft.chain([0, 1])
     for method in ("mask", "advance"):
         with pytest.raises(RuleError, match=rf"Faulty\.{method} raised"):
             pruned(draft, start(Faulty(method, ValueError("x"))))

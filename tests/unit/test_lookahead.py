@@ -60,7 +60,7 @@ def test_no_more_nodes_than_asked_and_no_equal_siblings(size: int) -> None:
     for _ in range(60):
         draft = propose(drafter, tokens, size).row(0)
         assert len(draft) <= size
-        pairs = [(draft.parent(n), int(draft.tokens[n])) for n in range(len(draft))]
+        pairs = list(zip(draft.parents, draft.tokens, strict=True))
         assert len(set(pairs)) == len(pairs)
         gained = rng.integers(0, 4, rng.integers(1, 4)).tolist()
         tell(drafter, len(tokens), gained, rng.integers(0, 4, len(draft) + 1).tolist())
@@ -72,7 +72,7 @@ def test_nothing_is_derived_from_what_a_rule_forbids() -> None:
     drafter, rng, tokens = LookaheadDrafter(window=3, ngram=3), np.random.default_rng(0), [5, 6, 7]
     for _ in range(30):
         draft = propose(drafter, tokens, 15).row(0)
-        assert set(draft.tokens.tolist()) <= {5, 6, 7}  # whatever the target said after a node was never 0 or -1
+        assert set(draft.tokens) <= {5, 6, 7}  # whatever the target said after a node was never 0 or -1
         tell(drafter, len(tokens), [int(rng.integers(5, 8))], [5, *[-1] * len(draft)])
         tokens.append(5)
     row = drafter._rows[0]
@@ -108,7 +108,7 @@ class Listening(LookaheadDrafter):
         drafts = super().propose(rows, sizes)
         for i, row in enumerate(rows):
             draft = drafts.row(i)
-            paths = [row.tokens.tolist() + draft.tokens[draft.path(n)].tolist() for n in range(-1, len(draft))]
+            paths = [row.tokens.tolist() + [draft.tokens[m] for m in draft.path(n)] for n in range(-1, len(draft))]
             self.last[row.row] = (paths, drafts)
         return drafts
 

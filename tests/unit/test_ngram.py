@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from outpace.drafters.base import RowView
 from outpace.drafters.lookup.ngram import HIT, OLDER, NgramDrafter
+from outpace.exact.drafts import Draft, merge
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree, merge
 from outpace.params import SamplingParams
 
 
@@ -20,10 +20,10 @@ def view(tokens: list[int], row: int = 0) -> RowView:
 
 
 def chain(tokens: list[int], size: int, least: int, most: int) -> list[int]:
-    return NgramDrafter(least, most).propose([view(tokens)], np.array([size], np.int32)).row(0).tokens.tolist()
+    return NgramDrafter(least, most).propose([view(tokens)], np.array([size], np.int32)).row(0).tokens
 
 
-def defined(tokens: list[int], size: int, least: int, most: int, candidates: int) -> Tree:
+def defined(tokens: list[int], size: int, least: int, most: int, candidates: int) -> Draft:
     """The longest ends, ``least`` to ``most`` long, that occur earlier, the newest first; loops unrolled."""
     places = []
     for start in range(len(tokens) - 1, 0, -1):
@@ -38,7 +38,7 @@ def defined(tokens: list[int], size: int, least: int, most: int, candidates: int
         for i in range(size):
             grown.append(grown[start + i])
             gains.append(gains[-1] * HIT[min(length + i, len(HIT) - 1)])
-        chains.append(Tree.chain(grown[len(tokens) :], gains[1:]))
+        chains.append(Draft.chain(grown[len(tokens) :], gains[1:]))
         left *= OLDER
     return merge(chains, size)
 
@@ -73,6 +73,6 @@ def test_examples(tokens: list[int], expected: list[int]) -> None:
 def test_a_batch_is_its_rows_and_no_row_exceeds_its_size() -> None:
     views = [view(tokens, i) for i, tokens in enumerate([[1, 2, 1, 2, 1], [5, 6, 7], [3, 3, 3]])]
     drafts = NgramDrafter().propose(views, np.array([1, 5, 3], np.int32))
-    assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[2], [], [3, 3, 3]]
+    assert [drafts.row(i).tokens for i in range(3)] == [[2], [], [3, 3, 3]]
     assert drafts.q is None
     assert drafts.sources_of(0) == ["ngram"]

@@ -15,8 +15,7 @@ from outpace.control.auto import AUTO_SIZE
 from outpace.control.cost import Cost
 from outpace.control.policy import Load
 from outpace.drafters.base import DraftCost, RowView
-from outpace.exact.drafts import Drafts, Verdict, Verdicts
-from outpace.exact.tree import Tree, pack
+from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 from tests.simulated import CPU, DEAR, FREE, Machine, chains, run, text, verdicts, view
 
 DEARER = Cost((1, 64), (1.0, 190.0))  # a node costs three steps, as a table says that was measured beside other work
@@ -24,8 +23,8 @@ KINDS = [DraftCost(), DraftCost(levels="a"), DraftCost(levels="a", nodes=True), 
 SECONDS = {"draft": 0.01, "target": 1.0, "verify": 0.0, "other": 0.0}
 
 
-def tree(rng: np.random.Generator, size: int, chain: bool) -> Tree:
-    made = Tree()
+def tree(rng: np.random.Generator, size: int, chain: bool) -> Draft:
+    made = Draft()
     for i in range(int(rng.integers(0, size + 1))):
         parent = i - 1 if chain else int(rng.integers(-1, i)) if i else -1
         above = made.gains[parent] if parent >= 0 else 1.0
@@ -70,7 +69,7 @@ def drive(policy: Adaptive, seed: int, steps: int, most_rows: int, shape: int) -
         said.append(tuple(map(tuple, sizes)))
         if rng.random() < 0.1:
             continue  # the step failed, and is planned again
-        drafts = pack(
+        drafts = Drafts.of(
             [tree(rng, size, shape == 0 or (shape == 2 and rng.random() < 0.5)) for size in sizes.nodes], ("a", "b")
         )
         if rng.random() < 0.1:
@@ -102,12 +101,12 @@ def check(rows: list[RowView], drafts: Drafts, kept: Drafts) -> None:
     """What is kept of each draft is a part of it, with the parents of its nodes (a token is its node's index)."""
     for i, row in enumerate(rows):
         before, after = drafts.row(i), kept.row(i)
-        nodes = after.tokens.tolist()
+        nodes = after.tokens
         assert nodes == sorted(set(nodes))
-        assert set(nodes) <= set(before.tokens.tolist())
+        assert set(nodes) <= set(before.tokens)
         for n, node in enumerate(nodes):
-            parent = after.parent(n)
-            assert before.parent(node) == (nodes[parent] if parent >= 0 else -1)
+            parent = after.parents[n]
+            assert before.parents[node] == (nodes[parent] if parent >= 0 else -1)
         assert kept.sources_of(i) == [drafts.sources_of(i)[node] for node in nodes]
         if after.q is not None:
             assert (after.q[:, 0] == nodes).all()

@@ -15,9 +15,9 @@ from outpace.drafters.lookup.recycling import HIT, RecyclingDrafter
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.errors import DrafterError
+from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree
 from outpace.params import SamplingParams
 from tests.toy import ToyModel
 from tests.unit.test_ngram import view
@@ -35,9 +35,9 @@ def ranked(first: list[int]) -> list[int]:
     return [*first, *[-1] * (len(HIT) - len(first))]
 
 
-def expected(lists: dict[int, list[int]], last: int, size: int) -> Tree:
+def expected(lists: dict[int, list[int]], last: int, size: int) -> Draft:
     """The ``size`` nodes of highest path probability; ties to the node that was found first."""
-    tree, found = Tree(), [(HIT[r], -1, token) for r, token in enumerate(lists.get(last, ())) if token >= 0]
+    tree, found = Draft(), [(HIT[r], -1, token) for r, token in enumerate(lists.get(last, ())) if token >= 0]
     while found and len(tree) < size:
         best = max(range(len(found)), key=lambda i: found[i][0])
         gain, parent, token = found.pop(best)
@@ -54,7 +54,7 @@ def test_a_tree_follows_the_newest_lists(steps: list[tuple[int, list[int]]], las
         lists[token] = ranked(likeliest[:length])
         drafter.rank(0, np.array([token], np.int32), ids(lists[token]))
     assert drafter.trees([view([3, last])], [size]) == [expected(lists, last, size)]
-    assert drafter.trees([view([3, last], row=1)], [size]) == [Tree()], "rows see each other"
+    assert drafter.trees([view([3, last], row=1)], [size]) == [Draft()], "rows see each other"
 
 
 @pytest.mark.parametrize("history", [False, True])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outpace.engine.statistics import PHASES, Stats, pooled
-from outpace.exact.drafts import Verdict, levels_of
+from outpace.exact.drafts import Verdict
 
 
 def verdict(tokens: list[int], path: list[int]) -> Verdict:
@@ -31,8 +31,7 @@ def test_a_chain_by_position() -> None:
 def test_a_tree_by_depth() -> None:
     """Two siblings at each depth are one draft that had that position."""
     stats = Stats()
-    levels = levels_of(np.array([-1, -1, 1, 1], np.int32), 4)
-    stats.count(3, levels, ["a", "b", "c", "d"], [1, 3])
+    stats.count(3, 2, ["a", "b", "c", "d"], [1, 3])
     assert (stats.drafted, stats.accepted, stats.drafted_at, stats.accepted_at) == (4, 2, [1, 1], [1, 1])
     assert stats.accepted_by == {"b": 1, "d": 1}
 

@@ -148,7 +148,7 @@ def propose(drafter: SuffixDrafter, *views: RowView, size: int = 4) -> Drafts:
 
 def test_without_history_a_released_row_leaves_nothing() -> None:
     drafter = SuffixDrafter()
-    assert propose(drafter, view(0, [1, 2, 3, 1], 2)).row(0).tokens.tolist() == [2, 3, 1, 2]
+    assert propose(drafter, view(0, [1, 2, 3, 1], 2)).row(0).tokens == [2, 3, 1, 2]
     drafter.release(0)
     assert drafter.places == 0
     assert propose(drafter, view(0, [1], 1, request=1)).widths.tolist() == [0]
@@ -166,7 +166,7 @@ def test_history_has_outputs_but_no_prompts() -> None:
     propose(drafter, view(0, [8, 9, 1, 2], 2))
     drafter.release(0, ids([8, 9, 1, 2, 3]))
     drafts = propose(drafter, view(0, [5, 1, 2], 3, request=1))
-    assert drafts.row(0).tokens.tolist() == [3]
+    assert drafts.row(0).tokens == [3]
     assert propose(drafter, view(1, [8], 1, request=2)).widths.tolist() == [0]
 
 
@@ -201,7 +201,7 @@ def test_history_is_saved_and_loaded(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0, "others may read what users were told"
     assert [p.name for p in tmp_path.iterdir()] == ["history"]
     again = SuffixDrafter(history=True, vocab=10, file=str(path))
-    assert propose(again, view(0, [1, 2], 2)).row(0).tokens.tolist() == [3]
+    assert propose(again, view(0, [1, 2], 2)).row(0).tokens == [3]
     with pytest.raises(DrafterError, match="is of a model with 10 tokens, this one has 11"):
         SuffixDrafter(history=True, vocab=11, file=str(path))
 

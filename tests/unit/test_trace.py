@@ -46,9 +46,9 @@ def test_everything_the_engine_told_is_read_back(tmp_path: Path, halving: bool) 
             assert (row.request, row.sample, row.row) == (told.requests[i], told.samples[i], told.rows[i])
             assert (row.start, row.gained) == (told.starts[i], told.gained[i])
             proposed, kept, verdict = told.proposed.row(i), told.kept.row(i), told.verdicts.row(i)
-            assert row.tokens == tuple(proposed.tokens.tolist())
-            assert row.parents == tuple(proposed.parent(node) for node in range(len(proposed)))
-            assert [row.tokens[node] for node in row.kept] == kept.tokens.tolist()
+            assert row.tokens == tuple(proposed.tokens)
+            assert row.parents == tuple(proposed.parents)
+            assert [row.tokens[node] for node in row.kept] == kept.tokens
             assert row.verdict == tuple(verdict.tokens.tolist())
             assert row.path == tuple(row.kept[node] for node in verdict.path.tolist())
             assert [row.tokens[node] for node in row.path] == list(row.verdict[:-1])
@@ -94,8 +94,8 @@ def trimmed(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 def test_kept_nodes_are_found_among_the_proposed(tree: tuple[list[int], list[int], list[int]]) -> None:
     tokens, parents, stays = tree
     place = {-1: -1, **{node: i for i, node in enumerate(stays)}}
-    kept = Draft(ids(*(tokens[i] for i in stays)), ids(*(place[parents[i]] for i in stays)))
-    assert _kept(Draft(ids(*tokens), ids(*parents)), kept) == stays
+    kept = Draft([tokens[i] for i in stays], [place[parents[i]] for i in stays])
+    assert _kept(Draft(tokens, parents), kept) == stays
 
 
 def test_numbers_that_json_has_not_survive() -> None:

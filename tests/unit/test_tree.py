@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import _native
-from outpace.exact.drafts import ancestors, depths, is_chain
-from outpace.exact.tree import Tree, merge, pack
+from outpace.exact.drafts import Draft, Drafts, ancestors, depths, is_chain, merge
 from tests.oracles import tree as oracle
 
 Path = tuple[int, ...]
 
 
-def paths(tree: Tree) -> list[Path]:
+def paths(tree: Draft) -> list[Path]:
     found: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
@@ -23,8 +21,8 @@ def paths(tree: Tree) -> list[Path]:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Tree:
-    tree = Tree()
+def trees(draw: st.DrawFn) -> Draft:
+    tree = Draft()
     for i in range(draw(st.integers(0, 7))):
         gain = draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
         tree.add(draw(st.integers(0, 2)), draw(st.integers(-1, i - 1)), gain, draw(st.integers(0, 3)))
@@ -50,7 +48,7 @@ def test_a_parent_that_does_not_come_before_is_refused(parents: list[int]) -> No
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(trees(), max_size=4), st.integers(0, 12))
-def test_merge_is_its_definition(proposals: list[Tree], budget: int) -> None:
+def test_merge_is_its_definition(proposals: list[Draft], budget: int) -> None:
     gains: dict[Path, float] = {}
     for tree in proposals:
         for path, gain in zip(paths(tree), tree.gains, strict=True):
@@ -69,28 +67,18 @@ def test_merge_is_its_definition(proposals: list[Tree], budget: int) -> None:
 
 
 def test_the_surest_proposal_is_the_source_and_the_first_among_equals() -> None:
-    merged = merge([Tree.chain([1, 2], [0.5, 0.4], 0), Tree.chain([1, 2, 3], [0.5, 0.45, 0.1], 1)], 8)
+    merged = merge([Draft.chain([1, 2], [0.5, 0.4], 0), Draft.chain([1, 2, 3], [0.5, 0.45, 0.1], 1)], 8)
     assert (merged.tokens, merged.parents, merged.sources) == ([1, 2, 3], [-1, 0, 1], [0, 1, 1])
 
 
 def test_chains_stay_chains_and_ragged_rows_are_packed() -> None:
-    chain, tree = Tree.chain([4, 5], [0.9, 0.5]), Tree([1, 2], [-1, -1], [0.5, 0.25], [0, 1])
-    assert pack([chain, Tree()], ("a",)).parents is None
-    drafts = pack([chain, tree, Tree()], ("a", "b"))
+    chain, tree = Draft.chain([4, 5], [0.9, 0.5]), Draft([1, 2], [-1, -1], [0.5, 0.25], [0, 1])
+    assert Drafts.of([chain, Draft()], ("a",)).parents is None
+    drafts = Drafts.of([chain, tree, Draft()], ("a", "b"))
     assert drafts.widths.tolist() == [2, 2, 0]
-    assert drafts.row(0).parents.tolist() == [-1, 0]  # type: ignore[union-attr]
+    assert drafts.row(0).parents == [-1, 0]
     assert drafts.row(1).children(-1) == [0, 1]
     assert drafts.sources_of(1) == ["a", "b"]
     assert drafts.confidence is not None
     assert drafts.confidence[1].tolist() == [0.5, 0.25]
-    assert len(pack([], ("a",))) == 0
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(trees(), max_size=4), st.booleans())
-def test_packing_is_its_oracle(proposals: list[Tree], sourced: bool) -> None:
-    for mine, its in zip(_native.pack_trees(proposals, sourced), oracle.pack(proposals, sourced), strict=True):
-        assert (mine is None) == (its is None)
-        if its is not None:
-            assert mine.dtype == its.dtype
-            assert mine.tolist() == its.tolist()
+    assert len(Drafts.of([], ("a",))) == 0

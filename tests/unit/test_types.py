@@ -291,13 +291,13 @@ def test_top_logprobs_imply_logprobs() -> None:
 
 def test_drafts_are_views_of_rows_and_name_their_sources() -> None:
     drafts = Drafts.chains([[1, 2, 3], [], [4]], "ngram")
-    assert [drafts.row(i).tokens.tolist() for i in range(3)] == [[1, 2, 3], [], [4]]
+    assert [drafts.row(i).tokens for i in range(3)] == [[1, 2, 3], [], [4]]
     assert drafts.sources_of(0)[2] == "ngram"
     assert drafts.row(0).children(-1) == [0]
     assert drafts.row(0).children(2) == []
     assert Drafts.empty(2).row(1).children(-1) == []
-    tree = Draft(np.array([5, 5, 6, 7], np.int32), np.array([-1, -1, 0, 1], np.int32))
-    assert (tree.children(-1), tree.children(1), tree.parent(3)) == ([0, 1], [3], 1)
+    tree = Draft([5, 5, 6, 7], [-1, -1, 0, 1])
+    assert (tree.children(-1), tree.children(1), tree.path(3)) == ([0, 1], [3], [1, 3])
 
 
 def test_verdicts_of_different_depths_travel_together() -> None:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.exact.drafts import Drafts, Verdict
+from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.sampling import Chooser
-from outpace.exact.tree import Tree, pack
 from outpace.params import Acceptance
 
 if TYPE_CHECKING:
@@ -177,12 +176,12 @@ class TreeDrafter(Drafter):
     A new one overrides ``trees`` instead of ``propose``; its ``observe`` may go by an event's tokens, not by the path.
     """
 
-    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Draft]:
         """At most ``sizes[i]`` nodes for ``rows[i]``."""
         raise NotImplementedError
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        return pack(self.trees(rows, sizes.tolist()), (self.name,))
+        return Drafts.of(self.trees(rows, sizes.tolist()), (self.name,))
 
 
 class LookupDrafter(TreeDrafter):
@@ -191,9 +190,9 @@ class LookupDrafter(TreeDrafter):
     def __init__(self, native: Any) -> None:
         self.native, self.names = native, (self.name,)
 
-    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Tree]:
+    def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Draft]:
         return [
-            Tree(*lists)
+            Draft(*lists)
             for lists in self.native.trees(
                 [
                     (view.row, view.request, len(view.tokens) - view.chooser.index, view.tokens, size)

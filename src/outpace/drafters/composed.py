@@ -18,11 +18,10 @@ from outpace import _fast
 from outpace.common.arrays import F64, I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
 from outpace.errors import DrafterError
-from outpace.exact.drafts import Draft, Drafts, Verdict, depths
-from outpace.exact.tree import Tree, merge, pack
+from outpace.exact.drafts import Draft, Drafts, Verdict, merge
 from outpace.params import Acceptance
 
-ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its parent's
+ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its parent's; native/drafting/draft.h, too
 # A path of ``DEEP`` levels (or as many as another drafter would take forwards for) with this chance by a lookup's own
 # word, which is modest: from 0.5 on such paths were accepted whole 20 times in 23; 0.35 was no slower.
 SURE, DEEP = 0.35, 4
@@ -88,12 +87,12 @@ class ComposedDrafter(Drafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         exact = [self.needs.draws and v.acceptance == "rejection" and not v.chooser.params.greedy for v in rows]
-        trees: dict[int, list[Tree]] = {}  # what each part proposes, by row
+        trees: dict[int, list[Draft]] = {}  # what each part proposes, by row
         whole: dict[int, Drafts] = {}  # the same, of parts that propose drafts
         for j, part in enumerate(self.parts):
             if not part.needs.draws:
                 self._ask(j, rows, sizes.tolist(), trees, whole)
-        still: list[Tree] = []
+        still: list[Draft] = []
         left = sizes.tolist()  # for the parts that draw
         for i, is_exact in enumerate(exact):
             budget = left[i] // 2 if is_exact else left[i]
@@ -111,7 +110,7 @@ class ComposedDrafter(Drafter):
         levels = next((drafts.levels for drafts in whole.values() if drafts.levels is not None), None)
         for i, view in enumerate(rows) if whole else ():
             self._last[view.row] = {j: drafts.row(i) for j, drafts in whole.items()}
-        drafts = replace(pack(still, self._names), levels=levels)
+        drafts = replace(Drafts.of(still, self._names), levels=levels)
         drawn = next((whole[j] for j in drawing if whole[j].q is not None), None)
         return drafts if drawn is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
 
@@ -120,7 +119,7 @@ class ComposedDrafter(Drafter):
         j: int,
         rows: Sequence[RowView],
         sizes: list[int],
-        trees: dict[int, list[Tree]],
+        trees: dict[int, list[Draft]],
         whole: dict[int, Drafts],
     ) -> None:
         """What part j proposes for the rows that it is asked for."""
@@ -128,7 +127,7 @@ class ComposedDrafter(Drafter):
         if self._fallback[j]:
             at = [i for i in at if not any(trees[earlier][i] for earlier in range(j))]
         asked, asked_sizes = [rows[i] for i in at], [sizes[i] for i in at]
-        trees[j] = [Tree() for _ in rows]
+        trees[j] = [Draft() for _ in rows]
         if isinstance(part, TreeDrafter):
             for i, tree in zip(at, part.trees(asked, asked_sizes) if at else (), strict=True):
                 tree.sources = [j] * len(tree)
@@ -141,7 +140,7 @@ class ComposedDrafter(Drafter):
             proposed = part.propose(asked, np.array(asked_sizes, np.int32)).among(at, len(rows))
         whole[j] = proposed
         for i in at:
-            trees[j][i] = tree_of(proposed, i)
+            trees[j][i] = proposed.row(i)
             trees[j][i].sources = [j] * len(trees[j][i])
 
     @property
@@ -218,48 +217,27 @@ class ComposedDrafter(Drafter):
 
 def follow(draft: Draft, tokens: I32) -> I32:
     """The nodes int32 [n] of the draft's path along ``tokens`` int32 [m], as far as it goes."""
-    own = draft.tokens.tolist()
-    parents = range(-1, len(own) - 1) if draft.parents is None else draft.parents.tolist()
     path: list[int] = []
     for token in tokens.tolist():
-        at = path[-1] if path else -1
-        node = next((n for n in range(at + 1, len(own)) if own[n] == token and parents[n] == at), None)
+        node = next((n for n in draft.children(path[-1] if path else -1) if draft.tokens[n] == token), None)
         if node is None:
             break
         path.append(node)
     return np.array(path, np.int32)
 
 
-def is_sure(tree: Tree, levels: int | None) -> bool:
-    """Whether a tree's drafter is so sure of it that a network's ``levels`` forwards are not worth their time.
+def is_sure(draft: Draft, levels: int | None) -> bool:
+    """Whether a draft's drafter is so sure of it that a network's ``levels`` forwards are not worth their time.
 
     None: the network does not pay by the level, and is always asked.
     """
-    if not levels or not len(tree):
-        return False
-    depth = depths(np.array(tree.parents, np.int32))
-    return any(
-        gain >= SURE and at + 1 >= min(levels, DEEP) for gain, at in zip(tree.gains, depth.tolist(), strict=True)
-    )
+    deep = min(levels or 0, DEEP)
+    return deep > 0 and any(gain >= SURE and len(draft.path(n)) >= deep for n, gain in enumerate(draft.gains))
 
 
-def tree_of(drafts: Drafts, i: int) -> Tree:
-    """Row i's draft as a tree, with its drafter's own gains, or assumed ones."""
-    draft, k = drafts.row(i), int(drafts.widths[i])
-    if drafts.confidence is not None:
-        gains = drafts.confidence[i, :k].tolist()
-    else:
-        depth = np.arange(k) if draft.parents is None else depths(draft.parents)
-        gains = (ASSUMED ** (depth + 1.0)).tolist()
-    tree = Tree.of(draft, gains)
-    if drafts.source is not None:
-        tree.sources = drafts.source[i, :k].tolist()
-    return tree
-
-
-def _side_by_side(trees: Sequence[Tree]) -> Tree:
+def _side_by_side(trees: Sequence[Draft]) -> Draft:
     """All nodes of all trees, one tree after the other, nothing merged."""
-    joined = Tree()
+    joined = Draft()
     for tree in trees:
         offset = len(joined)
         for token, parent, gain, source in zip(tree.tokens, tree.parents, tree.gains, tree.sources, strict=True):

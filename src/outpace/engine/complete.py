@@ -25,7 +25,7 @@ from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.text import TextError
 from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, RuleError
-from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts, is_chain
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import Batch, HiddenStates, Model, Output
@@ -183,9 +183,9 @@ def trim(step: Step) -> None:
 
 def draft(step: Step, i: int) -> Draft:
     """Row i's draft as it stands."""
-    tokens, parents = step.native.draft(i)
-    q = step.q.get(i)
-    return Draft(tokens, parents, None if q is None else q[: len(tokens)])
+    found, q = Draft(*step.native.draft(i)), step.q.get(i)
+    found.q = None if q is None else q[: len(found)]
+    return found
 
 
 def drafts(step: Step, *, kept: bool) -> Drafts:
@@ -278,13 +278,12 @@ def logprobs(step: Step) -> None:
 def settle(step: Step) -> None:
     """The KV of a model in Python becomes what the verdicts say: all but their last tokens."""
     for i, sequence in enumerate(step.plan.decoding):
-        tokens, parents = step.native.draft(i)
-        _, path = step.native.verdict(i)
+        own, (_, path) = draft(step, i), step.native.verdict(i)
         before = sequence.length - 1
         try:
-            if parents is not None:
+            if not is_chain(own.parents):
                 step.model.kv.compact(sequence.row, before, np.array([0, *(n + 1 for n in path)], np.int32))
-            elif len(path) < len(tokens):
+            elif len(path) < len(own):
                 step.model.kv.truncate(sequence.row, before + 1 + len(path))
         except Exception as error:
             step.lost[i] = repr(error)
@@ -316,10 +315,10 @@ def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenSt
 
 def numbered(own: Draft, kept: Draft, choices: I32) -> I32:
     """Choices after ``kept``'s nodes, numbered as the drafter proposed them; -1 where a node was not verified."""
-    numbers = {(kept.parent(n), int(token)): n for n, token in enumerate(kept.tokens)}
+    numbers = {(parent, token): n for n, (parent, token) in enumerate(zip(kept.parents, kept.tokens, strict=True))}
     place = {-1: -1}
-    for node, token in enumerate(own.tokens.tolist()):
-        found = numbers.get((place[own.parent(node)], token)) if own.parent(node) in place else None
+    for node, (parent, token) in enumerate(zip(own.parents, own.tokens, strict=True)):
+        found = numbers.get((place[parent], token)) if parent in place else None
         if found is not None:
             place[node] = found
     after = [int(choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]

@@ -52,8 +52,7 @@ class Walk:
         """The tokens that the row gains, and the path of nodes that it accepts."""
         if self._acceptance != "coupled":
             return self._by_probability()
-        parents = None if self.draft.parents is None else self.draft.parents[None]
-        alone = Drafts(self.draft.tokens[None], np.array([len(self.draft)], np.int32), parents)
+        alone = Drafts.of([self.draft])
         return walk(lambda _, nodes: np.array([self._choice(int(nodes[0]))], np.int32), alone).lists()[0]
 
     def every(self) -> I32:
@@ -76,7 +75,7 @@ class Walk:
         except OWN_FAULTS as error:
             self.failure = error
             path = self.draft.path(asked)  # its tokens were accepted before the dead end was met
-            return [*self.draft.tokens[path].tolist(), FORBIDDEN], path.tolist()
+            return [*(self.draft.tokens[node] for node in path), FORBIDDEN], path
 
     def _choice(self, node: int, fatal: bool = True) -> int:
         """The target's choice after a node; one that is chosen without masks stands where it is allowed."""
@@ -110,6 +109,6 @@ class Walk:
         """The chooser after a node: its parent's, one token further."""
         found = self._choosers.get(node)
         if found is None:
-            found = self._chooser(self.draft.parent(node)).advance(int(self.draft.tokens[node]))
+            found = self._chooser(self.draft.parents[node]).advance(self.draft.tokens[node])
             self._choosers[node] = found
         return found

@@ -1,45 +1,72 @@
-"""Frozen values between the rooms: what was drafted, and what became of it."""
+"""What was drafted, and what became of it: for one row, and for a batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from outpace import _fast
 from outpace.common.arrays import F32, F64, I32
 
 UNNAMED = "draft"  # the source of nodes whose drafter gives no name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
-    """One row's proposal: a view into ``Drafts``. ``parents[i]`` is a node before i, or -1: the pending token."""
+    """One row's draft of k nodes, parents before children; -1 is the pending token.
 
-    tokens: I32  # [k]
-    parents: I32 | None = None  # [k]; None: a chain
-    q: F64 | None = None  # [k, V]; None: one-hot
+    ``gains``: the estimated chance that a node is accepted, that is: of its whole path (NaN: unknown), never more than
+    its parent's. ``sources``: who drafted it. ``q`` float64 [k, V]: what it was drawn from (None: one-hot).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    q: F64 | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def parent(self, node: int) -> int:
-        return node - 1 if self.parents is None else int(self.parents[node])
+    def add(self, token: int, parent: int, gain: float = math.nan, source: int = 0) -> int:
+        """Append a node and return its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.gains.append(gain)
+        self.sources.append(source)
+        return len(self.tokens) - 1
 
-    def path(self, node: int) -> I32:
-        """The nodes int32 [depth] from the first after the pending token down to ``node`` (-1: none)."""
+    @staticmethod
+    def chain(tokens: Sequence[int], gains: Sequence[float] | None = None, source: int = 0) -> Draft:
+        """A path of k tokens with its gains [k]."""
+        k = len(tokens)
+        return Draft(list(tokens), list(range(-1, k - 1)), list(gains or [math.nan] * k), [source] * k)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first after the pending token down to ``node`` (-1: none)."""
         nodes: list[int] = []
         while node >= 0:
             nodes.append(node)
-            node = self.parent(node)
-        return np.array(nodes[::-1], np.int32)
+            node = self.parents[node]
+        return nodes[::-1]
 
     def children(self, node: int) -> list[int]:
         """Children of draft node ``node`` (-1: of the pending token), in the order in which they were proposed."""
-        if self.parents is None:
-            return [node + 1] if node + 1 < len(self) else []
-        return [int(i) for i in np.flatnonzero(self.parents == node)]
+        return [i for i in range(node + 1, len(self)) if self.parents[i] == node]
+
+
+def merge(proposals: Sequence[Draft], budget: int) -> Draft:
+    """The ``budget`` nodes of most gain of all proposals together, best first, parents before children.
+
+    Equal siblings become one node, since ``verify.walk`` follows only the first of them; its gain is the highest that
+    any proposal gives it, and its source that proposal's. A gain above the parent's is cut to it; an unknown one is
+    0.7 of the parent's. Ties: the node that was proposed first. Deterministic.
+    """
+    return Draft(*_fast.native.merge([(d.tokens, d.parents, d.gains, d.sources) for d in proposals], budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +105,29 @@ class Drafts:
     def __len__(self) -> int:
         return len(self.widths)
 
+    @staticmethod
+    def of(rows: Sequence[Draft], sources: tuple[str, ...] = ()) -> Drafts:
+        """The batch of ``rows``, one draft each. ``sources``: names of the drafts' source numbers."""
+        b, w = len(rows), max((len(draft) for draft in rows), default=0)
+        tokens, parents = np.zeros((b, w), np.int32), np.full((b, w), -1, np.int32)
+        confidence, source = np.zeros((b, w), np.float32), np.zeros((b, w), np.uint8)
+        for i, draft in enumerate(rows):
+            k = len(draft)
+            tokens[i, :k], parents[i, :k] = draft.tokens, draft.parents
+            confidence[i, :k], source[i, :k] = draft.gains, draft.sources
+        trees = None if all(is_chain(draft.parents) for draft in rows) else parents
+        widths = np.array([len(draft) for draft in rows], np.int32)
+        named = source if len(sources) > 1 else None
+        return Drafts(tokens, widths, trees, confidence=confidence, source=named, sources=sources)
+
     def row(self, i: int) -> Draft:
-        """Row ``i``'s draft, a view."""
+        """Row ``i``'s draft: a copy, but for ``q``."""
         k = int(self.widths[i])
         return Draft(
-            self.tokens[i, :k],
-            None if self.parents is None else self.parents[i, :k],
+            self.tokens[i, :k].tolist(),
+            list(range(-1, k - 1)) if self.parents is None else self.parents[i, :k].tolist(),
+            [math.nan] * k if self.confidence is None else self.confidence[i, :k].tolist(),
+            [0] * k if self.source is None else self.source[i, :k].tolist(),
             None if self.q is None else self.q[i, :k],
         )
 
@@ -206,11 +250,6 @@ def ancestors(parents: I32) -> npt.NDArray[np.bool_]:
         if parent >= 0:
             mask[i] |= mask[parent]
     return mask
-
-
-def levels_of(parents: I32 | None, k: int) -> int:
-    """Levels of a draft of k nodes (``parents`` None: a chain)."""
-    return k if parents is None else int(depths(parents).max(initial=-1)) + 1
 
 
 def is_chain(parents: list[int]) -> bool:

@@ -327,15 +327,15 @@ def pruned(draft: Draft, chooser: Chooser) -> list[int]:
     tested = [i for i, rule in enumerate(rules) if hasattr(rule, "allows")]
     masked = [i for i in range(len(rules)) if i not in tested]
     masks: dict[int, U32 | None] = {}  # of those that can give nothing but a mask
-    tokens, kept = draft.tokens.tolist(), []
+    tokens, kept = draft.tokens, []
     alive = {-1}
     for node, token in enumerate(tokens):
-        parent = draft.parent(node)
+        parent = draft.parents[node]
         if parent not in alive:
             continue
         if parent not in masks:
             if parent not in states:
-                above = states[draft.parent(parent)]
+                above = states[draft.parents[parent]]
                 states[parent] = [called(r, "advance", s, tokens[parent]) for r, s in zip(rules, above, strict=True)]
             masks[parent] = allowed_mask([rules[i] for i in masked], [states[parent][i] for i in masked])
         mask, current = masks[parent], states[parent]

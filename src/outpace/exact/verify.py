@@ -81,7 +81,7 @@ def reject(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
         accepted = None
         children = draft.children(at)
         for trial, node in enumerate(children):
-            token = int(draft.tokens[node])
+            token = draft.tokens[node]
             if draft.q is None:
                 probability = float(weights[token])
             else:
@@ -97,7 +97,7 @@ def reject(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
             last = chance.draw(weights, len(path)) if children else chance.choose(target, len(path))
             return Verdict(np.array([*tokens, last], np.int32), np.array(path, np.int32))
         path.append(accepted)
-        tokens.append(int(draft.tokens[accepted]))
+        tokens.append(draft.tokens[accepted])
         at = accepted
 
 
@@ -130,4 +130,4 @@ def typical(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
         good = [n for n in draft.children(path[-1] if path else -1) if here[draft.tokens[n]] > threshold]
         stack.extend(([*path, node], p(node)) for node in reversed(good))
     last = chance.choose(best_p, len(best))
-    return Verdict(np.array([*(int(draft.tokens[n]) for n in best), last], np.int32), np.array(best, np.int32))
+    return Verdict(np.array([*(draft.tokens[n] for n in best), last], np.int32), np.array(best, np.int32))

@@ -13,9 +13,8 @@ import numpy as np
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.errors import MemoryLimitError, ParameterError
-from outpace.exact.drafts import Drafts
+from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
-from outpace.exact.tree import Tree, pack
 from outpace.measure.compare import NEAR_TIE, promises_tokens
 from outpace.measure.facts import Described, facts
 from outpace.measure.scores import gap_between, scores_along
@@ -71,12 +70,14 @@ class ReplayDrafter(Drafter):
         return max((len(row.kept) for rows in self._rows.values() for row in rows.values()), default=0)
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        return pack([self._tree(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)], (self.name,))
+        return Drafts.of(
+            [self._tree(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)], (self.name,)
+        )
 
-    def _tree(self, view: RowView, size: int) -> Tree:
+    def _tree(self, view: RowView, size: int) -> Draft:
         key = self._recorded.get(view.request, -1), view.chooser.noise.sample
         row = self._rows.get(key, {}).get(len(view.tokens))
-        tree = Tree()
+        tree = Draft()
         if row is not None:
             place = {-1: -1}
             for node in row.kept[:size]:

@@ -337,12 +337,10 @@ def _rounded(values: Sequence[float]) -> list[float] | list[float | str]:
 def _kept(proposed: Draft, kept: Draft) -> list[int]:
     """Which nodes of ``proposed`` are the nodes of ``kept``: those in their order, with parents renumbered."""
     nodes: list[int] = []
-    tokens, kept_tokens = proposed.tokens.tolist(), kept.tokens.tolist()
     at = 0
-    for node, token in enumerate(kept_tokens):
-        parent = kept.parent(node)
+    for token, parent in zip(kept.tokens, kept.parents, strict=True):
         above = nodes[parent] if parent >= 0 else -1
-        while tokens[at] != token or proposed.parent(at) != above:
+        while proposed.tokens[at] != token or proposed.parents[at] != above:
             at += 1
         nodes.append(at)
         at += 1

@@ -9,12 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from outpace import _fast
 from outpace.common.arrays import F32, I32
-from outpace.exact.drafts import Drafts, Verdicts
+from outpace.exact.drafts import Drafts, Verdicts, depths
 from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
-
-_Packed = tuple[I32, I32, I32, I32, I32, I32]  # token, row, position, parent, starts, wanted of a Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +75,30 @@ class Batch:
         ``parents[b]`` as in the class (None: a chain).
         """
         trees = [None] * len(rows) if parents is None else parents
-        arrays: _Packed = _fast.native.pack_batch(
-            list(rows), list(tokens), list(starts_at), list(wanted), list(trees), last_only
+        counts = [len(its) for its in tokens]
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        none = np.zeros(0, np.int32)  # so that there may be no rows
+        parent, position = [none], [none]
+        for n, first, tree in zip(counts, starts_at, trees, strict=True):
+            chain = np.arange(n, dtype=np.int32)
+            parent.append(chain - 1 if tree is None else tree)
+            position.append(first + (chain if tree is None else depths(tree)))
+        asked = np.repeat(np.asarray(wanted, np.bool_), counts)
+        if last_only:
+            asked &= np.isin(np.arange(starts[-1]), starts[1:] - 1)
+        return Batch(
+            np.concatenate([none, *tokens]).astype(np.int32),
+            np.repeat(np.asarray(rows, np.int32), counts),
+            np.concatenate(position).astype(np.int32),
+            np.concatenate(parent).astype(np.int32),
+            starts,
+            np.flatnonzero(asked).astype(np.int32),
+            hidden_layers,
+            hidden_rows,
+            features,
+            layers,
         )
-        return Batch(*arrays, hidden_layers=hidden_layers, hidden_rows=hidden_rows, features=features, layers=layers)
 
     def __len__(self) -> int:
         return len(self.token)

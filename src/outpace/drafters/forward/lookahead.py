@@ -17,8 +17,7 @@ from outpace.common.arrays import I32
 from outpace.drafters.base import DraftContext, DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
-from outpace.exact.drafts import Drafts
-from outpace.exact.tree import Tree, pack
+from outpace.exact.drafts import Draft, Drafts
 from outpace.params import Acceptance
 
 POOL = 4096  # first tokens a row remembers n-grams of
@@ -59,13 +58,13 @@ class LookaheadDrafter(Drafter):
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         trees = [self._tree(view, int(size)) for view, size in zip(rows, sizes, strict=True)]
-        return pack(trees, (self.name,))
+        return Drafts.of(trees, (self.name,))
 
-    def _tree(self, view: RowView, size: int) -> Tree:
+    def _tree(self, view: RowView, size: int) -> Draft:
         row = self._rows.get(view.row)
         if row is None or row.request != view.request:
             row = self._rows[view.row] = _Row(view.request)
-        tree = Tree()
+        tree = Draft()
         children: dict[tuple[int, int], int] = {}  # (parent, token) -> node: equal siblings are one node
 
         def add(token: int, parent: int, worth: float) -> int:

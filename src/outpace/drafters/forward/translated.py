@@ -99,16 +99,17 @@ class TranslatedDrafter(ChainDrafter):
         return self._cache.feed(rows, tokens)
 
     def _enough(self, view: RowView, drafted: I32) -> bool:
-        return not self._own.of(int(drafted[-1])) or len(self._translated(view, drafted)) >= self._rows[view.row].size
+        tokens = drafted.tolist()
+        return not self._own.of(tokens[-1]) or len(self._translated(view, tokens)) >= self._rows[view.row].size
 
-    def _translated(self, view: RowView, drafted: I32) -> list[int]:
-        """The target's ids of the text that the draft model's ids ``drafted`` int32 [n] stand for."""
+    def _translated(self, view: RowView, drafted: Sequence[int]) -> list[int]:
+        """The target's ids of the text that the draft model's ids ``drafted`` stand for."""
         row = self._rows[view.row]
-        spelled = [self._own.of(token) for token in drafted.tolist()]
+        spelled = [self._own.of(token) for token in drafted]
         silent = next((i for i, text in enumerate(spelled) if not text), len(spelled))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ids = self._encode(view.tokens, row.text.fragment, decoder.decode(b"".join(spelled[:silent])))
-        if silent < len(spelled) and int(drafted[silent]) in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:
+        if silent < len(spelled) and drafted[silent] in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:
             ids += self._target.tokenizer.eos_ids[:1]
         return ids[: row.size]
 

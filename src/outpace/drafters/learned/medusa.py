@@ -18,8 +18,7 @@ from outpace.common.arrays import F32, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import DrafterError, NotFiniteError
-from outpace.exact.drafts import Drafts
-from outpace.exact.tree import Tree, pack
+from outpace.exact.drafts import Draft, Drafts
 
 NODES, RANKS = 64, 10  # of a tree for checkpoints without one
 # Assumed of such checkpoints: how often a head's first candidate is right, by head; and each next one against it.
@@ -91,9 +90,9 @@ class MedusaDrafter(Drafter):
             raise NotFiniteError("the drafter's heads produced NaN or infinite logits: check its weights")
         depth = levels(rows, sizes).tolist()
         grown = [self._grow(rows[i], own, int(sizes[i]), depth[i]) for i, own in zip(ready, logits, strict=True)]
-        return pack(grown, (self.name,)).among(ready, len(rows))
+        return Drafts.of(grown, (self.name,)).among(ready, len(rows))
 
-    def _grow(self, view: RowView, logits: F32, size: int, depth: int) -> Tree:
+    def _grow(self, view: RowView, logits: F32, size: int, depth: int) -> Draft:
         """The row's tree of logits float32 [K, D]; gains are path probabilities."""
         noisy = view.acceptance != "rejection" and not view.chooser.params.greedy
         ids, k = self._network.ids, self._ranks
@@ -120,12 +119,12 @@ class MedusaDrafter(Drafter):
         self.native = None
 
 
-def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Tree:
+def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Draft:
     """The first ``size`` nodes of a tree, each path after its beginning, that ``found`` has candidates for, by head.
 
     ``ids`` int32 [D]: the target's of the draft vocabulary. Gains are path probabilities.
     """
-    grown, place = Tree(), dict[Path, int]({(): -1})
+    grown, place = Draft(), dict[Path, int]({(): -1})
     for path in tree:
         if len(grown) == size:
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.native_runtime import PLAIN, Packing, check_cache, fitting, noise_of, own_type, refusals
 from outpace.errors import Argument, DrafterError, ParameterError
-from outpace.exact.drafts import Drafts
-from outpace.exact.tree import Tree, pack
+from outpace.exact.drafts import Draft, Drafts
 from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
 
 _native = _fast.native
@@ -84,8 +82,8 @@ class NativeEagle:
                 for a in asks
             ]
         )
-        trees = [Tree(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
-        return replace(pack(trees, ("",)), sources=())
+        trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
+        return Drafts.of(trees)
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
         """See ``EagleRuntime.extend``. float32 [B, D]."""

@@ -23,8 +23,7 @@ from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.picks import chosen
 from outpace.drafters.learned.torch_runtime import Shared, Slab
 from outpace.errors import DrafterError, NotFiniteError
-from outpace.exact.drafts import Drafts
-from outpace.exact.tree import Tree, pack
+from outpace.exact.drafts import Draft, Drafts
 from outpace.models.base import Model
 
 
@@ -215,7 +214,7 @@ class Growing:
         self._ask, self._ids = ask, ids
         self._levels = min(ask.levels, ask.nodes)
         self._chooser = None if ask.chooser is None or ask.chooser.params.greedy else ask.chooser
-        self._tree = Tree()  # of all candidates; gains are logarithms
+        self._tree = Draft()  # of all candidates; gains are logarithms
         self._frontier: list[int] = [-1]
         self._columns: list[int] = [-1]  # nodes whose forward came last
         self._level = 0
@@ -249,11 +248,11 @@ class Growing:
         self._columns = self._frontier = ranked
         return Frontier([self._tree.tokens[n] for n in ranked], [columns[before[n]] for n in ranked])
 
-    def tree(self) -> Tree:
+    def tree(self) -> Draft:
         """The ``nodes`` likeliest of all, parents before their children; gains are path probabilities."""
         grown = self._tree
         best = sorted(range(len(grown)), key=lambda n: -grown.gains[n])[: self._ask.nodes]
-        kept, place = Tree(), {-1: -1}
+        kept, place = Draft(), {-1: -1}
         for node in best:
             place[node] = kept.add(grown.tokens[node], place[grown.parents[node]], float(np.exp(grown.gains[node])))
         return kept
@@ -261,7 +260,7 @@ class Growing:
 
 def drafts_of(trees: Sequence[Growing]) -> Drafts:
     """What was drafted for a batch."""
-    return pack([tree.tree() for tree in trees], ())
+    return Drafts.of([tree.tree() for tree in trees], ())
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
