@@ -135,6 +135,10 @@ def test_what_is_asked_beside_answers(demo: Running) -> None:
     for path in ("/api/tags", "/api/ps"):
         (model,) = demo.http.get(path).json()["models"]
         assert (model["name"], model["size"] > 0) == ("demo", True)
+    shown = demo.answer("/api/show", {"model": "demo:latest"})
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["model_info"]["outpace.context_length"] == 2048
+    assert demo.http.head("/").status_code == 200
     assert demo.http.get("/api/version").json() == demo.http.get("/version").json()
 
 
@@ -154,7 +158,7 @@ def paint(colour: str) -> str:
 asked["options"]["num_predict"] = 60
 tooled = client.chat(**{**asked, "messages": [*ASK, answer.message, *ASK]}, tools=[paint], format=SCHEMA)
 said += [tooled.message.content or tooled.message.tool_calls[0].function.name, client.list().models[0].model]
-said.append(client.ps().models[0].model)
+said += [client.ps().models[0].model, "tools" in client.show("demo").capabilities]
 try:
     client.chat(model="other", messages=ASK)
 except ollama.ResponseError as error:
@@ -163,11 +167,11 @@ except ollama.ResponseError as error:
 
 
 def test_their_package_reads_it(demo: Running, tmp_path: Path) -> None:
-    text, streamed, count, tooled, listed, loaded, status, error = told(
+    text, streamed, count, tooled, listed, loaded, tools, status, error = told(
         "agents", "ollama", SCRIPT, demo.url, tmp_path, ASK=ASK, SCHEMA=SCHEMA
     )
     assert text == streamed
-    assert (count, listed, loaded, status) == (4, "demo", "demo", 404)
+    assert (count, listed, loaded, tools, status) == (4, "demo", "demo", True, 404)
     assert "colour" in tooled or tooled == "paint"
     assert "'other' is not served" in error
     demo.at_rest()

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from outpace.server.api.anthropic import MessagesRequest
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
-from outpace.server.api.models import DetokenizeRequest, TokenizeRequest
+from outpace.server.api.models import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from outpace.server.api.ollama_shapes import OllamaChatRequest, OllamaGenerateRequest
 from outpace.server.api.responses import ResponsesRequest
 from outpace.server.schema import UNSUPPORTED, Body
 from tests.server.serving import Running
@@ -190,7 +192,7 @@ def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -
 
 def test_a_body_of_mistakes_is_refused_at_its_first(demo: Running) -> None:
     """An error object for each of a million items took minutes and gigabytes."""
-    for kind in PATHS.values():
+    for kind in (*PATHS.values(), MessagesRequest, OllamaChatRequest, OllamaGenerateRequest, EmbeddingsRequest):
         for name in kind.model_fields:
             wrong = json.dumps({name: [[1.5]] * 100, "messages": [{"role": 1, "content": [3] * 100}] * 100})
             with pytest.raises(ValidationError) as found:

@@ -267,16 +267,16 @@ class Making:
 
 
 def _stream(request: Request, making: Making) -> EventStream:
-    def sent(its: dict[str, Any]) -> bytes:
-        return event(json.dumps(its, ensure_ascii=False).encode(), its["type"])
+    def sent(data: dict[str, Any]) -> bytes:
+        return event(json.dumps(data, ensure_ascii=False).encode(), data["type"])
 
     def written(parts: list[Part]) -> bytes:
         return b"".join(sent(each) for part in parts for each in making.add(part))
 
     async def last() -> bytes:
-        its = (await service_of(request).work(making.whole)).to_dict()
-        delta = {"stop_reason": its["stop_reason"], "stop_sequence": its["stop_sequence"]}
-        ended = {"type": "message_delta", "delta": delta, "usage": its["usage"]}
+        answer = (await service_of(request).work(making.whole)).to_dict()
+        delta = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+        ended = {"type": "message_delta", "delta": delta, "usage": answer["usage"]}
         return sent(ended) + sent({"type": "message_stop"})
 
     def failed(error: APIError) -> bytes:

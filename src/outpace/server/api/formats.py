@@ -60,14 +60,14 @@ class Formats(Body):
 
 def wanted(body: Formats, response_format: ResponseFormat | None) -> tuple[Source, str] | None:
     """What the answer must look like, and the field that says so; None: anything. Raises APIError."""
-    its = body.structured_outputs or StructuredOutputs()
+    outputs = body.structured_outputs or StructuredOutputs()
     given: dict[str, Source | None] = {
         "response_format": None if response_format is None else _response_format(response_format),
         "grammar": None if body.grammar is None else (body.grammar.type, body.grammar.value),
-        "structured_outputs.json_object": ("json", {"type": "object"}) if its.json_object else None,
+        "structured_outputs.json_object": ("json", {"type": "object"}) if outputs.json_object else None,
     }
     for name, schema, pattern, choices, grammar in (
-        ("structured_outputs.", its.json_, its.regex, its.choice, its.grammar),
+        ("structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.grammar),
         ("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar),
     ):
         given[f"{name}json"] = None if schema is None else ("json", schema)
@@ -107,13 +107,13 @@ def rule_of_calls(text: str, found: tuple[Source, str] | None, model: Served, af
         raise APIError(400, f"tools cannot be used: {error}", param="tools") from error
 
 
-def _response_format(its: ResponseFormat) -> Source | None:
-    if its.type != "json_schema":
-        if its.json_schema is not None:
+def _response_format(wish: ResponseFormat) -> Source | None:
+    if wish.type != "json_schema":
+        if wish.json_schema is not None:
             place = "response_format.json_schema"
-            raise APIError(400, f"{place} needs the type json_schema, not {its.type}", param=place)
-        return ("json", {"type": "object"}) if its.type == "json_object" else None
-    schema = None if its.json_schema is None else its.json_schema.schema_
+            raise APIError(400, f"{place} needs the type json_schema, not {wish.type}", param=place)
+        return ("json", {"type": "object"}) if wish.type == "json_object" else None
+    schema = None if wish.json_schema is None else wish.json_schema.schema_
     if schema is None:
         place = "response_format.json_schema.schema"
         raise APIError(400, f"{place} is missing: give it", param=place)

@@ -229,8 +229,8 @@ class Properties(Answer):
 async def props(request: Request, model: str | None = None) -> Properties:
     """What llama.cpp's page asks of a model, which is loaded."""
 
-    def known(its: Served) -> Properties:
-        engine, tokenizer, plain = its.serving.engine, its.tokenizer, SamplingParams()
+    def known(served: Served) -> Properties:
+        engine, tokenizer, plain = served.serving.engine, served.tokenizer, SamplingParams()
         defaults = DefaultParameters(
             n_predict=-1,
             temperature=1.0,
@@ -242,16 +242,17 @@ async def props(request: Request, model: str | None = None) -> Properties:
             frequency_penalty=plain.frequency_penalty,
         )
         drafts = bool(set(engine.drafters) - {"none"})
+        settings = DefaultSettings(n_ctx=served.info.max_length, speculative=drafts, params=defaults)
         return Properties(
-            default_generation_settings=DefaultSettings(n_ctx=its.info.max_length, speculative=drafts, params=defaults),
+            default_generation_settings=settings,
             total_slots=engine.options.max_rows,
-            model_alias=its.name,
-            model_path=its.name,
+            model_alias=served.name,
+            model_path=served.name,
             role="model",
             modalities=Modalities(vision=False, audio=False),
             chat_template=tokenizer.chat_template or "",
             bos_token="" if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id) or "",
-            eos_token=tokenizer.token(its.info.eos_ids[0]) or "" if its.info.eos_ids else "",
+            eos_token=tokenizer.token(served.info.eos_ids[0]) or "" if served.info.eos_ids else "",
             build_info=f"outpace {__version__}",
         )
 

@@ -28,6 +28,8 @@ from outpace.server.api.ollama_shapes import (
     OllamaModel,
     OllamaModels,
     OllamaRequest,
+    OllamaShown,
+    OllamaShowRequest,
     Version,
     calls_of,
     messages_of,
@@ -35,6 +37,7 @@ from outpace.server.api.ollama_shapes import (
     shared,
 )
 from outpace.server.api.route import Route, begun, each_part, service_of, stream
+from outpace.server.conversation.formats import format_of
 from outpace.server.conversation.messages import Message
 from outpace.server.conversation.pieces import Joined, Reasoning, Text
 from outpace.server.engines.generation import Generation, Part, Work, usage
@@ -68,7 +71,7 @@ async def version() -> Version:
 async def tags(request: Request) -> OllamaModels:
     """The models that are served."""
     service = service_of(request)
-    return OllamaModels(models=[_tag(service, name) for name in service.models.names()])
+    return OllamaModels(models=[_model(service, name) for name in service.models.names()])
 
 
 @router.get("/api/ps")
@@ -76,7 +79,26 @@ async def loaded(request: Request) -> OllamaModels:
     """Those of them that are loaded."""
     service = service_of(request)
     state = service.models.state()
-    return OllamaModels(models=[_tag(service, name) for name in state if state[name]["state"] == "loaded"])
+    return OllamaModels(models=[_model(service, name) for name in state if state[name]["state"] == "loaded"])
+
+
+@bodies.post("/api/show", response_model=OllamaShown)
+async def show(request: Request, body: OllamaShowRequest) -> OllamaShown:
+    """What a model, which is loaded, can do."""
+
+    def shown(model: Served) -> OllamaShown:
+        template = format_of(model.tokenizer.chat_template)
+        able = {"completion": True, "tools": template.kind != "none", "thinking": template.thinks}
+        return OllamaShown(
+            modelfile="",
+            parameters="",
+            template=model.tokenizer.chat_template or "",
+            details=_model(service_of(request), model.name).details,
+            model_info={"general.architecture": "outpace", "outpace.context_length": model.info.max_length},
+            capabilities=[name for name, is_able in able.items() if is_able],
+        )
+
+    return await leased(request, _name(service_of(request), body.model), shown)
 
 
 @bodies.post("/api/chat", response_model=OllamaChatAnswer, responses=STREAMED)
@@ -118,9 +140,7 @@ async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> Olla
 async def _answered(request: Request, body: OllamaRequest, work: Any, kind: Kind) -> Any:
     """``work``: None where the model is only to be loaded."""
     service = service_of(request)
-    name = body.model
-    if name not in service.models.names():
-        name = name.removesuffix(":latest")  # which Ollama's clients put there
+    name = _name(service, body.model)
     if work is None:
         await leased(request, name, lambda model: None)
         return _made(kind, body.model, "", "", [], done=True, done_reason="load")
@@ -212,7 +232,12 @@ def _made(kind: Any, name: str, text: str, thoughts: str, calls: list[OllamaAnsw
     return made
 
 
-def _tag(service: Service, name: str) -> OllamaModel:
+def _name(service: Service, name: str) -> str:
+    """Without the tag that Ollama's clients put there."""
+    return name if name in service.models.names() else name.removesuffix(":latest")
+
+
+def _model(service: Service, name: str) -> OllamaModel:
     known = service.known(name)
     kind, dtype = ("", "") if known is None else (known.info.backend, known.info.dtype)
     return OllamaModel(

@@ -167,6 +167,20 @@ class OllamaModels(Answer):
     models: list[OllamaModel]
 
 
+class OllamaShowRequest(Body):
+    model: str
+    verbose: bool | None = _HARMLESS
+
+
+class OllamaShown(Answer):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+
+
 class Version(Answer):
     version: str
 

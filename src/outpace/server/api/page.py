@@ -35,6 +35,7 @@ _PARTS = ("app.js", "api.js", "answer.js", "dom.js", "render.js", "store.js", "s
 
 
 @router.get("/", response_model=None)
+@router.head("/", response_model=None)
 async def index(request: Request) -> Response:
     """The page."""
     return await _file(request, "index.html", {"content-security-policy": _POLICY})
