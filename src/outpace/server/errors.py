@@ -20,7 +20,7 @@ from outpace.params import PARAMETERS
 CLIENT, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 
 _SPELLED = {  # parameters of SamplingParams and of engines, as requests spell them
-    **{its.name: its.request for its in PARAMETERS.values() if its.request is not None},
+    **{each.name: each.request for each in PARAMETERS.values() if each.request is not None},
     "drafter": "speculation.drafter",
     "size": "speculation.size",
     "acceptance": "speculation.acceptance",
@@ -94,8 +94,8 @@ _ANTHROPIC = {
 def as_anthropic(error: APIError) -> bytes:
     """The body as Anthropic's clients read it."""
     kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    its = AnthropicRefusal(type="error", error=AnthropicError(type=kind, message=error.message))
-    return its.model_dump_json().encode()
+    refusal = AnthropicRefusal(type="error", error=AnthropicError(type=kind, message=error.message))
+    return refusal.model_dump_json().encode()
 
 
 def as_ollama(error: APIError) -> bytes:

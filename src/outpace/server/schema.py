@@ -60,7 +60,6 @@ UNSUPPORTED: Mapping[str, str] = {  # fields of other servers, and why this one 
     "mcp_servers": "this server calls nothing",
     "mm_processor_kwargs": "this server reads text alone",
     "moderation": "this server moderates nothing",
-    "prediction": "drafts are made by the server's drafters: choose one with speculation.drafter",
     "previous_response_id": "no answer is kept: send the conversation as input",
     "prompt": "no prompt is kept: send its text",
     "prompt_logprobs": "use /v1/completions with echo",
@@ -82,6 +81,7 @@ HARMLESS: Mapping[str, tuple[Any, str]] = {  # fields whose value changes nothin
     "length_penalty": (Annotated[float, Field(ge=1, le=1)], "it is of beams, which this server does not search"),
     "max_tool_calls": (int, "give a number"),
     "metadata": (dict[str, str], "give strings by name"),
+    "prediction": (dict[str, Any], "give an object"),
     "prompt_cache_key": (str, "give a string"),
     "prompt_cache_options": (dict[str, Any], "give an object"),
     "prompt_cache_retention": (str, "give a string"),
@@ -125,7 +125,7 @@ def refusal(error: ValidationError) -> APIError:
         return APIError(400, f"the body has {error.error_count()} mistakes: correct it", code="invalid_value")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # of a union's branches, the one that went furthest is what was meant
-    first = min(found, key=lambda its: (its["type"] != "none_required", -len(its["loc"])))
+    first = min(found, key=lambda each: (each["type"] != "none_required", -len(each["loc"])))
     kind, where = first["type"], first["loc"]
     place = [str(part) for part in where[:-1] if not _internal(part)]
     if where and (kind == "none_required" or not _internal(where[-1])):  # an unknown name is the client's own

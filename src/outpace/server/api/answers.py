@@ -172,8 +172,8 @@ def chosen_tokens(entries: Sequence[TokenLogprob], top: int, model: Served) -> l
     """Log-probabilities (the target's own, before any rule or temperature) as chats and responses have them, with the
     ``top`` likeliest alternatives a token."""
 
-    def token(its: Any) -> dict[str, Any]:
-        return {"token": its.text or "", "logprob": its.logprob, "bytes": model.bytes_of(its.token)}
+    def token(entry: Any) -> dict[str, Any]:
+        return {"token": entry.text or "", "logprob": entry.logprob, "bytes": model.bytes_of(entry.token)}
 
     return [
         ChosenToken(**token(entry), top_logprobs=[Alternative(**token(other)) for other in entry.top[:top]])

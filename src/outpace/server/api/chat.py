@@ -150,9 +150,9 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
 
     def parser(index: int) -> OutputParser:
         def name(call: int) -> str:
-            its = digest.copy()
-            its.update(f"/{index}/{call}".encode())
-            return f"call_{its.hexdigest()[:24]}"
+            found = digest.copy()
+            found.update(f"/{index}/{call}".encode())
+            return f"call_{found.hexdigest()[:24]}"
 
         names = names_of(tools) if offered else None
         return parser_for(template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt, names=names)
@@ -170,9 +170,9 @@ def _most_tokens(body: ChatRequest) -> int | None:
     return sampling.bounded(both.pop()) if both else None
 
 
-def choice(generation: Generation, its: Whole, body: ChatRequest) -> ChatChoice:
+def choice(generation: Generation, made: Whole, body: ChatRequest) -> ChatChoice:
     """A choice of an answer that is not streamed."""
-    joined = its.joined
+    joined = made.joined
     extras: dict[str, Any] = {}
     if joined.reasoning:
         extras["reasoning_content"] = joined.reasoning
@@ -183,14 +183,14 @@ def choice(generation: Generation, its: Whole, body: ChatRequest) -> ChatChoice:
         ]
     content = None if joined.calls and not joined.text else joined.text
     message = AnswerMessage(role="assistant", content=content, refusal=None, **extras)
-    return ChatChoice(message=message, logprobs=_logprobs(generation, its, body), **answers.choice_fields(its, body))
+    return ChatChoice(message=message, logprobs=_logprobs(generation, made, body), **answers.choice_fields(made, body))
 
 
-def _logprobs(generation: Generation, its: Whole | Part, body: ChatRequest) -> ChatLogprobs | None:
+def _logprobs(generation: Generation, made: Whole | Part, body: ChatRequest) -> ChatLogprobs | None:
     if not body.logprobs:
         return None
     return ChatLogprobs(
-        content=answers.chosen_tokens(its.logprobs, body.top_logprobs or 0, generation.model), refusal=None
+        content=answers.chosen_tokens(made.logprobs, body.top_logprobs or 0, generation.model), refusal=None
     )
 
 

@@ -128,9 +128,9 @@ def watching(
 ) -> tuple[SamplingParams, Drafted] | None:
     """For a second run, no longer than it must be, which measures the gaps of ``found``; None where there are none."""
     watched = {
-        i: its.index
-        for i, its in enumerate(found)
-        if its is not None and its.what == "token" and its.recorded is not None and its.now is not None
+        i: departed.index
+        for i, departed in enumerate(found)
+        if departed is not None and departed.what == "token" and None not in (departed.recorded, departed.now)
     }
     if not watched:
         return None
@@ -152,7 +152,7 @@ def departure(recorded: Recorded, now: Recorded) -> Departure | None:
     """The first difference: in tokens, else in their logprobs' bits, else in text, else in how it ended."""
     for what, a, b in (("token", recorded.token_ids, now.token_ids), ("logprob", recorded.logprobs, now.logprobs)):
         if a is not None and b is not None and (index := first_difference(a, b)) is not None:
-            return Departure(what, index, *(its[index] if index < len(its) else None for its in (a, b)))
+            return Departure(what, index, *(side[index] if index < len(side) else None for side in (a, b)))
     if recorded.text is not None and recorded.text != now.text:
         text = now.text or ""
         index = next((i for i, (x, y) in enumerate(zip(recorded.text, text, strict=False)) if x != y), None)

@@ -144,17 +144,17 @@ class _Text:
         self._begun = False
         self._offset = 0
 
-    def choice(self, its: Whole | Part) -> TextChoice:
-        """What ``its`` adds."""
-        joined = its.joined if isinstance(its, Whole) else Joined()
-        if isinstance(its, Part):
-            joined.add(its.pieces)
-        text, entries = joined.text, list[TokenLogprob | None](its.logprobs)
+    def choice(self, made: Whole | Part) -> TextChoice:
+        """What ``made`` adds."""
+        joined = made.joined if isinstance(made, Whole) else Joined()
+        if isinstance(made, Part):
+            joined.add(made.pieces)
+        text, entries = joined.text, list[TokenLogprob | None](made.logprobs)
         if not self._begun:
-            text, entries = self._echo + text, [*its.prompt_logprobs, *entries]
+            text, entries = self._echo + text, [*made.prompt_logprobs, *entries]
         self._begun = True
         logprobs = None if self._top is None else self._listed(entries, self._top)
-        return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(its, self._body))
+        return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(made, self._body))
 
     def _listed(self, entries: Sequence[TokenLogprob | None], most: int) -> ListedLogprobs:
         """None stands for the prompt's first token, which follows nothing."""
@@ -177,9 +177,9 @@ class _Text:
         return found
 
 
-def choice(generation: Generation, its: Whole, body: CompletionRequest) -> TextChoice:
+def choice(generation: Generation, made: Whole, body: CompletionRequest) -> TextChoice:
     """A choice of an answer that is not streamed."""
-    return _Text(generation, its.index, body).choice(its)
+    return _Text(generation, made.index, body).choice(made)
 
 
 def _stream(request: Request, generation: Generation, body: CompletionRequest) -> EventStream:

@@ -64,8 +64,8 @@ async def one_model(request: Request, name: str) -> Model:
 async def leased(request: Request, name: str | None, function: Callable[[Served], T]) -> T:
     """What ``function`` makes of a model, off the event loop. Raises APIError, and what it raises."""
     service = service_of(request)
-    async with AsyncExitStack() as held:
-        return await service.work(function, await service.admitted(name, scope_of(request), held))
+    async with AsyncExitStack() as stack:
+        return await service.work(function, await service.admitted(name, scope_of(request), stack))
 
 
 def _model(service: Service, name: str) -> Model:

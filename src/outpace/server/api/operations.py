@@ -40,7 +40,7 @@ async def ready(request: Request) -> Status:
 async def metrics(request: Request) -> Response:
     """Prometheus's text."""
     service = service_of(request)
-    found = next((its for its in service.observers if isinstance(its, Metrics)), None)
+    found = next((observer for observer in service.observers if isinstance(observer, Metrics)), None)
     if found is None:
         raise APIError(404, "this server counts nothing: start it with metrics", code="no_metrics")
     data, kind = await found.exposition(service)

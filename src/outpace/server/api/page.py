@@ -111,12 +111,13 @@ def described(document: Mapping[str, Any]) -> str:
 
 def _body(document: Mapping[str, Any]) -> Iterator[str]:
     for path, operations in document["paths"].items():
-        for method, its in operations.items():
+        for method, operation in operations.items():
             yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
-            yield f"<p>{escape(its.get('description', ''))}</p>"
-            for media in its.get("requestBody", {}).get("content", {}).values():
+            yield f"<p>{escape(operation.get('description', ''))}</p>"
+            for media in operation.get("requestBody", {}).get("content", {}).values():
                 yield f"<p>Takes {_type(media['schema'])}.</p>"
-            answer = its["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            content = operation["responses"].get("200", {}).get("content", {})
+            answer = content.get("application/json", {}).get("schema", {})
             if "$ref" in answer:
                 yield f"<p>Answers {_type(answer)}.</p>"
     for name, schema in document["components"]["schemas"].items():
@@ -130,10 +131,10 @@ def _body(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(schema: Mapping[str, Any]) -> Iterator[str]:
     yield '<div class="table"><table><tr><th>Field<th>Type<th></tr>'
-    for name, its in schema["properties"].items():
+    for name, field in schema["properties"].items():
         needed = "Required. " if name in schema.get("required", ()) else ""
-        description = escape(needed + its.get("description", ""))
-        yield f"<tr><td><code>{escape(name)}</code><td class='type'>{_type(its)}<td>{description}</tr>"
+        description = escape(needed + field.get("description", ""))
+        yield f"<tr><td><code>{escape(name)}</code><td class='type'>{_type(field)}<td>{description}</tr>"
     yield "</table></div>"
 
 
@@ -144,9 +145,9 @@ def _type(schema: Mapping[str, Any]) -> str:
         return f'<a href="#{name}">{name}</a>'
     for several in ("anyOf", "oneOf", "allOf"):
         if several in schema:
-            return " or ".join(_type(its) for its in schema[several])
+            return " or ".join(_type(each) for each in schema[several])
     if "const" in schema or "enum" in schema:
-        return " or ".join(escape(repr(its)) for its in schema.get("enum", [schema.get("const")]))
+        return " or ".join(escape(repr(value)) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     if schema.get("type") == "object":

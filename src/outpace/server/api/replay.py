@@ -153,8 +153,8 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
         measure = partial(comparison.measured, drafted=second[1], params=base)
         found = await service.work(
             lambda: [
-                its and measure(i, its, result=result)
-                for i, (its, result) in enumerate(zip(found, results, strict=True))
+                departure and measure(i, departure, result=result)
+                for i, (departure, result) in enumerate(zip(found, results, strict=True))
             ]
         )
     return Replayed(
@@ -164,9 +164,11 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
         system_fingerprint=Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint),
         choices=[
             ReplayedChoice(
-                index=i, identical=its is None, difference=None if its is None else Difference(**its.to_dict())
+                index=i,
+                identical=departed is None,
+                difference=None if departed is None else Difference(**departed.to_dict()),
             )
-            for i, its in enumerate(found)
+            for i, departed in enumerate(found)
         ],
     )
 
@@ -219,7 +221,7 @@ def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
         return Recorded(
             None if ids is None else tuple(ids),
             (text or "") if ids is None else None,
-            None if logprobs is None else tuple(float(its) for its in logprobs),
+            None if logprobs is None else tuple(float(logprob) for logprob in logprobs),
             finish,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -228,20 +230,20 @@ def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
         ) from None
 
 
-def _recorded_response(its: RecordedAnswer) -> Recorded:
+def _recorded_response(answer: RecordedAnswer) -> Recorded:
     """A recorded response. Raises APIError."""
     try:
-        parts = [part for item in its.output if item.get("type") == "message" for part in item["content"]]
+        parts = [part for item in answer.output if item.get("type") == "message" for part in item["content"]]
         logprobs = [float(entry["logprob"]) for part in parts for entry in part.get("logprobs") or ()]
         text = "".join([part["text"] for part in parts])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise APIError(400, f"answer.output is none of this server's ({error!r})", param="answer.output") from None
-    if its.token_ids is None and [item.get("type") for item in its.output] != ["message"]:
+    if answer.token_ids is None and [item.get("type") for item in answer.output] != ["message"]:
         raise APIError(
             400, "thoughts and calls are replayed by their tokens: ask with return_token_ids", param="answer.token_ids"
         )
-    finish = {"completed": "stop", "incomplete": "length"}.get(its.status or "")
-    ids = None if its.token_ids is None else tuple(its.token_ids)
+    finish = {"completed": "stop", "incomplete": "length"}.get(answer.status or "")
+    ids = None if answer.token_ids is None else tuple(answer.token_ids)
     return Recorded(ids, text if ids is None else None, tuple(logprobs) or None, finish)
 
 

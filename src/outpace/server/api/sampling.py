@@ -22,7 +22,7 @@ _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: wha
     "stop": (64, 1024), "stop_ids": (1024, None), "bad_words": (1024, 256),
 }  # fmt: skip
 # parameters by their names in requests; responses have no ``n``
-REQUESTED = {its.request: its for its in PARAMETERS.values() if its.request is not None and its.name != "n"}
+REQUESTED = {each.request: each for each in PARAMETERS.values() if each.request is not None and each.name != "n"}
 
 
 class Speculation(Body):
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         stop: str | list[str] | None = None
 else:
     SamplingFields = create_model(
-        "SamplingFields", __base__=Body, **KNOWN, **{name: _field(its) for name, its in REQUESTED.items()}
+        "SamplingFields", __base__=Body, **KNOWN, **{name: _field(parameter) for name, parameter in REQUESTED.items()}
     )
 
 

@@ -163,7 +163,7 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         results = list(takewhile(lambda m: m["role"] == "tool", messages[i + 1 :]))
         for j, call in enumerate(calls):
             found.append({**message, "content": "" if j else message["content"], "tool_calls": [call]})
-            found += [its for its in results if its["tool_call_id"] == call["id"]]
+            found += [result for result in results if result["tool_call_id"] == call["id"]]
     return found
 
 

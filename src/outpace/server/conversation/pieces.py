@@ -249,10 +249,10 @@ class CallParser(Incremental):
 
         White space after calls stays undecided: it is text if text follows.
         """
-        held = "" if self._mark is None else self._source.text[self._mark : self._source.at].strip(SPACE)
-        if ended or (self._after_call and self._source.ended_here and closing.startswith(held)):
+        undecided = "" if self._mark is None else self._source.text[self._mark : self._source.at].strip(SPACE)
+        if ended or (self._after_call and self._source.ended_here and closing.startswith(undecided)):
             self._mark, self._after_call = None, True
-        elif held:
+        elif undecided:
             self._keep()
 
     def _until(self, openings: tuple[str, ...]) -> Generator[None, None, str]:
