@@ -15,7 +15,6 @@ from outpace.engine.results import Result
 from outpace.exact.noise import Noise
 from outpace.measure.compare import compare_tokens
 from outpace.models.base import Model
-from outpace.models.load import load
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 from tests import eagles
@@ -76,33 +75,6 @@ def test_float32_is_identical_up_to_near_ties(
     record_property("near_ties", len(parted))
     assert not [str(d) for d in parted if not d.near_tie]
     assert size == "auto" or sum(result.stats.accepted for result in found) > 0
-
-
-def test_what_bfloat16_does(device: str, record_property: Any) -> None:
-    """It is not promised to be identical; plain decoding repeats itself, and how often drafts change it is counted."""
-    model, tokenizer = load("demo", LoadOptions(backend="transformers", device=device, dtype="bfloat16"))
-    params = KINDS["greedy"]
-    with Engine(model, tokenizer, prefix_rows=0) as engine:
-        prompts = [engine.encode(prompt) for prompt in PROMPTS]
-        first = [engine.generate(prompt, params) for prompt in prompts]
-        again = [engine.generate(prompt, params) for prompt in prompts]
-        assert [r.token_ids for r in first] == [r.token_ids for r in again]
-        drafting = Engine(
-            model,
-            tokenizer,
-            drafter=build(parse("ngram"), DraftContext(model, tokenizer, LoadOptions(), 4)),
-            size=4,
-            prefix_rows=0,
-        )
-        found = [drafting.generate(prompt, params) for prompt in prompts]
-        parted = [d for d in differences(engine, prompts, params, first, found) if d is not None]
-        record_property("parted", len(parted))
-        record_property("gaps", [d.gap for d in parted])
-        print(
-            f"bfloat16: {len(parted)} of {len(prompts)} greedy answers part with drafts, gaps {[d.gap for d in parted]}"
-        )
-        # Rounding, not a bug: where they part, the scores are as near as bfloat16 can tell apart.
-        assert all(d.gap < 1.0 for d in parted)
 
 
 def test_a_drafter_that_reads_hidden_states_on_the_card(demo: tuple[Model, Tokenizer]) -> None:

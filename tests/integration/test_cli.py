@@ -449,7 +449,7 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = outpace(capsys, "plan", "--from", str(found), "--json")
     assert code == 0
     measured = json.loads(out)
-    assert [m["measured"]["name"] for m in measured] == ["ngram:size=3", "auto"]
+    assert measured[0]["measured"]["name"] == "ngram:size=3"
     assert 0 < measured[0]["measured"]["alpha"] <= 1
     assert [config["size"] for config in json.loads(found.read_text())["configs"]] == [0, 3, "auto"]
 

@@ -270,19 +270,6 @@ def test_a_batch_that_changes_during_a_forward(tiny: Tiny) -> None:
     model.close()
 
 
-def test_ids_that_change_during_a_call(tiny: Tiny) -> None:
-    model = tiny.load("Q4_1", threads=2)
-    ids = np.tile(np.array([1, 5, 99, 3], np.int32), 2000)
-    normed = np.ones((30, model.info.hidden_size), np.float32)
-    expected = model.parts.logits(normed, ids.copy())
-
-    def call() -> None:
-        assert np.array_equal(model.parts.logits(normed, ids), expected)
-
-    Meddler(ids).calls(call)
-    model.close()
-
-
 def test_drafts_that_change_during_a_call() -> None:
     """Sampled rows are decided without the GIL; widths and parents bound what is read and written."""
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""EAGLE-3 and DSpark in numpy, as slow and plain as it can be told: nothing is kept between calls."""
+"""EAGLE-3 in numpy, as slow and plain as it can be told: nothing is kept between calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.configs import Decoder, EagleConfig, ParallelConfig
+from outpace.drafters.learned.configs import EagleConfig
 from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 
@@ -24,30 +24,6 @@ def rotate(x: Any, positions: Any, theta: float) -> Any:
     cos, sin = np.cos(angle)[:, None].astype(x.dtype), np.sin(angle)[:, None].astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def layer(d: Decoder, t: Mapping[str, Any], i: int, x: Any, entered: Any, context: Any, seen: Any) -> Any:
-    """Layer i's output [n, h]: the residual x, what its attention reads ``entered`` [n, e], normed keys' and values'
-    inputs before them ``context`` [m, e], and which of those m + n each of the n sees, bool [n, m + n]."""
-    at, n = f"layers.{i}.", len(entered)
-    both = np.concatenate([context, entered])
-    positions = np.arange(len(both))
-    q, k, v = (
-        (its @ t[f"{at}self_attn.{name}_proj.weight"].T).reshape(len(its), -1, d.head_dim)
-        for name, its in (("q", entered), ("k", both), ("v", both))
-    )
-    if d.qk_norm:
-        q, k = (rms(its, t[f"{at}self_attn.{name}_norm.weight"], d.eps) for name, its in (("q", q), ("k", k)))
-    q, k = rotate(q, positions[-n:], d.rope_theta), rotate(k, positions, d.rope_theta)
-    k, v = (np.repeat(its, d.heads // d.kv_heads, 1) for its in (k, v))
-    scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(x.dtype.type(d.head_dim))
-    scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    attended = np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
-    x = x + attended @ t[at + "self_attn.o_proj.weight"].T
-    inner = rms(x, t[at + "post_attention_layernorm.weight"], d.eps)
-    gate, up = (inner @ t[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (gate / (1 + np.exp(-gate)) * up) @ t[at + "mlp.down_proj.weight"].T
 
 
 class Eagle:
@@ -74,10 +50,23 @@ class Eagle:
 
     def outputs(self, tokens: Any, g: Any) -> Any:
         """Of all entries [n, H], before the norm: tokens [n] and what stands beside them, g [n, H]."""
-        n, normed = len(tokens), self.norm(g, "layers.0.hidden_norm.weight")
-        embedded = self.norm(self.embedding[tokens], "layers.0.input_layernorm.weight")
-        entered, x = np.concatenate([embedded, normed], 1), normed if self.c.norm_before_residual else g
-        return layer(self.c.decoder, self.t, 0, x, entered, entered[:0], np.tri(n, dtype=bool))
+        d, n, t = self.c.decoder, len(tokens), {name.removeprefix("layers.0."): its for name, its in self.t.items()}
+        normed, embedded = self.norm(g, "layers.0.hidden_norm.weight"), self.embedding[tokens]
+        entered = np.concatenate([rms(embedded, t["input_layernorm.weight"], d.eps), normed], 1)
+        x = normed if self.c.norm_before_residual else g
+        q, k, v = ((entered @ t[f"self_attn.{name}_proj.weight"].T).reshape(n, -1, d.head_dim) for name in "qkv")
+        if d.qk_norm:
+            q, k = (rms(its, t[f"self_attn.{name}_norm.weight"], d.eps) for name, its in (("q", q), ("k", k)))
+        q, k = (rotate(its, np.arange(n), d.rope_theta) for its in (q, k))
+        k, v = (np.repeat(its, d.heads // d.kv_heads, 1) for its in (k, v))
+        scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(x.dtype.type(d.head_dim))
+        scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        attended = np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
+        x = x + attended @ t["self_attn.o_proj.weight"].T
+        inner = rms(x, t["post_attention_layernorm.weight"], d.eps)
+        gate, up = (inner @ t[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return x + (gate / (1 + np.exp(-gate)) * up) @ t["mlp.down_proj.weight"].T
 
     def logits(self, tokens: Any, hidden_states: Any, path: list[int]) -> Any:
         """[D] after real entries tokens [n] with states [n, T, H] and predicted ones for the tokens of ``path``."""
@@ -90,13 +79,10 @@ class Eagle:
         return self.norm(outputs[-1], "norm.weight") @ self.head.T
 
 
-def wide(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(values, np.float64) for name, values in tensors.items()}
-
-
 def eagle_steps(config: EagleConfig, tensors: Mapping[str, Any], hidden_states: Any, tokens: Any) -> tuple[Any, Any]:
     """Logits [n, D] of real entries (states [n, 3, h], tokens [n]), and [n - 1, D] of a predicted one after each."""
-    row, n = Eagle(Checkpoint("eagle", config, wide(tensors))), len(tokens)
+    wide = {name: np.asarray(values, np.float64) for name, values in tensors.items()}
+    row, n = Eagle(Checkpoint("eagle", config, wide)), len(tokens)
     first = [row.logits(tokens[: i + 1], hidden_states[: i + 1], []) for i in range(n)]
     return np.array(first), np.array([row.logits(tokens[:i], hidden_states[:i], [tokens[i]]) for i in range(1, n)])
 
@@ -128,27 +114,3 @@ def grown(
                 new.append(its)
         frontier = sorted(new, key=lambda path: -found[path])[:branch]
     return dict(sorted(found.items(), key=lambda item: -item[1])[:nodes])
-
-
-def parallel_block(
-    config: ParallelConfig, tensors: Mapping[str, Any], hidden_states: Any, anchor: int
-) -> tuple[Any, Any]:
-    """Normed hidden states [block, h] and logits [block, D], without the Markov bias, of the block that starts with the
-    token ``anchor`` after positions of ``hidden_states`` [n, T, h]."""
-    d, w, n, block = config.decoder, wide(tensors), len(hidden_states), config.block
-    context = rms(hidden_states.reshape(n, w["fc.weight"].shape[1]) @ w["fc.weight"].T, w["hidden_norm.weight"], d.eps)
-    x = w["embed_tokens.weight"][[anchor] + [config.mask_token] * (block - 1)]
-    for i in range(d.layers):
-        entered = rms(x, w[f"layers.{i}.input_layernorm.weight"], d.eps)
-        x = layer(d, w, i, x, entered, context, np.ones((block, n + block), bool))
-    hidden = rms(x, w["norm.weight"], d.eps)
-    return hidden, hidden @ w["lm_head.weight"].T
-
-
-def parallel_heads(config: ParallelConfig, tensors: Mapping[str, Any], hidden: Any, before: Any) -> tuple[Any, Any]:
-    """The Markov bias [block, D] and the confidences' logits [block], for the tokens before each place [block]."""
-    w = wide(tensors)
-    given = w["markov_head.markov_w1.weight"][before]
-    read = np.concatenate([hidden, given], -1) if config.confidence_markov else hidden
-    sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"][0]
-    return given @ w["markov_head.markov_w2.weight"].T, sure

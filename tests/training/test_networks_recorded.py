@@ -56,6 +56,7 @@ def test_eagle() -> None:
 def test_parallel() -> None:
     its, seen = loaded("dspark")
     assert isinstance(its.config, ParallelConfig)
+    assert (its.config.hidden_layers, its.config.block, its.config.sample_from_anchor) == ((0, 2, 4), 4, True)
     network = filled(ParallelNetwork(its.config), its)
     embedding = tensor(seen["embed_tokens.weight"])
     head, hidden_states = tensor(its.tensors["lm_head.weight"]), tensor(seen["hidden_states"])

@@ -12,12 +12,12 @@ import pytest
 
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
-from outpace.drafters.learned.configs import Decoder, EagleConfig, MedusaConfig, ParallelConfig, tensor_shapes
+from outpace.drafters.learned.configs import Decoder, EagleConfig, MedusaConfig, tensor_shapes
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.weights import safetensors
 from tests import learned
-from tests.oracles.networks import eagle_steps, parallel_block, parallel_heads
+from tests.oracles.networks import eagle_steps
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 EAGLE_LAYER = {
@@ -73,19 +73,6 @@ def test_a_flag_that_is_misread_shows() -> None:
         config = replace(its.config, **{flag: not getattr(its.config, flag)})
         found = eagle_steps(config, its.tensors, seen["hidden_states"], seen["tokens"])
         assert max(abs(found[0] - seen["logits"]).max(), abs(found[1] - seen["predicted"]).max()) > 1e-2, flag
-
-
-def test_dspark_as_speculators_wrote_it_computes_what_it_computed() -> None:
-    its, seen = seen_of("dspark")
-    config = its.config
-    assert isinstance(config, ParallelConfig)
-    assert (config.hidden_layers, config.block, config.mask_token, config.sample_from_anchor) == ((0, 2, 4), 4, 3, True)
-    tensors = {**its.tensors, "embed_tokens.weight": seen["embed_tokens.weight"]}
-    for i, anchor in enumerate(seen["anchors"]):
-        hidden, logits = parallel_block(config, tensors, seen["hidden_states"][:anchor], int(seen["tokens"][anchor]))
-        bias, sure = parallel_heads(config, tensors, hidden, seen["before"][i])
-        for found, key in ((hidden, "hidden"), (logits, "logits"), (bias, "bias"), (sure, "sure")):
-            np.testing.assert_allclose(found, seen[key][i], atol=2e-5, err_msg=key)
 
 
 # Layouts: config.json, tensors by the file's names, and what they are read as.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz.__main__ import fuzz
-from tests.fuzz.child import KEPT, _too_long, attempt, chosen, peak
+from tests.fuzz.child import KEPT, _too_long, attempt, peak
 from tests.fuzz.mutations import Edit, applied
 from tests.fuzz.targets import TARGETS, Target
 
@@ -44,11 +44,6 @@ def test_mutations() -> None:
     assert outcome.faults == []
     assert outcome.read + outcome.refused == 2000
     assert min(outcome.read, outcome.refused) > 100
-
-
-def test_a_mutation_follows_from_its_number() -> None:
-    names = list(TARGETS)
-    assert chosen(names, 1, 5) == chosen(names, 1, 5) != chosen(names, 1, 10)
 
 
 def test_faults_are_seen(tmp_path: Path) -> None:

@@ -60,14 +60,6 @@ def test_loads_a_folder(saved: Path) -> None:
     assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
 
 
-def test_dtype(saved: Path) -> None:
-    model, _ = load(str(saved), LoadOptions(backend="transformers", dtype="bfloat16"))
-    assert model.info.dtype == "bfloat16"
-    assert (
-        estimate(str(saved), LoadOptions(backend="transformers", dtype="bfloat16")).weights == model.info.weight_bytes
-    )
-
-
 def test_threads(saved: Path) -> None:
     before = torch.get_num_threads()
     try:
