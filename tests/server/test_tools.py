@@ -428,6 +428,12 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
     assert allows(grammar, now)
     assert not any(allows(grammar, each) for each in (right, two, "words", ""))
     assert tool_grammar(kind, both, "none") is tool_grammar(kind, tools(NOW), "auto") is None
+    beside = tool_grammar(kind, both, "auto", part=True)
+    assert beside is not None
+    beside = beside.replace("@part", '"yes" | "no"')
+    assert all(allows(beside, each) for each in (right, two, "yes", "no"))
+    assert not any(allows(beside, each) for each in ("words", "", "yes" + right, right + "yes"))
+    assert "@part" not in (tool_grammar(kind, both, "required", part=True) or "@part")
     assert told(make(kind, names=names_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
 
 

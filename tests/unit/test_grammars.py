@@ -117,6 +117,13 @@ def test_random_texts_of_random_schemas_are_valid(made: Grammars, number: int) -
         jsonschema.Draft202012Validator(its).validate(json.loads(text))
 
 
+def test_a_grammar_with_a_part_of_another_kind(made: Grammars) -> None:
+    tokenizer = byte_level()
+    grammar = made.lark('start: "no" | "yes: " @part', part=("json", {"enum": [1, 20]}))
+    for text, ends in (("no", True), ("yes: 1", True), ("yes: 20", True), ("yes: 2", False), ("yes: ", False)):
+        assert (0 in allowed(grammar, tokenizer.encode(text).tolist(), 450 + PAD)) == ends
+
+
 def test_pieces_and_bytes_of_sentencepiece() -> None:
     for prefix in (False, True):
         tokenizer = llama(prefix)
