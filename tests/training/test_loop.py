@@ -112,7 +112,7 @@ def test_a_snapshot_of_something_else_is_refused(tmp_path, name):
 def test_a_snapshot_that_does_not_tell_all_is_refused(tmp_path):
     """Before steps_ttt was recorded, the loop's steps stood in its place."""
     tiny_loop.loop(tmp_path, 2, identity={"method": "eagle", "steps": 9})._snapshot()
-    with pytest.raises(TrainingError, match="does not tell its steps_ttt, so nobody knows whether it is 3: begin with"):
+    with pytest.raises(TrainingError, match="does not record its steps_ttt, which may not be 3: begin with"):
         tiny_loop.loop(tmp_path, 2, identity={"method": "eagle", "steps": 9, "steps_ttt": 3}).resume()
 
 

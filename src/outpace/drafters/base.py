@@ -21,34 +21,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What the engine has to hand to a drafter."""
+    """What the engine has to hand to a drafter.
 
-    hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs ``observe`` gets
-    choices: bool = False  # the target's choice after every node, not only after visited ones
-    draws: bool = False  # under ``rejection``, proposals are sampled (from ``Stream.DRAFT``) and carry q
-    ranks: int = 0  # how many of the target's likeliest tokens after each verified token ``rank`` gets
+    ``hidden_layers``: layers of the target, from 0, whose outputs ``observe`` gets. ``choices``: the target's choice
+    after every node, not only after visited ones. ``draws``: under ``rejection``, proposals are sampled (from
+    ``Stream.DRAFT``) and carry q. ``ranks``: how many of the target's likeliest tokens after each verified token
+    ``rank`` gets.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    choices: bool = False
+    draws: bool = False
+    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """What drafting takes, as the policy has to know it."""
+    """What drafting takes, as the policy has to know it.
 
-    levels: str | None = None  # the source that takes a forward of its own for every level; None: asking costs once
-    nodes: bool = (
-        False  # a row may be asked for more nodes than levels: others draft beside that source, or it branches
-    )
-    trims: bool = True  # nodes may be dropped once they are known; False: a draft is verified whole or not at all
+    ``levels``: the source that takes a forward of its own for every depth (None: asking costs once). ``nodes``: a row
+    may be asked for more nodes than that, since others draft beside that source, or it branches. ``trims``: nodes may
+    be dropped once they are known; False: a draft is verified whole or not at all.
+    """
+
+    levels: str | None = None
+    nodes: bool = False
+    trims: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter is built with."""
+    """What a drafter is built with: the ``target`` and its ``tokenizer`` (None: there is no text).
+
+    ``options``: how the target was loaded; a draft model follows suit. ``max_size``: no row will be asked for more
+    nodes a step. ``acceptance``: the engine's; a request may ask for another.
+    """
 
     target: Model
     tokenizer: Tokenizer | None
-    options: LoadOptions  # how the target was loaded; a draft model follows suit
-    max_size: int  # no row will be asked for more nodes a step
-    acceptance: Acceptance = "coupled"  # the engine's; a request may ask for another
+    options: LoadOptions
+    max_size: int
+    acceptance: Acceptance = "coupled"
 
 
 class RowView(NamedTuple):

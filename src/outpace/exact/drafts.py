@@ -184,13 +184,15 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One row's outcome: ``tokens`` gained (accepted, then recovered or bonus), and the ``path`` of nodes kept."""
+    """One row's outcome: ``tokens`` int32 [accepted + 1] gained (accepted ones, then the recovered or bonus token), and
+    the ``path`` int32 [accepted] of draft nodes kept."""
 
-    tokens: I32  # [accepted + 1]
-    path: I32  # [accepted] draft nodes
+    tokens: I32
+    path: I32
 
     @property
     def accepted(self) -> int:
+        """How many draft tokens the target agreed with."""
         return len(self.path)
 
 
@@ -209,6 +211,7 @@ class Verdicts:
         return (self.row(i) for i in range(len(self)))
 
     def row(self, i: int) -> Verdict:
+        """Row ``i``'s outcome."""
         a = int(self.accepted[i])
         return Verdict(self.tokens[i, : a + 1], self.path[i, :a])
 
@@ -219,6 +222,7 @@ class Verdicts:
 
     @staticmethod
     def of(rows: Sequence[Verdict]) -> Verdicts:
+        """One batch of ``rows``, a verdict each."""
         deepest = max((v.accepted for v in rows), default=0)
         tokens = np.zeros((len(rows), deepest + 1), np.int32)
         path = np.zeros((len(rows), deepest), np.int32)

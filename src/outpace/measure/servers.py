@@ -109,7 +109,7 @@ def answers(rows: Sequence[PromptRow], params: SamplingParams, way: Way) -> tupl
         if error.status not in (400, 422, 501):
             raise
         plain = way.server.chats(bodies(rows, params, way, logprobs=False), way.concurrency)
-        return plain, f"{way.server.url} tells no logprobs, so texts are compared ({error})"
+        return plain, f"{way.server.url} sends no logprobs, so texts are compared ({error})"
 
 
 def difference(a: Answer, b: Answer) -> RemoteDifference | None:

@@ -16,14 +16,20 @@ from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine and the drafters need to know of a model."""
+    """What the engine and the drafters need to know of a model.
+
+    ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
+    ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
+    an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position``: of a
+    row.
+    """
 
     name: str
-    backend: str  # "transformers" or "native"
-    vocab_size: int  # rows of the output head
+    backend: str
+    vocab_size: int
     hidden_size: int
     layers: int
-    max_length: int  # most positions a row can have
+    max_length: int
     eos_ids: tuple[int, ...]
     dtype: str
     device: str
@@ -116,10 +122,10 @@ class HiddenStates(Protocol):
         """n."""
 
     def at(self, indices: I32) -> HiddenStates:
-        """Those of some of these tokens, by their index among them."""
+        """Those of some of these tokens, by ``indices`` int32 [m] among them."""
 
     def layers(self, columns: Sequence[int]) -> HiddenStates:
-        """Those of some of the layers, by their index in ``Batch.hidden_layers``."""
+        """Those of some of the layers, by ``columns``: their indices in ``Batch.hidden_layers``."""
 
     @property
     def native(self) -> Any:
@@ -156,13 +162,13 @@ class Parts(Protocol):
     """What a learned drafter shares with its target, in the backend's own arrays: numpy, or torch tensors."""
 
     def embed(self, tokens: I32) -> Any:
-        """What enters the first layer for token ids int32 [n]: [n, H], scaled as the model scales it."""
+        """What enters the first layer for token ids ``tokens`` int32 [n]: [n, H], scaled as the model scales it."""
 
     def norm(self, hidden: Any) -> Any:
-        """The final norm of hidden states [n, H]: [n, H]."""
+        """The final norm of states ``hidden`` [n, H]: [n, H]."""
 
     def logits(self, normed: Any, ids: I32 | None = None) -> Any:
-        """The head's logits of normed hidden states [n, H]: [n, V], or of rows ``ids`` int32 [m] only: [n, m]."""
+        """The head's logits of states ``normed`` [n, H]: [n, V], or of rows ``ids`` int32 [m] only: [n, m]."""
 
 
 class Output(Protocol):

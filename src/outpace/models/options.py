@@ -25,8 +25,9 @@ class LoadOptions:
     float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
     the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
     ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
-    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``allow_pickle``: read weights that are
-    not safetensors, which can run code.
+    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``revision``: a branch, tag or commit on
+    Hugging Face; ``offline``: download nothing. ``trust_remote_code``: run code that comes with the model;
+    ``allow_pickle``: read weights that are not safetensors, which can run code.
     """
 
     backend: str = "auto"

@@ -43,7 +43,7 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
     if _HIDDEN in identity and _HIDDEN not in known:
         raise TrainingError(
-            f"{path} does not tell its {_HIDDEN}, so nobody knows whether it is {identity[_HIDDEN]}: begin with "
+            f"{path} does not record its {_HIDDEN}, which may not be {identity[_HIDDEN]}: begin with "
             "its best drafter (", Argument("start"), f" {folder}), and give another folder as ", Argument("out"),
         )  # fmt: skip
     for name in sorted(known):  # an option that came after the snapshot was made had no say in it
