@@ -107,6 +107,13 @@ public:
         return static_cast<int>(now);
     }
 
+    // The step is over: nothing of it is kept, its rows' drafters and the model least of all.
+    void end() {
+        step_.end();
+        policy_ = nullptr;
+        views_.clear(), held_.clear();
+    }
+
     nb::list failed() const {
         nb::list found;
         for (const Step::Failed& one : step_.failed()) found.append(nb::make_tuple(nb::cast(one.rows), one.why));
@@ -329,6 +336,7 @@ void bind_step(nb::module_& m) {
             "trims"_a)
         .def("begin", &BoundStep::begin, "model"_a.none(), "policy"_a.none(), "rows"_a, "chunks"_a)
         .def("run", &BoundStep::run)
+        .def("end", &BoundStep::end)
         .def_prop_ro("open", [](BoundStep& x) { return x.step().open(); })
         .def_prop_ro("lost", [](BoundStep& x) { return x.step().lost(); })
         .def_prop_ro("calls", [](BoundStep& x) { return nb::make_tuple(x.step().calls()[0], x.step().calls()[1], x.step().calls()[2]); })

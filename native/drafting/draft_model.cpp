@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 
@@ -16,6 +17,10 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& t
         trees[i].levels = rows[i].depth();
         if (trees[i].levels > 0) chains.push_back(begin(rows[i], trees[i]));
     }
+    const auto reads = [&](const Chain& chain) {
+        return std::all_of(chain.next, chain.next + chain.left, [&](int32_t token) { return token < model_->vocab(); });
+    };
+    chains.erase(std::remove_if(chains.begin(), chains.end(), std::not_fn(reads)), chains.end());
     for (size_t depth = 0;; ++depth) {
         const auto done = [&](const Chain& chain) {
             return static_cast<size_t>(chain.tree->levels) <= depth || chain.tree->tokens.size() < depth || chain.asked->n >= max_length_ ||

@@ -21,7 +21,7 @@ struct DraftRows {  // by the target's row
 
 class ModelDrafter : public NativeDrafter {
 public:
-    // `vocab`: the target's. `max_length`: positions of a row. `catch_up`: most tokens of one row in one forward.
+    // `vocab`: the target's; a row that has committed a token that `model` lacks gets no drafts. `max_length`: positions of a row. `catch_up`: most tokens of one row in one forward.
     ModelDrafter(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up)
         : model_(std::move(model)),
           rows_(std::move(rows)),

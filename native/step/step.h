@@ -84,6 +84,7 @@ public:
     void begin(Model* model, Deciding deciding, Policy* policy, bool explain);
     std::vector<RowNow> rows;
     std::vector<ChunkNow> chunks;
+    void end() { rows.clear(), chunks.clear(), result_.reset(), stage_ = Stage::kDone; }
 
     Stage stage() const { return stage_; }
     // Whether the next stage may take long.

@@ -489,6 +489,9 @@ class Step:
     def run(self) -> int:
         """Go on to the next stage that leaves something to the caller; its number, or that of the end."""
 
+    def end(self) -> None:
+        """Keep nothing of the step."""
+
     @property
     def calls(self) -> tuple[int, int, int]:
         """So far: of drafters, of the model, and for all rows' verdicts."""

@@ -185,6 +185,20 @@ def test_native_steps_draft_what_python_drafts(
         assert sum(drafted for _, _, drafted, _ in found[0]) > len(PROMPTS)
 
 
+def test_a_row_that_has_said_what_the_draft_model_lacks_is_not_drafted_for(tiny: Tiny) -> None:
+    model = tiny.load("F32", sizes=SIZES | {"layers": 2, "vocab": VOCAB - 2})
+    drafter = ModelDrafter(model, "model", VOCAB)
+    rows = [[2, 3, 4], [4, VOCAB - 1], [VOCAB - 2, 5]]
+    for said in ([3, 0, 0], [0, 0, 0]):
+        asked = [(i, 0, 1, np.array(tokens, np.int32), 3) for i, tokens in enumerate(rows)]
+        assert [len(tokens) for tokens, *_ in drafter.native.trees(asked)] == said
+        views = [view(i, tokens) for i, tokens in enumerate(rows)]
+        assert drafter.propose(views, np.full(3, 3, np.int32)).widths.tolist() == said
+        rows[0].append(VOCAB - 1)
+    drafter.check([0, 1, 2])
+    drafter.close()
+
+
 def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None:
     def draft_model(limit: int | None) -> ModelDrafter:
         model = tiny.load("F32", sizes=SIZES | {"layers": 2}, kv_dtype="float32", kv_memory=limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -330,6 +331,40 @@ def test_a_closed_model_takes_no_step(tiny: Tiny) -> None:
     engine.model.close()
     with pytest.raises(ValueError, match="this model is closed"):
         engine.step()
+
+
+def test_a_step_that_is_over_keeps_nothing(tiny: Tiny) -> None:
+    drafter = NgramDrafter()
+    with Engine(loaded(tiny, True), drafter=drafter, size=4) as engine:
+        before = sys.getrefcount(drafter.native)
+        engine.generate([1, 2, 3] * 4, SamplingParams(max_tokens=9, ignore_eos=True))
+        after = sys.getrefcount(drafter.native)
+    assert after == before
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_log_probabilities_are_of_the_tokens_beside_them(tiny: Tiny, native: bool) -> None:
+    """Of rows that end within a verdict, beside prompts in pieces: as one forward over all of the tokens says."""
+    rng, prompts = np.random.default_rng(3), {}
+    model = loaded(tiny, native)
+    with Engine(model, drafter=NgramDrafter(), size=4, max_rows=3, prefill_chunk=8) as engine:
+        for length, limit in ((5, 9), (21, 6), (12, 7)):
+            prompt = np.tile(rng.integers(0, 9, length), 2).tolist()
+            params = SamplingParams(top_logprobs=2, prompt_logprobs=1, max_tokens=limit, ignore_eos=True)
+            prompts[engine.add(prompt, params, reuse_prefix=False)] = prompt
+        results = []
+        while not engine.idle:
+            results += [delta.result for delta in engine.step() if delta.result is not None]
+            engine.check()
+        for result in results:
+            tokens = np.array([*prompts[result.request], *result.token_ids], np.int32)
+            row, at = model.kv.alloc(), np.arange(len(tokens) - 1, dtype=np.int32)
+            output = model.forward(Batch.pack([row], [tokens], [0], [True]))
+            tops = [1] * (result.prompt_tokens - 1) + [2] * len(result.token_ids)
+            assert result.prompt_logprobs[0] is None
+            assert [*result.prompt_logprobs[1:], *result.logprobs] == output.logprobs(at, tokens[1:], tops)
+            model.kv.free(row)
+        assert len(results) == 3
 
 
 def test_python_touches_only_the_rows_that_need_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def advance(core: Core) -> None:
         except BaseException:
             core.sweep()
             raise
+    finally:
+        step.native.end()
 
 
 def compute(step: Step, clock: Clock) -> None:

@@ -33,7 +33,10 @@ class ModelDrafter(ChainDrafter):
 
     def _fits(self, view: RowView, n: int) -> bool:
         longest = self.model.info.max_length
-        return len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
+        room = len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
+        return (
+            room and int(view.tokens[-n:].max()) < self._own_vocab
+        )  # else the target said what this model cannot read
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)
