@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import add_json, emit
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -176,7 +176,7 @@ def run(given: argparse.Namespace) -> int:
                 continue
             workers.append(worker)
             worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
-        with progress("prompts", len(prompts) + given.prefill_rounds) as advance:
+        with Measuring() as measuring, progress("prompts", len(prompts) + given.prefill_rounds) as advance:
             for row, tokens in prompts:
                 for worker in workers:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
@@ -190,10 +190,13 @@ def run(given: argparse.Namespace) -> int:
         for worker in workers:
             worker.close()
     plain_of = {worker.configuration.name: worker.configuration.plain for worker in workers}
-    value["table"] = summary(value["answers"], plain_of)
+    complete = len(value["answers"]) // max(len(workers), 1) * len(workers)
+    del value["answers"][complete:]  # of a prompt that Ctrl-C came in
+    value["table"] = summary(value["answers"], plain_of) if complete else []
     emit(given, value)
-    _show(value)
-    return 0
+    if complete:
+        _show(value)
+    return measuring.end(0)
 
 
 def _prefill(

@@ -173,7 +173,7 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
 def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
     out_file = tmp_path / "out.json"
     args = ("bench", "--prompts", prompts, "--drafter", "none", "--drafter", "ngram:size=3", "--max-tokens", "12")
-    code, out, _ = outpace(capsys, *args, "--all-turns", "--json", out_file)
+    code, out, _ = outpace(capsys, *args, "--all-turns", "--json", out_file, "--plot", tmp_path / "out.svg")
     assert code == 0
     assert "tokens/step" in out
     value = json.loads(out_file.read_text())
@@ -192,6 +192,7 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
     assert value["interrupted"] is False
     assert value["threads"] >= 1
     assert value["machine"]["cores"] >= 1
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")
 
 
 def test_ctrl_c_in_an_answer_is_one_line() -> None:

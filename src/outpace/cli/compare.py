@@ -68,9 +68,8 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
         ("plain again", control, f"{written(control['speedup'])}   what the machine alone does to a ratio"),
     ):
         print(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}")
-    print(
-        f"{'figures':<{wide}} of the same {rounds} {'round' if rounds == 1 else 'rounds'}; in brackets 95 % over rounds"
-    )
+    count = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
+    print(f"{'figures':<{wide}} pooled over the same {count}; in brackets: 95 % over rounds")
     if moved := doubt(result.drafter, drafted):
         print(coloured(moved, "yellow"))
     if engine.adaptive:
