@@ -1,6 +1,5 @@
 #include "platform.h"
 
-#include <cstdlib>
 #include <new>
 #include <thread>
 
@@ -9,7 +8,6 @@
 #define NOMINMAX
 #endif
 #define WIN32_LEAN_AND_MEAN
-#include <malloc.h>
 #include <windows.h>
 #else
 #include <pthread.h>
@@ -19,9 +17,6 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <vector>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -30,13 +25,6 @@
 namespace outpace {
 
 #if defined(_WIN32)
-
-void* take_aligned(size_t bytes, size_t align) {
-    void* memory = _aligned_malloc(bytes, align);
-    if (!memory) throw std::bad_alloc();
-    return memory;
-}
-void give_aligned(void* memory) noexcept { _aligned_free(memory); }
 
 void* take_pages(size_t bytes) {
     void* pages = VirtualAlloc(nullptr, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
@@ -48,13 +36,6 @@ void give_pages(void* pages, size_t) noexcept { VirtualFree(pages, 0, MEM_RELEAS
 void at_fork(void (*)(), void (*)(), void (*)()) {}
 
 #else
-
-void* take_aligned(size_t bytes, size_t align) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, align, bytes) != 0) throw std::bad_alloc();
-    return memory;
-}
-void give_aligned(void* memory) noexcept { std::free(memory); }
 
 void* take_pages(size_t bytes) {
     void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -80,26 +61,19 @@ void advise_huge(void* memory, size_t bytes) noexcept {
 
 namespace {
 
-// The processors that this thread may use; none where the system does not say. A cpu_set_t has 1,024, and a system that
-// has more refuses it.
+// The processors that this thread may use, of 65,536 (a cpu_set_t has 1,024, which some systems refuse); none where the system
+// does not say.
 class Affinity {
 public:
-    Affinity() {
-        for (size_t most = CPU_SETSIZE; most <= (size_t{1} << 20); most *= 4) {
-            words_.assign(most / CPU_SETSIZE, cpu_set_t{});
-            if (sched_getaffinity(0, bytes(), words_.data()) == 0) return;
-            if (errno != EINVAL) break;
-        }
-        words_.clear();
-    }
-    int count() const { return words_.empty() ? 0 : CPU_COUNT_S(bytes(), words_.data()); }
-    void remove(int processor) { CPU_CLR_S(static_cast<size_t>(processor), bytes(), words_.data()); }
+    Affinity() : known_(sched_getaffinity(0, sizeof set_, set_) == 0) {}
+    int count() const { return known_ ? CPU_COUNT_S(sizeof set_, set_) : 0; }
+    void remove(int processor) { CPU_CLR_S(static_cast<size_t>(processor), sizeof set_, set_); }
     // Where it may not, nothing is lost.
-    void give(int thread) const { sched_setaffinity(thread, bytes(), words_.data()); }
+    void give(int thread) const { sched_setaffinity(thread, sizeof set_, set_); }
 
 private:
-    size_t bytes() const { return words_.size() * sizeof(cpu_set_t); }
-    std::vector<cpu_set_t> words_;
+    cpu_set_t set_[64]{};
+    const bool known_;
 };
 
 }  // namespace

@@ -11,10 +11,6 @@
 
 namespace outpace {
 
-// Memory on a boundary of `align` bytes, a power of two. Throws std::bad_alloc.
-void* take_aligned(size_t bytes, size_t align);
-void give_aligned(void* memory) noexcept;
-
 // Zeroed pages of their own, in huge ones where the system has them. Throws std::bad_alloc.
 void* take_pages(size_t bytes);
 void give_pages(void* pages, size_t bytes) noexcept;

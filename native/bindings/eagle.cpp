@@ -48,33 +48,29 @@ nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
 }
 
 nb::object fuse(Eagle& eagle, const States3& states) {
-    const size_t n = states.shape(0), hidden = static_cast<size_t>(eagle.model().hidden());
     fits(eagle, states);
-    std::vector<float> out(n * hidden);
-    without_gil([&] { eagle.fuse(states.data(), static_cast<int>(n), out.data()); });
-    return numpy(std::move(out), {n, hidden});
+    return numpy(without_gil([&] { return eagle.fuse(states.data(), static_cast<int>(states.shape(0))); }),
+        {states.shape(0), static_cast<size_t>(eagle.model().hidden())});
 }
 
-Entries::Row& row_of(EagleRows& rows, int64_t row) {
-    Entries::Row* found = rows.entries().find(row);
+EagleRows::Row& row_of(EagleRows& rows, int64_t row) {
+    EagleRows::Row* found = rows.find(row);
     if (!found) throw nb::key_error(std::to_string(row).c_str());
     return *found;
 }
 
 // Entries `first` ..: their tokens [n] and hidden states [n, layers, hidden], in the network's order. What is known is left out.
 void append(EagleRows& rows, int64_t row, int first, const nb::object& tokens, const States3& states) {
-    Entries& entries = rows.entries();
     const IntCopy ids(tokens.ptr());
-    const size_t wide = entries.wide();
+    const size_t wide = rows.wide();
     if (states.shape(1) * states.shape(2) != wide) throw std::invalid_argument("hidden states are of other layers than the network reads");
-    Entries::Row& to = entries.at(row);
-    const int known = to.end(), n = std::min(ids.size(), static_cast<int>(states.shape(0)));
+    const int known = rows.made(row).end(), n = std::min(ids.size(), static_cast<int>(states.shape(0)));
     for (int i = std::max(0, known - first); i < n; ++i)
-        std::memcpy(entries.append(to, first + i, ids.data()[i]), states.data() + static_cast<size_t>(i) * wide, wide * sizeof(float));
+        std::memcpy(rows.append(row, first + i, ids.data()[i]), states.data() + static_cast<size_t>(i) * wide, wide * sizeof(float));
 }
 
-Entries::Row& unread_row(EagleRows& rows, int64_t row, int n) {
-    Entries::Row& found = row_of(rows, row);
+EagleRows::Row& unread_row(EagleRows& rows, int64_t row, int n) {
+    EagleRows::Row& found = row_of(rows, row);
     if (n < 0 || n > found.waiting())
         throw std::invalid_argument(std::to_string(n) + " entries, where " + std::to_string(found.waiting()) + " are unread");
     return found;
@@ -82,17 +78,10 @@ Entries::Row& unread_row(EagleRows& rows, int64_t row, int n) {
 
 // The first n unread entries: their tokens [n] and hidden states [n, layers, hidden].
 nb::tuple unread(EagleRows& rows, int64_t row, int n) {
-    const Entries::Row& from = unread_row(rows, row, n);
-    const size_t count = static_cast<size_t>(n), wide = rows.entries().wide(), layers = rows.width();
-    return nb::make_tuple(numpy(std::vector<int32_t>(from.tokens.begin(), from.tokens.begin() + n), {count}),
-        numpy(std::vector<float>(from.states.begin(), from.states.begin() + static_cast<std::ptrdiff_t>(count * wide)),
-            {count, layers, wide / layers}));
-}
-
-std::vector<int64_t> numbers(const EagleRows& rows) {
-    std::vector<int64_t> found;
-    for (const auto& [row, known] : rows.entries().rows()) found.push_back(row);
-    return found;
+    const EagleRows::Row& from = unread_row(rows, row, n);
+    const size_t count = static_cast<size_t>(n), wide = rows.wide(), layers = rows.width();
+    return nb::make_tuple(numpy(std::vector<int32_t>(from.unread_tokens(), from.unread_tokens() + n), {count}),
+        numpy(std::vector<float>(rows.unread_states(from), rows.unread_states(from) + count * wide), {count, layers, wide / layers}));
 }
 
 void bind_rows(nb::module_& m) {
@@ -105,22 +94,22 @@ void bind_rows(nb::module_& m) {
         new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, catch_up, max_length});
     },
             "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "catch_up"_a, "max_length"_a, nb::keep_alive<1, 2>())
-        .def("__contains__", [](EagleRows& x, int64_t row) { return x.entries().find(row) != nullptr; }, "row"_a)
-        .def("rows", &numbers)
+        .def("__contains__", [](EagleRows& x, int64_t row) { return x.find(row) != nullptr; }, "row"_a)
+        .def("rows", [](EagleRows& x) { return keys_of(x.rows()); })
         .def("append", &append, "row"_a, "first"_a, "tokens"_a, "states"_a)
         .def("end", [](EagleRows& x, int64_t row) { return row_of(x, row).end(); }, "row"_a)
         .def("read", [](EagleRows& x, int64_t row) { return row_of(x, row).read(); }, "row"_a)
         .def("waiting", [](EagleRows& x, int64_t row) { return row_of(x, row).waiting(); }, "row"_a)
         .def("unread", &unread, "row"_a, "n"_a)
-        .def("has_read", [](EagleRows& x, int64_t row, int n) { x.entries().has_read(unread_row(x, row, n), n); }, "row"_a, "n"_a)
-        .def("unread_last", [](EagleRows& x, int64_t row) { return x.entries().unread_last(row_of(x, row)); }, "row"_a)
+        .def("has_read", [](EagleRows& x, int64_t row, int n) { x.has_read(unread_row(x, row, n), n); }, "row"_a, "n"_a)
+        .def("unread_last", [](EagleRows& x, int64_t row) { return x.unread_last(row_of(x, row)); }, "row"_a)
         .def("fork",
             [](EagleRows& x, int64_t src, int64_t dst, int known) {
         row_of(x, src);
-        x.entries().fork(src, dst, known);
+        x.fork(src, dst, known);
     }, "src"_a, "dst"_a, "known"_a)
-        .def("retire", [](EagleRows& x, int64_t row) { x.entries().retire(row); }, "row"_a)
-        .def("release", [](EagleRows& x, int64_t row) { x.entries().release(row); }, "row"_a);
+        .def("retire", &EagleRows::retire, "row"_a)
+        .def("release", &EagleRows::release, "row"_a);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -26,6 +27,13 @@ inline void fits(DraftNetwork& network, const States3& states, const Ints& besid
     if (beside.shape(0) != states.shape(0))
         throw std::invalid_argument(std::to_string(beside.shape(0)) + " " + what + " and the hidden states of " +
                                     std::to_string(states.shape(0)) + " differ in length");
+}
+
+template <class Rows>
+std::vector<int64_t> keys_of(const std::map<int64_t, Rows>& rows) {
+    std::vector<int64_t> found;
+    for (const auto& [row, known] : rows) found.push_back(row);
+    return found;
 }
 
 using Noise = std::optional<std::tuple<double, uint64_t, uint32_t, uint32_t>>;  // temperature, seed, sample, index; None: greedy

@@ -58,27 +58,22 @@ nb::list draft_blocks(Parallel& x, const BlockAsks& described) {
     return found;
 }
 
+// Two lists of rows as arrays [n, a] and [n, b].
+nb::tuple matrices(std::pair<std::vector<float>, std::vector<float>>&& found, int a, int b) {
+    const size_t wide = static_cast<size_t>(a), wider = static_cast<size_t>(b), n = wide ? found.first.size() / wide : 0;
+    return nb::make_tuple(numpy(std::move(found.first), {n, wide}), numpy(std::move(found.second), {n, wider}));
+}
+
 // Normed states [N, H] and logits [N, D] of all slots that are asked for, ask after ask.
 nb::tuple block_states(Parallel& x, const BlockAsks& described) {
     const std::vector<Parallel::Ask> asks = block_asks(x, described);
-    size_t n = 0;
-    for (const Parallel::Ask& ask : asks) n += static_cast<size_t>(std::clamp(ask.slots, 0, x.slots()));
-    const size_t hidden = static_cast<size_t>(x.model().hidden()), outputs = static_cast<size_t>(x.model().outputs());
-    std::vector<float> normed(n * hidden), logits(n * outputs);
-    without_gil([&] { x.states(asks, normed.data(), logits.data()); });
-    return nb::make_tuple(numpy(std::move(normed), {n, hidden}), numpy(std::move(logits), {n, outputs}));
+    return matrices(without_gil([&] { return x.states(asks); }), x.model().hidden(), x.model().outputs());
 }
 
 // What is known of tokens [n, rank], and what that adds to logits [n, D].
 nb::tuple markov_bias(Parallel& x, const Ints& tokens) {
     const std::vector<int32_t> ids = copied(tokens);
-    for (const int32_t token : ids)
-        if (token < 0 || token >= x.model().vocab())
-            throw std::invalid_argument("token " + std::to_string(token) + " is not in the vocabulary");
-    const size_t n = ids.size(), rank = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
-    std::vector<float> before(n * rank), after(n * outputs);
-    without_gil([&] { x.bias(ids, before.data(), after.data()); });
-    return nb::make_tuple(numpy(std::move(before), {n, rank}), numpy(std::move(after), {n, outputs}));
+    return matrices(without_gil([&] { return x.bias(ids); }), x.rank(), x.model().outputs());
 }
 
 // blocks: (weight, bias or None) of each block of each head.
@@ -96,14 +91,10 @@ void make_medusa(Medusa* self, std::shared_ptr<Model> target, const std::vector<
 // Logits [n, heads, D] of rows' states.
 nb::object medusa_logits(MedusaRows& rows, const std::vector<int64_t>& asked) {
     Medusa& network = rows.network();
-    const size_t heads = static_cast<size_t>(network.heads()), outputs = static_cast<size_t>(network.outputs());
-    std::vector<float> states, out(asked.size() * heads * outputs);
-    for (const int64_t row : asked) {
-        const std::vector<float>& values = rows.states().at(row).values;
-        states.insert(states.end(), values.begin(), values.end());
-    }
-    without_gil([&] { network.logits(states.data(), static_cast<int>(asked.size()), out.data()); });
-    return numpy(std::move(out), {asked.size(), heads, outputs});
+    std::vector<const float*> states;
+    for (const int64_t row : asked) states.push_back(rows.states().at(row).values.data());
+    return numpy(without_gil([&] { return network.logits(states); }),
+        {asked.size(), static_cast<size_t>(network.heads()), static_cast<size_t>(network.outputs())});
 }
 
 }  // namespace
@@ -139,12 +130,7 @@ void bind_parallel(nb::module_& m) {
         x.states()[row] = {position, values_of(state)};
     }, "row"_a, "position"_a, "state"_a)
         .def("position", [](MedusaRows& x, int64_t row) { return x.states().count(row) ? x.states()[row].position : -1; }, "row"_a)
-        .def("rows",
-            [](MedusaRows& x) {
-        std::vector<int64_t> found;
-        for (const auto& [row, state] : x.states()) found.push_back(row);
-        return found;
-    })
+        .def("rows", [](MedusaRows& x) { return keys_of(x.states()); })
         .def("logits", &medusa_logits, "rows"_a)
         .def("fork", [](MedusaRows& x, int64_t src, int64_t dst) { x.states()[dst] = x.states().at(src); }, "src"_a, "dst"_a)
         .def("release", [](MedusaRows& x, int64_t row) { x.states().erase(row); }, "row"_a);

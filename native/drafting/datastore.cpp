@@ -35,6 +35,12 @@ bool precedes(const Datastore::Segment& segment, int64_t position, const Backwar
     return false;
 }
 
+// Of the places from `from` on the `most` of the longest matches; of equals the earlier.
+void keep_longest(std::vector<Datastore::Place>& found, std::ptrdiff_t from, int most) {
+    std::stable_sort(found.begin() + from, found.end(), [](const auto& a, const auto& b) { return a.length > b.length; });
+    if (static_cast<std::ptrdiff_t>(found.size()) > from + most) found.erase(found.begin() + from + most, found.end());
+}
+
 // Adds the places of a segment whose neighbours in its order are nearest to where the context would stand.
 void search(const Datastore::Segment& segment, const Backwards& context, int most, std::vector<Datastore::Place>& found) {
     const int64_t* end_of_keys = segment.keys + segment.places;
@@ -65,9 +71,7 @@ void search(const Datastore::Segment& segment, const Backwards& context, int mos
             ++length;
         found.push_back({&segment, position, length});
     }
-    const auto longer = [](const Datastore::Place& a, const Datastore::Place& b) { return a.length > b.length; };
-    std::stable_sort(found.begin() + from, found.end(), longer);
-    if (static_cast<int64_t>(found.size()) > from + most) found.erase(found.begin() + from + most, found.end());
+    keep_longest(found, from, most);
 }
 
 }  // namespace
@@ -90,10 +94,7 @@ std::vector<Datastore::Place> Datastore::places(const int32_t* context, size_t n
     }
     std::vector<Place> found;
     for (const Segment& segment : segments_) search(segment, end, most, found);
-    if (segments_.size() > 1) {
-        std::stable_sort(found.begin(), found.end(), [](const Place& a, const Place& b) { return a.length > b.length; });
-        if (static_cast<int64_t>(found.size()) > most) found.erase(found.begin() + most, found.end());
-    }
+    if (segments_.size() > 1) keep_longest(found, 0, most);
     return found;
 }
 

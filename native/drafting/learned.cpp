@@ -26,7 +26,59 @@ void LearnedRows::copy(const States& from, int place, size_t hidden, float* to) 
 }
 
 EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
-    : LearnedRows(std::move(layers), eagle.layers_read()), eagle_(eagle), limits_(limits), entries_(static_cast<int>(eagle.wide())) {}
+    : LearnedRows(std::move(layers), eagle.layers_read()), eagle_(eagle), limits_(limits) {}
+
+float* EagleRows::append(int64_t row, int entry, int32_t token) {
+    Row& to = made(row);
+    to.at.push_back(entry);
+    to.tokens.push_back(token);
+    to.states.resize(to.states.size() + wide());
+    return to.states.data() + to.states.size() - wide();
+}
+
+// Of the entries whose hidden states are kept the first n.
+void EagleRows::drop(Row& row, int n) {
+    row.at.erase(row.at.begin(), row.at.begin() + n);
+    row.tokens.erase(row.tokens.begin(), row.tokens.begin() + n);
+    row.states.erase(row.states.begin(), row.states.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(n) * wide()));
+}
+
+void EagleRows::has_read(Row& row, int n) {
+    if (n <= 0) return;
+    for (int i = row.had; i < row.had + n; ++i) {
+        const int entry = row.at[static_cast<size_t>(i)];
+        if (!row.spans.empty() && row.spans.back().second == entry)
+            ++row.spans.back().second;
+        else
+            row.spans.emplace_back(entry, entry + 1);
+    }
+    drop(row, row.had + n - 1);
+    row.had = true;
+}
+
+bool EagleRows::unread_last(Row& row) {
+    if (!row.had || row.spans.empty() || row.spans.back().second != row.at[0] + 1) return false;
+    if (--row.spans.back().second == row.spans.back().first) row.spans.pop_back();
+    row.had = false;
+    return true;
+}
+
+void EagleRows::fork(int64_t src, int64_t dst, int known) {
+    Row made = rows_.at(src);
+    while (!made.spans.empty() && made.spans.back().first >= known) made.spans.pop_back();
+    if (!made.spans.empty()) made.spans.back().second = std::min(made.spans.back().second, known);
+    const auto n = static_cast<size_t>(std::lower_bound(made.at.begin(), made.at.end(), known) - made.at.begin());
+    made.at.resize(n), made.tokens.resize(n), made.states.resize(n * wide());
+    made.had = made.had && n > 0;
+    rows_[dst] = std::move(made);
+}
+
+void EagleRows::retire(int64_t row) {
+    Row* known = find(row);
+    if (!known || !known->had) return;
+    drop(*known, 1);
+    known->had = false;
+}
 
 // How many the row's draft may have.
 int EagleRows::levels(const Asked& asked) const {
@@ -35,8 +87,8 @@ int EagleRows::levels(const Asked& asked) const {
 }
 
 // The row, once the network has what it is known to have read: an interrupted call leaves more.
-Entries::Row& EagleRows::settled(int64_t row) {
-    Entries::Row& known = *entries_.find(row);
+EagleRows::Row& EagleRows::settled(int64_t row) {
+    Row& known = *find(row);
     const int cached = eagle_.row(static_cast<int>(row)), read = known.read();
     std::lock_guard<std::mutex> lock(eagle_.model().lock());
     if (cached >= 0 && eagle_.model().kv().length(cached) > read) eagle_.model().kv().truncate(cached, read);
@@ -45,17 +97,17 @@ Entries::Row& EagleRows::settled(int64_t row) {
 
 // Whether the row has entries to feed, and room for `more` behind them.
 bool EagleRows::ready(int64_t row, int more) {
-    if (!entries_.find(row)) return false;
-    Entries::Row& known = settled(row);
-    if (known.at.empty()) {
-        if (!entries_.unread_last(known)) return false;
+    if (!find(row)) return false;
+    Row& known = settled(row);
+    if (known.waiting() == 0) {
+        if (!unread_last(known)) return false;
         settled(row);
     }
     return known.read() + known.waiting() + more <= limits_.max_length;
 }
 
 void EagleRows::forget(int64_t row) {
-    entries_.release(row);
+    release(row);
     eagle_.drop(static_cast<int>(row));
 }
 
@@ -71,9 +123,9 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
         std::vector<Eagle::Ask> asks;
         for (const size_t i : at) {
             const Asked& asked = rows[i];
-            const Entries::Row& known = *entries_.find(asked.row);
-            asks.push_back(
-                {taken.row(asked.row), known.tokens, known.states.data(), asked.size, levels(asked), limits_.branch, sampling_of(asked)});
+            const Row& known = *find(asked.row);
+            asks.push_back({taken.row(asked.row), {known.unread_tokens(), known.unread_tokens() + known.waiting()}, unread_states(known),
+                asked.size, levels(asked), limits_.branch, sampling_of(asked)});
         }
         std::vector<Draft> drafts;
         try {
@@ -85,8 +137,8 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
         }
         taken.keep();
         for (size_t k = 0; k < at.size(); ++k) {
-            Entries::Row& known = *entries_.find(rows[at[k]].row);
-            entries_.has_read(known, known.waiting());
+            Row& known = *find(rows[at[k]].row);
+            has_read(known, known.waiting());
             trees[at[k]] = std::move(drafts[k]);
             trees[at[k]].levels = levels(rows[at[k]]);
         }
@@ -95,15 +147,15 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
 }
 
 bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
-    const size_t hidden = entries_.wide() / width();
+    const size_t hidden = wide() / width();
     behind_.clear();
     for (const Final& final : rows) {
-        Entries::Row& known = entries_.at(final.row);
+        Row& known = made(final.row);
         const int end = known.end();
         for (size_t n = 0; n < final.tokens.size(); ++n) {
             const int entry = final.first + static_cast<int>(n);
             if (entry < end) continue;
-            copy(states, final.places[n], hidden, entries_.append(known, entry, final.tokens[n]));
+            copy(states, final.places[n], hidden, append(final.row, entry, final.tokens[n]));
         }
         if (known.waiting() > limits_.catch_up) behind_.push_back(final.row);
     }
@@ -117,18 +169,18 @@ void EagleRows::read_ahead() {
         DraftNetwork::Taken taken(eagle_);
         std::vector<Eagle::Ask> asks;
         for (const int64_t row : rows) {
-            const Entries::Row& known = settled(row);
-            asks.push_back({taken.row(row), {known.tokens.begin(), known.tokens.begin() + std::min(known.waiting() - 1, limits_.catch_up)},
-                known.states.data()});
+            const Row& known = settled(row);
+            asks.push_back({taken.row(row),
+                {known.unread_tokens(), known.unread_tokens() + std::min(known.waiting() - 1, limits_.catch_up)}, unread_states(known)});
         }
         try {
             eagle_.draft(asks);
-            for (size_t i = 0; i < rows.size(); ++i) entries_.has_read(*entries_.find(rows[i]), static_cast<int>(asks[i].tokens.size()));
+            for (size_t i = 0; i < rows.size(); ++i) has_read(*find(rows[i]), static_cast<int>(asks[i].tokens.size()));
             taken.keep();
         } catch (const MemoryLimit&) { forget(rows.back()); }
         std::vector<int64_t> left;
         for (const int64_t row : rows)
-            if (const Entries::Row* known = entries_.find(row); known && known->waiting() > 1) left.push_back(row);
+            if (const Row* known = find(row); known && known->waiting() > 1) left.push_back(row);
         rows = std::move(left);
     }
 }

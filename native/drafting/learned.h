@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "drafting/entries.h"
 #include "drafting/lookups.h"
 #include "model/eagle.h"
 #include "model/medusa.h"
@@ -39,8 +38,26 @@ inline Sampling sampling_of(const Asked& asked) {
     return sampling;
 }
 
+// Entry i of a row has the target's hidden states of position i and the token after it; drafters/learned/entries.py is the reference.
 class EagleRows : public LearnedRows {
 public:
+    struct Row {
+        std::vector<std::pair<int, int>> spans;  // entries that the network has, [first, end), ascending
+        // Those whose hidden states are kept, ascending: the last one that the network has, if `had`, then all that it lacks.
+        std::vector<int> at;
+        std::vector<int32_t> tokens;
+        std::vector<float> states;
+        bool had = false;
+
+        int read() const {
+            int sum = 0;
+            for (const auto& [first, end] : spans) sum += end - first;
+            return sum;
+        }
+        int waiting() const { return static_cast<int>(at.size()) - had; }
+        int end() const { return waiting() > 0 ? at.back() + 1 : spans.empty() ? 0 : spans.back().second; }
+        const int32_t* unread_tokens() const { return tokens.data() + had; }
+    };
     struct Limits {
         int branch;
         int most_levels;   // of a draft; -1: as many as it is asked for, but
@@ -56,18 +73,32 @@ public:
     bool observe(const std::vector<Final>& rows, const States& states) override;
     void read_ahead() override;
 
-    Entries& entries() { return entries_; }
-    const Entries& entries() const { return entries_; }
+    Row* find(int64_t row) {
+        const auto found = rows_.find(row);
+        return found == rows_.end() ? nullptr : &found->second;
+    }
+    Row& made(int64_t row) { return rows_[row]; }  // where it is not there
+    // Makes room for an entry behind the row's last one: where its states go.
+    float* append(int64_t row, int entry, int32_t token);
+    const float* unread_states(const Row& row) const { return row.states.data() + row.had * wide(); }
+    void has_read(Row& row, int n);  // the network has the first n that were unread now
+    bool unread_last(Row& row);      // makes the last entry unread again; whether that can be done
+    void fork(int64_t src, int64_t dst, int known);  // `dst` becomes what `src` has of the entries before `known`
+    void retire(int64_t row);                        // the last entry need not be kept
+    void release(int64_t row) { rows_.erase(row); }
+    const std::map<int64_t, Row>& rows() const { return rows_; }
+    size_t wide() const { return eagle_.wide(); }  // numbers of an entry's hidden states
 
 private:
     int levels(const Asked& asked) const;
     bool ready(int64_t row, int more);
-    Entries::Row& settled(int64_t row);
+    Row& settled(int64_t row);
+    void drop(Row& row, int n);
     void forget(int64_t row);
 
     Eagle& eagle_;
     const Limits limits_;
-    Entries entries_;
+    std::map<int64_t, Row> rows_;
     std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 

@@ -1,7 +1,6 @@
-// The index and the best-first tree of the drafter `suffix`. Instead of a suffix tree with counts, which has to update every
-// ancestor for every token, positions are chained by the pair of tokens that ends there, and the counts of SuffixDecoding's tree
-// (arXiv 2411.04975, section 3) are taken lazily: a tree node is the set of earlier places that its path continues, and its
-// children are what stands next in them. tests/oracles/suffix.py has it in plain Python, number for number.
+// The index and the best-first tree of the drafter `suffix` (SuffixDecoding, arXiv 2411.04975, section 3). Positions are chained by
+// the pair of tokens that ends there. A tree node is the set of earlier places that its path continues, and its children are
+// what stands next in them: counts without a suffix tree. tests/oracles/suffix.py has it in plain Python, number for number.
 #pragma once
 
 #include <cstddef>

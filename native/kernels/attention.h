@@ -143,12 +143,13 @@ struct Attention {
 
     template <KVType as, bool widely>
     void score_all(const uint8_t* keys, const float* scales, Fetch& fetch) {
-        in_tiles(job.queries, [&](auto pack, int i) { score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i); });
+        in_tiles(Pack<4, 3, 2, 1>{}, job.queries,
+            [&](auto pack, int i) { score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i); });
     }
 
     template <KVType as, bool widely>
     void add_all(const uint8_t* values, Fetch& fetch) {
-        in_tiles(job.queries, [&](auto pack, int i) { tile_values<as, widely>(pack, i, values, fetch); });
+        in_tiles(Pack<4, 3, 2, 1>{}, job.queries, [&](auto pack, int i) { tile_values<as, widely>(pack, i, values, fetch); });
     }
 
     // What all queries of the tile see is added for all at once, the rest query by query; for each in order.

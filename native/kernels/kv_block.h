@@ -5,8 +5,9 @@
 // Whether numbers become floats on the way or once for all queries of a job cannot show: both are exact.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/math.h"
-#include "kernels/range.h"
 #include "kernels/table.h"
 #include "weights/halves.h"
 
@@ -31,16 +32,8 @@ INLINE const float* scales_of(const uint8_t* part, int dim) {
 template <KVType type>
 constexpr bool kPairs = type == KVType::BF16 && kDotPairs;
 
-template <bool pairs>
-struct QueryOf {
-    using type = float;
-};
-template <>
-struct QueryOf<true> {
-    using type = uint16_t;
-};
 template <KVType type>
-using Query = typename QueryOf<kPairs<type>>::type;
+using Query = std::conditional_t<kPairs<type>, uint16_t, float>;
 
 // Lines that will be needed after this block, asked for while it is computed, so many at a time: a row's cache is read once
 // a layer and has left every near cache since.
@@ -199,16 +192,13 @@ static void widen_values(const uint8_t* values, int dim, int from, int to, float
 }
 
 // Calls body(pack, first query) for runs of up to kQueries queries.
-template <class Body>
-INLINE void in_tiles(int queries, const Body& body) {
+template <class Body, int... widths>
+INLINE void in_tiles(Pack<widths...>, int queries, const Body& body) {
     int i = 0;
-    if constexpr (kQueries >= 4)
-        for (; queries - i >= 4; i += 4) body(Range<4>{}, i);
-    if constexpr (kQueries >= 3)
-        for (; queries - i >= 3; i += 3) body(Range<3>{}, i);
-    if constexpr (kQueries >= 2)
-        for (; queries - i >= 2; i += 2) body(Range<2>{}, i);
-    for (; i < queries; ++i) body(Range<1>{}, i);
+    const auto run = [&](auto pack, int width) {
+        for (; queries - i >= width; i += width) body(pack, i);
+    };
+    (run(Range<(widths <= kQueries ? widths : 1)>{}, widths <= kQueries ? widths : queries + 1), ...);
 }
 
 }  // namespace OUTPACE_NS

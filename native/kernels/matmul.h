@@ -5,7 +5,6 @@
 
 #include <type_traits>
 
-#include "kernels/range.h"
 #include "kernels/simd.h"
 #include "kernels/table.h"
 

@@ -1,6 +1,8 @@
 // The 16 lanes of the path that is being compiled.
 #pragma once
 
+#include <utility>
+
 #include "weights/halves.h"
 
 #if defined(OUTPACE_AVX512)
@@ -13,6 +15,12 @@
 
 namespace outpace {
 namespace OUTPACE_NS {
+
+// 0, 1, ..., N - 1 as a type: a loop whose indices are constants, so that what it indexes can live in registers.
+template <int... t>
+using Pack = std::integer_sequence<int, t...>;
+template <int N>
+using Range = std::make_integer_sequence<int, N>;
 
 INLINE F zero() { return set1(0.0f); }
 INLINE I zero_i() { return set1_i(0); }

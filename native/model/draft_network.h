@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "model/fusion.h"
 #include "model/model.h"
 #include "sampling/ranking.h"
 
@@ -21,10 +20,10 @@ namespace outpace {
 class DraftNetwork {
 public:
     Model& model() { return *model_; }
-    int layers_read() const { return static_cast<int>(fusion_.wide()) / model_->hidden(); }  // whose hidden states it reads
-    size_t wide() const { return fusion_.wide(); }                                          // numbers that a position has in these
+    int layers_read() const { return fuse_.cols / model_->hidden(); }     // whose hidden states it reads
+    size_t wide() const { return static_cast<size_t>(fuse_.cols); }       // numbers that a position has in these
     const std::vector<int32_t>& tokens() const { return ranking_.tokens(); }
-    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fusion_.bytes(); }
+    size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fuse_.bytes(); }
 
     // The cache's row of a row of the target's, which is made where it is not there, and given up again. They take the lock.
     int row(int of) const {  // -1: it is not there
@@ -67,12 +66,13 @@ public:
     };
 
 protected:
-    // `fuse` [hidden, layers * hidden] makes features, under `norms`: see Fusion. `tokens` [outputs of the model]: the target's
-    // ids, ascending. Throws std::invalid_argument for what does not fit together.
-    DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens)
-        : model_(std::move(model)),
-          fusion_(*model_, std::move(fuse), std::move(norms)),
-          ranking_(std::move(tokens), model_->outputs(), model_->vocab(), model_->threads()) {}
+    // `fuse` [hidden, layers * hidden] makes features, under `norms`: none, one for each layer [hidden], or one over all [layers *
+    // hidden]. `tokens` [outputs of the model]: the target's ids, ascending. It takes the lock. Throws std::invalid_argument for
+    // what does not fit together.
+    DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens);
+
+    // Features [n][hidden] of the target's hidden states [layers][hidden] of n positions. The lock is the caller's.
+    std::vector<float> features(const std::vector<const float*>& hidden_states);
 
     // What calls are given. They throw std::invalid_argument.
     void check_token(int32_t token) const {
@@ -98,14 +98,10 @@ protected:
         return batch;
     }
 
-    // Gives up memory that was taken for a call's own tokens.
-    struct Settled {
-        KV& kv;
-        ~Settled() { kv.settle(); }
-    };
-
     std::shared_ptr<Model> model_;
-    Fusion fusion_;
+    Matrix fuse_;
+    std::vector<std::vector<float>> norms_;
+    Buffer<float> fused_;
     Ranking ranking_;
     std::map<int, int> rows_;  // the target's row -> the cache's
 };

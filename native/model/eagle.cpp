@@ -41,12 +41,13 @@ void Eagle::exchange(Eagle& other) {
     if (&mine == &theirs || mine.runtime_ != theirs.runtime_ || !other.rows_.empty() || !theirs.kv_.rows().empty())
         throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
     if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length ||
-        x.layers != y.layers || x.heads != y.heads || x.dim != y.dim || x.type != y.type || !fusion_.like(other.fusion_) ||
-        tokens() != other.tokens() || norm_output_ != other.norm_output_)
+        x.layers != y.layers || x.heads != y.heads || x.dim != y.dim || x.type != y.type || wide() != other.wide() ||
+        norms_.size() != other.norms_.size() || tokens() != other.tokens() || norm_output_ != other.norm_output_)
         throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
     std::lock_guard<std::mutex> lock(mine.lock());
     mine.exchange(theirs);
-    std::swap(fusion_, other.fusion_);
+    std::swap(fuse_, other.fuse_);
+    std::swap(norms_, other.norms_);
 }
 
 void Eagle::check(const std::vector<Ask>& asks) {
@@ -97,7 +98,7 @@ std::vector<std::vector<RankedToken>> Eagle::level(
             ranked.push_back({step.sampling, rows[step.row].ask->branch});
         }
         ranking_.begin(std::move(ranked));
-        run.draft(bytes() - fusion_.bytes(), [&](Seat& me) {
+        run.draft(bytes() - fuse_.bytes(), [&](Seat& me) {
             if (!run.layers(me)) return;
             const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
             float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [tokens][kStretch]
@@ -136,24 +137,22 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
         const bool drafts = ask.nodes > 0;
         for (int i = 0; i < n - drafts; ++i) {  // the last one's output is read, the others' only stored
             m.plan_.append(row, ask.tokens[static_cast<size_t>(i)], length + i);
-            states.push_back(ask.states + static_cast<size_t>(i) * fusion_.wide());
+            states.push_back(ask.states + static_cast<size_t>(i) * wide());
         }
         row.cached = length + n;
         if (drafts) {
             steps.push_back({rows.size(), -1, ask.sampling});
-            last_states.push_back(ask.states + static_cast<size_t>(n - 1) * fusion_.wide());
+            last_states.push_back(ask.states + static_cast<size_t>(n - 1) * wide());
         }
         rows.push_back({&ask, row, Growth(ask.nodes, ask.levels, ask.branch)});
     }
     const size_t stored = states.size();
     states.insert(states.end(), last_states.begin(), last_states.end());
-    std::vector<float> features(states.size() * hidden);
-    fusion_.run(m, states, features.data());
+    std::vector<float> features = this->features(states);
     if (stored > 0) m.cover(), store(features.data());
 
     features.erase(features.begin(), features.begin() + static_cast<std::ptrdiff_t>(stored * hidden));
     Result result;
-    size_t room = 0;  // of result.hidden_states, in steps
     while (!steps.empty()) {
         m.plan_.clear_tokens();
         for (size_t i = 0; i < steps.size(); ++i) {
@@ -177,10 +176,7 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
             row.steps[static_cast<size_t>(node.entry)] = i;
         }
         m.cover();
-        if (room < steps.size()) {
-            room = steps.size();
-            result.hidden_states.reset(new float[room * hidden]);
-        }
+        result.hidden_states.reset(new float[steps.size() * hidden]);
         const std::vector<std::vector<RankedToken>> children = level(rows, steps, features.data(), result);
 
         std::vector<Step> next;

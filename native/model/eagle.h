@@ -38,10 +38,12 @@ public:
     // takes the lock. Throws std::invalid_argument where the two differ in shape or words, or `other` has rows.
     void exchange(Eagle& other);
 
-    // Features [n][hidden] of the target's states [n][layers][hidden].
-    void fuse(const float* states, int n, float* out) {
+    // Features [n][hidden] of the target's states [n][layers][hidden]. It takes the lock.
+    std::vector<float> fuse(const float* states, int n) {
         std::lock_guard<std::mutex> lock(model_->lock());
-        fusion_.run(*model_, states, n, out);
+        std::vector<const float*> each;
+        for (int t = 0; t < n; ++t) each.push_back(states + static_cast<size_t>(t) * wide());
+        return features(each);
     }
 
 private:

@@ -169,10 +169,7 @@ void Model::Run::settle(int threads) {
 std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     auto result = std::make_unique<Result>();
     if (batch.tokens == 0) throw std::invalid_argument("malformed batch: it has no tokens");
-    struct Settled {
-        KV& kv;
-        ~Settled() { kv.settle(); }
-    } const settled{kv_};
+    const Settled settled{kv_};
     prepare(batch);
     Pool& pool = runtime_->pool();
     result->kernels = &kernels_;
@@ -189,7 +186,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     result->wanted.assign(batch.wanted, batch.wanted + batch.wanted_count);
     result->best.resize(static_cast<size_t>(batch.wanted_count));
     result->stride_ = weights_->head.out_padded();
-    result->logits_ = logits_pool_->take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
+    result->logits_ = logits_pool_.take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
     for (int first = 0; first < batch.tokens; first += kChunk) {
         const int count = std::min(kChunk, batch.tokens - first);
         unsigned kind = 0;  // widths up to 1, 2, 4 ...

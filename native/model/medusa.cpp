@@ -138,22 +138,21 @@ std::vector<std::vector<std::vector<RankedToken>>> Medusa::draft(const std::vect
     return drafts;
 }
 
-void Medusa::logits(const float* states, int n, float* out) {
+std::vector<float> Medusa::logits(const std::vector<const float*>& states) {
     std::lock_guard<std::mutex> lock(target_->lock());
-    const size_t hidden = static_cast<size_t>(target_->hidden()), each = static_cast<size_t>(heads()) * static_cast<size_t>(outputs());
-    for (int first = 0; first < n; first += kChunk) {
-        const int count = std::min(kChunk, n - first);
-        std::vector<const float*> some;
-        for (int i = 0; i < count; ++i) some.push_back(states + static_cast<size_t>(first + i) * hidden);
+    const size_t wide = static_cast<size_t>(outputs()), each = static_cast<size_t>(heads()) * wide;
+    std::vector<float> found(states.size() * each);
+    for (size_t first = 0; first < states.size(); first += kChunk) {
+        const std::vector<const float*> some(states.begin() + static_cast<std::ptrdiff_t>(first),
+            states.begin() + static_cast<std::ptrdiff_t>(std::min(first + kChunk, states.size())));
         forward(some, heads());
-        float* to = out + static_cast<size_t>(first) * each;
-        each_stretch(count, heads(), [&](int, int head, int stretch, const float* logits) {
-            for (int i = 0; i < count; ++i)
+        each_stretch(static_cast<int>(some.size()), heads(), [&](int, int head, int stretch, const float* logits) {
+            for (size_t i = 0; i < some.size(); ++i)
                 std::copy_n(logits + i * kStretch, ranking_.size_of(stretch),
-                    to + static_cast<size_t>(i) * each + static_cast<size_t>(head) * static_cast<size_t>(outputs()) +
-                        static_cast<size_t>(ranking_.begin_of(stretch)));
+                    found.data() + (first + i) * each + static_cast<size_t>(head) * wide + static_cast<size_t>(ranking_.begin_of(stretch)));
         });
     }
+    return found;
 }
 
 }  // namespace outpace

@@ -30,8 +30,8 @@ public:
     };
     // The likeliest `most` tokens of each head that is asked for, by ask; each ask's depend on it alone. Throws NotFinite.
     std::vector<std::vector<std::vector<RankedToken>>> draft(const std::vector<Ask>& asks, int most);
-    // Logits [n][heads][outputs] of states [n][hidden].
-    void logits(const float* states, int n, float* out);
+    // Logits [n][heads][outputs] of n states [hidden].
+    std::vector<float> logits(const std::vector<const float*>& states);
 
     int heads() const { return static_cast<int>(heads_.size()); }
     int outputs() const { return static_cast<int>(ranking_.tokens().size()); }

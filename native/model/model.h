@@ -106,7 +106,6 @@ public:
 private:
     friend class DraftNetwork;
     friend class Eagle;
-    friend class Fusion;
     friend class Medusa;
     friend class Parallel;
     struct Tile {  // tokens of one row whose attention is computed together
@@ -138,7 +137,7 @@ private:
     std::vector<std::atomic<int>> next_job_;  // one a layer
     enum Claim { kClaimQkv, kClaimOutput, kClaimGateUp, kClaimDown, kClaims };  // products that threads claim stretches of
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
-    std::shared_ptr<BufferPool> logits_pool_ = std::make_shared<BufferPool>();
+    BufferPool logits_pool_;
     bool timing_ = false;
     std::array<double, kPhases> seconds_{};
 };

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "kernels/functions.h"
 #include "model/run.h"
@@ -69,13 +70,12 @@ void Parallel::read(const std::vector<Context>& contexts) {
         for (size_t i = 0; i < context.positions.size(); ++i) {
             const int slot = length + static_cast<int>(i);
             m.plan_.in_block(row, 0, context.positions[i], slot, slot);
-            states.push_back(context.states + i * fusion_.wide());
+            states.push_back(context.states + i * wide());
         }
     }
     m.cover();
     const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
-    std::vector<float> features(states.size() * hidden);
-    fusion_.run(m, states, features.data());
+    const std::vector<float> features = this->features(states);
     const BatchView batch = planned(nullptr);
     Result nothing;
     size_t bytes = 0;
@@ -147,7 +147,7 @@ void Parallel::forward(const std::vector<Ask>& asks) {
     // A block is never cut: its tokens' keys are written together.
     Model::Run::each_chunk(m, result, batch, kChunk / shape_.block * shape_.block, [&](Model::Run& run) {
         float* y = logits_of(static_cast<size_t>(run.token(run.wanted_[0]).wanted));
-        run.draft(bytes() - fusion_.bytes(), [&](Seat& me) {
+        run.draft(bytes() - fuse_.bytes(), [&](Seat& me) {
             if (!run.layers(me)) return;
             run.share(me, Model::kClaimQkv, batch.layers, head.blocks, [&](int from, int to) {
                 const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
@@ -221,47 +221,42 @@ std::vector<std::vector<RankedToken>> Parallel::draft(const std::vector<Ask>& as
     std::lock_guard<std::mutex> lock(model_->lock());
     forward(asks);
     std::vector<std::vector<RankedToken>> drafts(asks.size());
-    std::vector<size_t> places;  // of each ask's first slot
-    size_t next = 0;
-    for (const Ask& ask : asks) {
-        places.push_back(next);
-        next += static_cast<size_t>(ask.slots);
-    }
     for (int s = 0; s < slots(); ++s) {
         std::vector<Slot> together;
-        for (size_t i = 0; i < asks.size(); ++i) {
-            if (asks[i].slots > s) together.push_back({i, places[i] + static_cast<size_t>(s), s});
-            if (!together.empty() && (together.size() == kChunk || i + 1 == asks.size())) {
-                decide(asks, together, drafts);
-                together.clear();
-            }
+        size_t first = 0;  // place of the ask's first slot
+        for (size_t i = 0; i < asks.size(); first += static_cast<size_t>(asks[i++].slots)) {
+            if (asks[i].slots > s) together.push_back({i, first + static_cast<size_t>(s), s});
+            if (together.size() == kChunk || (!together.empty() && i + 1 == asks.size())) decide(asks, std::exchange(together, {}), drafts);
         }
     }
     return drafts;
 }
 
-void Parallel::states(const std::vector<Ask>& asks, float* normed, float* logits) {
+std::pair<std::vector<float>, std::vector<float>> Parallel::states(const std::vector<Ask>& asks) {
     std::lock_guard<std::mutex> lock(model_->lock());
     forward(asks);
-    std::copy(normed_.begin(), normed_.end(), normed);
-    const size_t outputs = static_cast<size_t>(model_->outputs());
-    const size_t places = normed_.size() / static_cast<size_t>(model_->hidden());
-    for (size_t i = 0; i < places; ++i) std::copy_n(logits_of(i), outputs, logits + i * outputs);
+    std::vector<float> logits;
+    for (size_t i = 0; i < normed_.size() / static_cast<size_t>(model_->hidden()); ++i)
+        logits.insert(logits.end(), logits_of(i), logits_of(i) + model_->outputs());
+    return {normed_, std::move(logits)};
 }
 
-void Parallel::bias(const std::vector<int32_t>& tokens, float* before, float* after) {
+std::pair<std::vector<float>, std::vector<float>> Parallel::bias(const std::vector<int32_t>& tokens) {
     if (!markov_) throw std::invalid_argument("this drafter has no Markov head");
+    for (const int32_t token : tokens) check_token(token);
     std::lock_guard<std::mutex> lock(model_->lock());
     const DenormalsAsZero mode;
     const Matrix& m = markov_->after;
-    std::vector<float> padded(std::min<size_t>(kChunk, tokens.size()) * static_cast<size_t>(m.out_padded()));
+    std::vector<float> before, after, padded(kChunk * static_cast<size_t>(m.out_padded()));
     for (size_t first = 0; first < tokens.size(); first += kChunk) {
         const size_t n = std::min<size_t>(kChunk, tokens.size() - first);
         encode({tokens.begin() + static_cast<std::ptrdiff_t>(first), tokens.begin() + static_cast<std::ptrdiff_t>(first + n)});
-        before = std::copy(before_.begin(), before_.end(), before);
+        before.insert(before.end(), before_.begin(), before_.end());
         model_->kernels_.matmul(m, acts_.get(), static_cast<int>(n), 0, m.blocks, padded.data(), m.out_padded());
-        for (size_t i = 0; i < n; ++i) after = std::copy_n(padded.data() + i * static_cast<size_t>(m.out_padded()), m.rows, after);
+        for (const float* y = padded.data(); y < padded.data() + n * static_cast<size_t>(m.out_padded()); y += m.out_padded())
+            after.insert(after.end(), y, y + m.rows);
     }
+    return {std::move(before), std::move(after)};
 }
 
 }  // namespace outpace

@@ -55,9 +55,9 @@ public:
     std::vector<std::vector<RankedToken>> draft(const std::vector<Ask>& asks);
 
     // Without a choice: normed states [asks * slots][hidden] and logits [asks * slots][outputs] of the first `slots` of each.
-    void states(const std::vector<Ask>& asks, float* normed, float* logits);
+    std::pair<std::vector<float>, std::vector<float>> states(const std::vector<Ask>& asks);
     // What tokens [n] add to the next slot's logits: what is known of them [n][rank], and [n][outputs].
-    void bias(const std::vector<int32_t>& tokens, float* before, float* after);
+    std::pair<std::vector<float>, std::vector<float>> bias(const std::vector<int32_t>& tokens);
 
     int slots() const { return shape_.block - !shape_.from_anchor; }
     int rank() const { return markov_ ? markov_->before.cols : 0; }

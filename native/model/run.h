@@ -79,17 +79,11 @@ private:
     // The same for a layer that reads its token's embedding beside x; x is what the layer adds to.
     void encode_joined(const Seat& me, int t, const Layer& l) {
         float *line = s_.line[static_cast<size_t>(me.id)].get(), *at = x(me, t);
-        embed(token(t).id, line);
+        m_.embed(&token(t).id, 1, line);
         k_.rmsnorm(line, l.embed_norm.data(), c_.eps, c_.hidden, line);
         k_.rmsnorm(at, l.attn_norm.data(), c_.eps, c_.hidden, line + c_.hidden);
         if (l.norm_first) std::memcpy(at, line + c_.hidden, static_cast<size_t>(c_.hidden) * 4);
         encode_line(me, 2 * c_.hidden, n_, t, {&l.q, &l.k, &l.v});
-    }
-
-    void embed(int id, float* at) const {
-        unpack_row(m_.weights_->embedding, id, at);
-        if (c_.embedding_scale != 1.0f)
-            for (int i = 0; i < c_.hidden; ++i) at[i] *= c_.embedding_scale;
     }
 
     // x += y, y normed and scaled first where the model does that.
@@ -131,7 +125,7 @@ private:
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
-            embed(token(t).id, at);
+            m_.embed(&token(t).id, 1, at);
             if (features) k_.add(at, features, c_.hidden);
             return;
         }

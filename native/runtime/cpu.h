@@ -8,10 +8,9 @@ namespace outpace {
 
 struct Kernels;
 
-// Read from the processor itself: what a compiler's own query knows depends on the compiler. A path's ability includes that
-// the system saves its registers; `amx` (tiles of int8) does not, which takes permission, too: see amx.h. `avx512bf16` includes
-// that its instruction computes as the rule says (Kernels::dot_pairs), on some thousand random triples; where it did not, the
-// path avx512 would serve, by two multiply-adds.
+// Read from the processor itself: what a compiler's query knows depends on the compiler. A path's ability includes that the system
+// saves its registers; `amx` (tiles of int8) takes permission, too: see amx.h. `avx512bf16` includes that its instruction computes
+// as the rule says (Kernels::dot_pairs), on some thousand random triples.
 struct Abilities {
     bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false, amx = false;
 

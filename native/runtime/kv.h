@@ -98,4 +98,10 @@ private:
     std::vector<Block*> spare_;
 };
 
+// Gives up what a call took for tokens of its own, however it ends.
+struct Settled {
+    KV& kv;
+    ~Settled() { kv.settle(); }
+};
+
 }  // namespace outpace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "platform.h"
 
@@ -16,15 +17,13 @@ size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 }  // namespace
 
 KVArena::~KVArena() {
-    for (const Step& step : steps_) give_aligned(step.data);
+    for (const Step& step : steps_) ::operator delete(step.data, std::align_val_t{step.align});
 }
 
 uint8_t* KVArena::take(size_t most) {
     if (left_ == 0) map(most);
-    uint8_t* block = next_;
-    next_ += block_;
     --left_;
-    return block;
+    return std::exchange(next_, next_ + block_);
 }
 
 // Twice as much as the last time, within what can be needed; less where so much is not to be had.
@@ -39,7 +38,7 @@ void KVArena::map(size_t most) {
         const bool huge = blocks * block_ >= kHuge;
         const size_t align = huge ? kHuge : kPage, bytes = up(blocks * block_, align);
         try {
-            steps_.push_back({take_aligned(bytes, align), bytes});
+            steps_.push_back({::operator new(bytes, std::align_val_t{align}), bytes, align});
         } catch (const std::bad_alloc&) {
             if (blocks == 1) throw;
             continue;

@@ -23,7 +23,7 @@ public:
 private:
     struct Step {
         void* data;
-        size_t bytes;
+        size_t bytes, align;
     };
     void map(size_t most);
 

@@ -8,7 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #else
-#include <cstdio>
+#include <fstream>
+#include <memory>
 #endif
 
 #include <atomic>
@@ -91,26 +92,18 @@ void Mapped::guard() {
 }
 
 Mapped::Mapped(const std::string& path) {
-    const auto failed = [&path] { throw std::system_error(errno, std::generic_category(), path); };
     const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) failed();
+    if (file < 0) throw std::system_error(errno, std::generic_category(), path);
     struct stat found{};
     void* where = nullptr;
-    if (fstat(file, &found) == 0) {
-        if (S_ISREG(found.st_mode)) {
-            size_ = static_cast<size_t>(found.st_size);
-            if (size_ > 0) where = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
-        } else {
-            errno = EINVAL;
-            where = MAP_FAILED;
-        }
-    } else {
-        where = MAP_FAILED;
+    int failed = fstat(file, &found) != 0 ? errno : S_ISREG(found.st_mode) ? 0 : EINVAL;
+    if (!failed && found.st_size > 0) {
+        size_ = static_cast<size_t>(found.st_size);
+        where = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+        if (where == MAP_FAILED) failed = errno;
     }
-    const int code = errno;
     close(file);
-    errno = code;
-    if (where == MAP_FAILED) failed();
+    if (failed) throw std::system_error(failed, std::generic_category(), path);
     data_ = static_cast<const uint8_t*>(where);
     if (size_ == 0) return;
     range_ = claim();
@@ -134,21 +127,15 @@ bool Mapped::torn() const { return range_ && range_->torn.load(); }
 void Mapped::guard() {}
 
 Mapped::Mapped(const std::string& path) {
-    std::FILE* file = std::fopen(path.c_str(), "rb");
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
     if (!file) throw std::system_error(errno, std::generic_category(), path);
-    std::string held;
-    char piece[1 << 16];
-    for (size_t n; (n = std::fread(piece, 1, sizeof piece, file)) > 0;) held.append(piece, n);
-    const bool failed = std::ferror(file) != 0;
-    std::fclose(file);
-    if (failed) throw std::system_error(EIO, std::generic_category(), path);
-    size_ = held.size();
-    auto* kept = new uint8_t[size_];
-    held.copy(reinterpret_cast<char*>(kept), size_);
-    data_ = kept;
+    size_ = static_cast<size_t>(file.tellg());
+    std::unique_ptr<char[]> bytes(new char[size_]);
+    if (!file.seekg(0).read(bytes.get(), static_cast<std::streamsize>(size_))) throw std::system_error(EIO, std::generic_category(), path);
+    data_ = reinterpret_cast<const uint8_t*>(bytes.release());
 }
 
-Mapped::~Mapped() { delete[] data_; }
+Mapped::~Mapped() { delete[] reinterpret_cast<const char*>(data_); }
 
 bool Mapped::torn() const { return false; }
 

@@ -18,16 +18,13 @@ constexpr int kWakes = 8;
 constexpr Clock::duration kLeastSpin = microseconds(50), kMostSpin = microseconds(500);
 // With more threads than processors a spinner stands in the way of whom it waits for.
 constexpr Clock::duration kCrowdedSpin = microseconds(5);
-// A decode loop comes back within a fraction of this, and finds its workers awake; an idle model does not burn a core that
-// torch or the caller could use.
+// How long an idle worker spins at the most: a decode loop comes back sooner, and an idle model must not burn a core.
 constexpr Clock::duration kMostGap = std::chrono::milliseconds(2);
-// A run is slow when waits that ended in sleep took longer than any hiccup, and so much of its time that fewer threads,
-// which wait for nobody, would have been as fast. Of a run that is under way that is the time it takes undisturbed: who
-// answers readers needs a core for a moment just when a forward begins, and gives it back.
+// A run is slow if waits that ended in sleep took longer than any hiccup, and so much of its undisturbed time that fewer threads,
+// which wait for nobody, would have been as fast.
 constexpr Clock::duration kHiccup = microseconds(500);
 constexpr double kLost = 0.4;
-// Others use the cores where threads were away for so much of what was lost. Waking from sleep counts as away, which is a
-// tenth of any wait that ends in it.
+// Others use the cores if threads were away for so much of what was lost; a wake from sleep, a tenth of such waits, counts, too.
 constexpr double kAway = 0.5;
 constexpr int kMostPatience = 16;
 // Cores that differ by more get their work by claims: less comes of hiccups, and costs less than claiming.

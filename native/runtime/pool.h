@@ -1,14 +1,11 @@
 // Threads that run one function together: one parallel region for a whole forward, with barriers inside.
 //
-// A thread that waits spins first, for as long as a wake from sleep would cost several times over: what that is, each pool
-// measures when it begins (16 microseconds on one machine, 57 on another; a hand-over between spinning threads takes 0.2).
+// A thread that waits spins first, for several times the cost of a wake from sleep, which each pool measures when it begins.
 //
-// On a busy machine a thread loses its core for milliseconds, and at the next barrier all others wait for it. Two things
-// together are the evidence: waits so long that they end in sleep took much of what the whole run takes undisturbed, and
-// meanwhile threads of the team were neither running nor asleep of their own accord, by their processor clocks (which leave
-// out what a hypervisor takes, where it tells). Such a run goes on with half of its team, and so do the next ones of its
-// kind, until a trial with all threads is faster than what the smaller team took: a moment that was much of a short run says
-// nothing of a long one. Long waits alone, for a thread that had more to do, cost nobody its place.
+// Where other processes use the cores, a thread may lose its core for milliseconds, and all others wait for it. A run counts as
+// such if waits that ended in sleep took much of its time and threads of its team meanwhile had no processor though they did
+// not sleep. It goes on with half of its team, and so do the next runs of its kind, until a trial with all threads is faster
+// than the smaller team. Slow barriers alone never shrink the team.
 #pragma once
 
 #include <array>

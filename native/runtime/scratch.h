@@ -6,11 +6,10 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
+#include <new>
 #include <vector>
 
 #include "kernels/table.h"
-#include "platform.h"
 #include "weights/matrix.h"
 
 namespace outpace {
@@ -20,13 +19,15 @@ constexpr int kChunk = 128;  // tokens that pass through the layers together; a 
 // Zeroed memory on cache-line boundaries.
 template <class T>
 class Buffer {
+    static constexpr std::align_val_t kLine{64};
+
 public:
     Buffer() = default;
     explicit Buffer(size_t count) : count_(count) {
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
         void* raw = nullptr;
         if (bytes > 0) {
-            raw = take_aligned(bytes, 64);
+            raw = ::operator new(bytes, kLine);
             std::memset(raw, 0, bytes);
         }
         data_.reset(static_cast<T*>(raw));
@@ -39,42 +40,31 @@ public:
 
 private:
     struct Free {
-        void operator()(T* p) const { give_aligned(p); }
+        void operator()(T* p) const { ::operator delete(p, kLine); }
     };
     std::unique_ptr<T, Free> data_;
     size_t count_ = 0;
 };
 
 // Logits buffers go round: fresh memory for each forward would cost a page fault every 4 KiB.
-class BufferPool : public std::enable_shared_from_this<BufferPool> {
+class BufferPool {
 public:
     std::shared_ptr<Buffer<float>> take(size_t count) {
-        Buffer<float> buffer;
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            for (size_t i = spare_.size(); i-- > 0;) {
-                if (spare_[i].size() < count) continue;
-                buffer = std::move(spare_[i]);
-                spare_.erase(spare_.begin() + static_cast<std::ptrdiff_t>(i));
-                break;
+        constexpr size_t kept = 4, largest = size_t{64} << 20;  // buffers; floats
+        for (const auto& buffer : buffers_)
+            if (buffer.use_count() == 1 && buffer->size() >= count) {
+                std::atomic_thread_fence(std::memory_order_acquire);  // whoever had it has read it
+                return buffer;
             }
-        }
-        if (buffer.size() < count) buffer = Buffer<float>(count);
-        std::weak_ptr<BufferPool> home = weak_from_this();
-        return std::shared_ptr<Buffer<float>>(new Buffer<float>(std::move(buffer)), [home](Buffer<float>* used) {
-            if (const auto pool = home.lock()) pool->give(std::move(*used));
-            delete used;
-        });
+        auto fresh = std::make_shared<Buffer<float>>(count);
+        const auto free = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& buffer) { return buffer.use_count() == 1; });
+        if (free != buffers_.end()) buffers_.erase(free);
+        if (buffers_.size() < kept && count <= largest) buffers_.push_back(fresh);
+        return fresh;
     }
 
 private:
-    void give(Buffer<float>&& buffer) {
-        constexpr size_t kept = 4, largest = size_t{64} << 20;  // buffers; floats
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (spare_.size() < kept && buffer.size() <= largest) spare_.push_back(std::move(buffer));
-    }
-    std::mutex mutex_;
-    std::vector<Buffer<float>> spare_;
+    std::vector<std::shared_ptr<Buffer<float>>> buffers_;
 };
 
 // Encoded activations of one stage, in each encoding that the stage's matrices need.

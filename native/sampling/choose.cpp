@@ -174,18 +174,12 @@ struct Choice {
     // False when the cut is too close to call.
     bool top_p() {
         const double top = scaled(best);
-        std::vector<double> weights;
         std::vector<float> values;
-        if (narrowed) {
-            for (const int32_t id : kept) values.push_back(logits[id]);
-            weights.resize(values.size());
-            kernels.weigh(values.data(), static_cast<int>(values.size()), s.temperature, top, weights.data());
-        } else {
-            weights.resize(static_cast<size_t>(vocab));
-            kernels.weigh(logits, vocab, s.temperature, top, weights.data());
-            for (int i = 0; mask && i < vocab; ++i)
-                if (!allowed(i)) weights[static_cast<size_t>(i)] = 0.0;
-        }
+        for (const int32_t id : kept) values.push_back(logits[id]);
+        std::vector<double> weights(narrowed ? kept.size() : static_cast<size_t>(vocab));
+        kernels.weigh(narrowed ? values.data() : logits, static_cast<int>(weights.size()), s.temperature, top, weights.data());
+        for (int i = 0; mask && !narrowed && i < vocab; ++i)
+            if (!allowed(i)) weights[static_cast<size_t>(i)] = 0.0;
         double total = 0.0;
         for (const double w : weights) total += w;
         const auto token = [&](int32_t i) { return narrowed ? kept[static_cast<size_t>(i)] : i; };
@@ -218,19 +212,16 @@ struct Choice {
     // Keeps logits of at least the largest less n standard deviations of all that are allowed and above -inf. False when
     // one is too close to call: the sums here are added in another order than the reference's.
     bool top_n_sigma() {
-        constexpr int lanes = 8;
-        double sums[lanes] = {};
         int64_t count = 0;
-        const auto counts = [&](int id) { return logits[id] > -kInfinity && allowed(id); };
-        for (int i = 0; i < vocab; ++i)
-            if (counts(i)) sums[i % lanes] += logits[i], ++count;
-        double total = 0.0, squares = 0.0;
-        for (const double sum : sums) total += sum;
-        const double mean = total / static_cast<double>(count);
-        std::fill(sums, sums + lanes, 0.0);
-        for (int i = 0; i < vocab; ++i)
-            if (counts(i)) sums[i % lanes] += (logits[i] - mean) * (logits[i] - mean);
-        for (const double sum : sums) squares += sum;
+        const auto sum = [&](const auto& of) {
+            double lanes[8] = {}, total = 0.0;
+            for (int i = 0; i < vocab; ++i)
+                if (logits[i] > -kInfinity && allowed(i)) lanes[i % 8] += of(logits[i]);
+            for (const double lane : lanes) total += lane;
+            return total;
+        };
+        const double total = sum([&](float x) { return ++count, static_cast<double>(x); }), mean = total / static_cast<double>(count);
+        const double squares = sum([&](float x) { return (x - mean) * (x - mean); });
         const double largest = logits[best];
         const double limit = largest - s.top_n_sigma * std::sqrt(squares / static_cast<double>(count));
         const double edge = kEdge * (1.0 + std::fabs(largest) + std::fabs(limit));

@@ -35,9 +35,8 @@ public:
     };
 
     void begin(int most);  // empties it, and takes the memory that `consider` needs
-    // Of each entry, the chance that it is what the target chooses. Without noise its probability, e^(logit - top) of `whole`.
-    // With noise, which the target will use too, that says little: the draft's largest score is chosen far more often than its
-    // own probability, and others as theirs come near. So it is e^score over the sum of that in the list.
+    // Of each entry, the chance that it is what the target chooses: without noise its probability, e^(logit - top) of `whole`; with
+    // noise, which the target will use too, e^score over the sum of that in the list.
     std::vector<double> shares(const Mass& whole, bool sampled) const;
     const std::vector<Entry>& entries() const { return entries_; }
 
