@@ -53,7 +53,7 @@ class Step:
     computed: Output | None = None  # by a model in Python
     views: SequenceOf[RowView] = ()  # as a policy in Python saw them
     decisions: SequenceOf[Decision] | None = None  # of such a policy
-    learns: bool = True  # whether the policy hears of the step
+    learns: bool = True  # whether the policy learns from the step
     asked: dict[int, Draft] = field(default_factory=dict)  # where a drafter reads choices: its own proposal
     q: dict[int, F64] = field(default_factory=dict)
     dead: dict[int, Exception] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class Step:
         """Of the step's forward. Raises ValueError where there was none."""
         return NativeOutput(self.native.result) if self.computed is None else self.computed
 
-    def hears_natively(self, sequence: Sequence) -> bool:
-        """Whether the row's drafter hears in C++ what becomes final."""
+    def observes_natively(self, sequence: Sequence) -> bool:
+        """Whether the row's drafter observes in C++ what becomes final."""
         drafter = self.drafting.drafter_of(sequence)
         native = None if drafter is None else drafter.native
         return native is not None and bool(native.hidden_layers) and self.stages is not None
@@ -220,7 +220,7 @@ def rank(step: Step, i: int, sequence: Sequence, ranks: int) -> None:
     for n, found in enumerate(step.output.logprobs(at, token[at], [ranks] * len(at))):
         ids[n, : len(found.top)] = [one.token for one in found.top]
     drafter = step.drafting.drafters[sequence.drafter]
-    step.drafting.attempt(sequence.drafter, [sequence], lambda its: drafter.rank(sequence.row, *its), (token[at], ids))
+    step.drafting.attempt(sequence.drafter, [sequence], lambda arg: drafter.rank(sequence.row, *arg), (token[at], ids))
 
 
 def verify(step: Step) -> None:
@@ -303,7 +303,7 @@ def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenSt
     rows = [*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]
     starts = step.native.starts
     for b, sequence in enumerate(rows):
-        if not step.drafting.needs_of(sequence).hidden_layers or step.hears_natively(sequence):
+        if not step.drafting.needs_of(sequence).hidden_layers or step.observes_natively(sequence):
             continue
         at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
         if b < len(ends):

@@ -122,8 +122,8 @@ class Drafting:
         except Exception as error:
             self._policy_failed(error, rows)
 
-    def listening(self, rows: SequenceOf[tuple[int, int, Sequence]]) -> dict[str, list[tuple[int, int, Sequence]]]:
-        """Those of ``rows`` whose drafter wants to hear what becomes final in them, by its name."""
+    def observing(self, rows: SequenceOf[tuple[int, int, Sequence]]) -> dict[str, list[tuple[int, int, Sequence]]]:
+        """Those of ``rows`` whose drafter observes what becomes final in them, by its name."""
         found: dict[str, list[tuple[int, int, Sequence]]] = {}
         for row in rows:
             if self.drafts_for(row[2]) and self.drafters[row[2].drafter].observes:
@@ -251,8 +251,8 @@ class Drafting:
         """Assert that drafters hold nothing but rows that are alive or retired, or whose release is still to be tried
         again."""
         for name, drafter in self.drafters.items():
-            unreleased = [row for its, row in self._unreleased if its == name]
-            drafter.check([*rows, *unreleased, *(row for row, its in self._retired.items() if its == name)])
+            unreleased = [row for own, row in self._unreleased if own == name]
+            drafter.check([*rows, *unreleased, *(row for row, own in self._retired.items() if own == name)])
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -276,5 +276,5 @@ class Drafting:
 
 
 def _brief(error: Exception) -> str:
-    said = str(error).splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -213,7 +213,7 @@ class Engine:
         outbox = self._core.outbox
         deltas = [delta for delta in outbox if delta.request == request]
         self._core.outbox = deque(delta for delta in outbox if delta.request != request)
-        self._mailboxes.get(request, deque()).extend(deltas)  # whoever waits for it hears of it too
+        self._mailboxes.get(request, deque()).extend(deltas)  # whoever waits for it gets them, too
         return deltas
 
     @property

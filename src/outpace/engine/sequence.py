@@ -160,7 +160,7 @@ class Sequence:
         if self._text_of is None:
             return logprobs
         try:
-            return [its.with_texts(self._text_of) for its in logprobs]
+            return [token.with_texts(self._text_of) for token in logprobs]
         except Exception as error:
             raise TextError(f"the tokenizer could not spell a token: {error!r}") from error
 

@@ -152,14 +152,16 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
         core.clock(sequence, clock)
         core.leave(sequence)
     clock.start("draft")
-    heard = [(i, len(ends[i].tokens), s) for i, s in enumerate(plan.decoding) if s.row >= 0]
-    heard += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
-    for name, its in drafting.listening(heard).items():
-        sequences = [s for _, _, s in its]
-        if step.hears_natively(sequences[0]):
-            drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in its])
+    final = [(i, len(ends[i].tokens), s) for i, s in enumerate(plan.decoding) if s.row >= 0]
+    final += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
+    for name, entries in drafting.observing(final).items():
+        sequences = [s for _, _, s in entries]
+        if step.observes_natively(sequences[0]):
+            drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in entries])
         else:
-            drafting.observe(name, sequences, [complete.event(step, i, n, s, hidden_states.get(i)) for i, n, s in its])
+            drafting.observe(
+                name, sequences, [complete.event(step, i, n, s, hidden_states.get(i)) for i, n, s in entries]
+            )
     if step.learns and step.native.planned:
         seconds = clock.so_far()
         drafting.learn(plan.decoding, lambda policy: complete.teach(step, policy, seconds))

@@ -38,7 +38,7 @@ def draw(path: Path, value: Mapping[str, Any]) -> None:
         figures = [entry, *(entry["by_category"][name] for name in groups[1:])]
         places = [at - 0.4 + width * (i + 0.5) for at in range(len(groups))]
         (colour,) = {patch.get_facecolor() for patch in speed.bar(
-            places, [its["decode_tokens_per_second"] for its in figures], width, label=entry["name"], color=f"C{i}"
+            places, [each["decode_tokens_per_second"] for each in figures], width, label=entry["name"], color=f"C{i}"
         )}  # fmt: skip
         shares = entry["acceptance_by_position"]
         accepted.plot(range(1, len(shares) + 1), shares, marker="o", color=colour)  # a single position is a point

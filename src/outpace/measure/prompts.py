@@ -76,8 +76,8 @@ def _filled(row: dict[str, str]) -> dict[str, Any]:
     value: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
     system = value.pop("system", None)
     if system is not None and "prompt" in value:
-        said = [{"role": "system", "content": system}, {"role": "user", "content": value.pop("prompt")}]
-        return {**value, "messages": said}
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": value.pop("prompt")}]
+        return {**value, "messages": messages}
     return value
 
 

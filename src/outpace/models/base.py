@@ -81,7 +81,7 @@ class Batch:
         ``parents[b]`` as in the class (None: a chain).
         """
         trees = [None] * len(rows) if parents is None else parents
-        counts = [len(its) for its in tokens]
+        counts = [len(new) for new in tokens]
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         none = np.zeros(0, np.int32)  # so that there may be no rows
