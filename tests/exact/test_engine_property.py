@@ -510,29 +510,6 @@ def test_a_row_that_outgrows_the_memory_alone_ends_and_says_why() -> None:
     assert (result.finish_reason, result.prompt_tokens + result.completion_tokens) == ("length", 28)
 
 
-def test_a_common_prefix_is_held_once() -> None:
-    world = World({**CALM, "drafter": "ngram", "max_rows": 16, "prefill_chunk": 512})
-    prefix = np.random.default_rng(3).integers(0, VOCAB, 48).tolist()
-    for i in range(16):
-        world.add([*prefix, i % VOCAB], SamplingParams(seed=i, temperature=1.0, max_tokens=4, ignore_eos=True))
-    most = 0
-    while not world.engine.idle:
-        world.step()
-        most = max(most, world.target.kv.bytes)
-    assert most <= (48 + 16 * 16) * BYTES, "the prefix is there more than once"
-    assert world.engine.stats.reused_tokens == 15 * 48
-    assert sum(len(batch) for batch in world.target.forwards) < 48 + 16 * 40
-    world.finish()
-
-
-def test_who_asks_for_it_shares_nothing() -> None:
-    world = World({**CALM, "drafter": "ngram", "prefix_rows": 4})
-    for _ in range(2):
-        world.add(STEM, SamplingParams(seed=0, max_tokens=2), reuse_prefix=False)
-    world.finish()
-    assert [world.results[i, 0].stats.reused_tokens for i in range(2)] == [0, 0]
-
-
 def test_closing_cancels_what_runs_and_what_waits() -> None:
     world = World({**CALM, "drafter": "tree", "max_rows": 1, "prefix_rows": 2})
     for _ in range(3):

@@ -153,17 +153,6 @@ def test_the_cache_holds_the_text_that_is_committed(data: st.DataObject) -> None
     translated.check([])
 
 
-def test_ids_that_more_text_changes_are_taken_back() -> None:
-    draft, own, target = Speller(bpe("b"), SAID, max_length=64), bpe("b"), bpe("a")
-    translated = drafter(draft)
-    tokens: list[int] = []
-    for text, more in (("x t", "x t"), ("x th", "h"), ("x the x", "e x")):
-        tokens += target.encode(more).tolist()
-        translated.propose([view(tokens)], np.array([3], np.int32))
-        ids = own.encode(text).tolist()
-        assert draft.kv.prefix(0, draft.kv.length(0))[: len(ids)] == ids
-
-
 def test_a_draft_goes_on_where_a_character_was_left() -> None:
     target = bpe("a")
     tokens = target.encode("x 👍").tolist()

@@ -11,7 +11,6 @@ import torch
 import transformers
 from native_helpers import BLOCKS, Tiny, feed
 
-from outpace import Engine, SamplingParams
 from outpace.errors import ModelError, ParameterError
 from outpace.models import rope
 from outpace.models.decoder import from_folder
@@ -186,18 +185,6 @@ def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
         row = ours.kv.alloc()
         expected = reference(theirs, tokens)
         assert np.corrcoef(feed(ours, row, tokens).ravel(), expected.ravel())[0, 1] > 0.995
-
-
-@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS"])
-def test_iq4_files_generate(kind: str, tiny: Tiny) -> None:
-    path = tiny.path(kind, "qwen3", hidden=256, inner=256, head_dim=64, tokenizer=1)
-    params, texts = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=4), []
-    for drafter in ("none", "ngram:size=5"):
-        with Engine.load(str(path), drafter=drafter, device="cpu") as engine:
-            assert (engine.model.info.backend, engine.model.info.dtype) == ("native", kind.lower())
-            texts.append(list(engine.generate("abababab", params).token_ids))
-    assert len(texts[0]) == 40
-    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:

@@ -60,18 +60,6 @@ def test_concurrent_streams_equal_single_runs() -> None:
     run(scenario())
 
 
-def test_a_stream_says_what_its_result_says() -> None:
-    async def scenario() -> None:
-        async with AsyncEngine(make()) as engine:
-            deltas = [delta async for delta in engine.stream([1, 2], LONG.with_(max_tokens=40))]
-            result = deltas[-1].result
-            assert result is not None
-            assert [t for d in deltas for t in d.token_ids] == list(result.token_ids)
-            assert "".join(d.text for d in deltas) == result.text
-
-    run(scenario())
-
-
 def test_closing_a_stream_cancels_its_request() -> None:
     async def scenario() -> None:
         async with AsyncEngine(make()) as engine:

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from typing import Any
 import pytest
 
 from outpace.cli import verify as command
-from outpace.cli.options import Common, Draft, Load, Sampling, spell
-from outpace.errors import OutpaceError
-from outpace.measure.remote import Answer, Remote, RemoteError, Token
-from outpace.measure.servers import difference
+from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.measure.remote import Answer, Remote, RemoteError
 from tests.fake_hub import plain, serving
 
 WORDS = ["The", " sky", " is", " blue", ".", " é"]
@@ -168,38 +165,6 @@ def test_two_servers(served: Served, verify: Verify) -> None:
     assert said["compared"][0]["prompts"][0]["difference"]["what"] == "text"
 
 
-def test_a_server_without_logprobs_and_one_that_is_busy(served: Served, verify: Verify) -> None:
-    busy = iter([True, False] * 100)
-
-    def change(body: dict[str, Any], crowd: int) -> dict[str, Any] | None:
-        if body.get("logprobs"):
-            return {"status": 400}
-        return {"status": 429, "headers": {"Retry-After": "0"}} if next(busy) else None
-
-    code, said = verify(served(Scripted(change, speculates=False)))
-    assert (code, said["compared"][0]["identical"]) == (0, 6)
-    assert any("texts are compared" in note for note in said["notes"])
-
-
-def test_refusals(served: Served, verify: Verify) -> None:
-    url = served(Scripted())
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"url": "http://127.0.0.1:9"}, "cannot be reached"),
-        ({"url": "nonsense"}, "cannot be reached"),
-        ({"url": None, "against": url}, f"--against {url} needs another server: give it as --url"),
-        ({"url": url, "model": "other"}, "serves m; name one as --model"),
-        ({"url": url, "sampling": Sampling(bad_words=["x"])}, "--bad-word is not sent to servers"),
-        ({"url": url, "concurrency": 0}, "--concurrency 0 is out of range"),
-    ]
-    for given, message in cases:
-        with pytest.raises(OutpaceError) as error:
-            verify(**given)
-        told = error.value.spelled(spell)
-        assert message in told
-        assert "\n" not in told
-        assert "k3y" not in told
-
-
 def test_streams_say_what_answers_say() -> None:
     """Half a character in one event and half in the next; an error in the middle; an end that is none."""
     content = [{"token": "�", "bytes": [0xC3], "logprob": -1.0}, {"token": "�", "bytes": [0xA9], "logprob": -2.0}]
@@ -229,22 +194,3 @@ def test_streams_say_what_answers_say() -> None:
         streamed(b'data: {"error": {"message": "no"}}\n\n')
     with pytest.raises(RemoteError, match="no chat completion"):
         streamed(b"data: 3\n\n")
-
-
-def test_differences() -> None:
-    def of(*words: str, finish: str = "stop") -> Answer:
-        return Answer("".join(words), finish, tuple(Token(word, -1.0, {"b": -1.5, "z": -9}) for word in words))
-
-    assert difference(of("a", "b"), of("a", "b")) is None
-    found = difference(of("a", "b"), of("a", "z"))
-    assert found is not None
-    assert (found.index, found.gap, found.near_tie) == (1, 8.0, False)
-    same = [replace(of(*words), text="é b") for words in (("\udcc3", "\udca9", " b"), ("é", " b"), ("x", " b"))]
-    each = [difference(same[0], its) for its in same]
-    assert [its and its.what for its in each] == [None, "token", "logprob"]
-    found = difference(of("a"), of("a", "b", finish="length"))
-    assert found is not None
-    assert (found.what, found.index, found.a, found.b, found.gap) == ("token", 1, None, "b", None)
-    found = difference(of("a"), of("a", finish="length"))
-    assert found is not None
-    assert found.what == "finish"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from outpace import Engine, SamplingParams
 from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.base import Batch
@@ -62,17 +61,6 @@ def test_a_family_of_transformers_is_served(family: str, tmp_path: Path, caplog:
     with torch.inference_mode():
         expected = module(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
     assert np.abs(model.forward(batch).logits(batch.wanted) - expected).max() < 1e-4 * np.abs(expected).max()
-
-
-def test_generation(tmp_path: Path) -> None:
-    path = export(made("gpt2"), "gpt2", tmp_path / "gpt2.gguf", tokenizer=True)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    texts = []
-    for drafter in ("none", "ngram:size=3"):
-        with Engine.load(str(path), drafter=drafter, device="cpu") as engine:
-            texts.append(engine.generate("ab ab ab ab", params).token_ids)
-    assert len(texts[0]) == 24
-    assert list(texts[0]) == list(texts[1])
 
 
 @pytest.mark.parametrize(

@@ -379,11 +379,6 @@ def test_what_the_native_backend_cannot_do_goes_to_transformers(
     assert "using transformers" in caplog.text
 
 
-def test_quantize_needs_the_native_backend(saved: Path) -> None:
-    with pytest.raises(ParameterError, match="native backend"):
-        load(str(saved), LoadOptions(backend="transformers", quantize="int8"))
-
-
 def test_without_torch_the_native_backend_serves_and_the_other_says_how(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from outpace.common.arrays import F32
 from outpace.errors import ParameterError, RuleError
 from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise
-from outpace.exact.rules import BadWords, MinTokens, Penalties, rules_for
+from outpace.exact.rules import BadWords, MinTokens, rules_for
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
 
@@ -215,12 +215,6 @@ def test_a_foreign_processor_that_fails_is_named() -> None:
         assert caught.value.__cause__ is not None
     with pytest.raises(KeyboardInterrupt):
         after(SamplingParams(rules=[Wrong(KeyboardInterrupt())]), [1], [], np.zeros(V, np.float32))
-
-
-def test_what_does_nothing_costs_nothing() -> None:
-    assert rules_for(SamplingParams(), V) == ()
-    assert len(rules_for(SamplingParams(presence_penalty=0.1), V)) == 1
-    assert Penalties() == Penalties(1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The scheduler on its own: first come first served, prompts in chunks, prefixes shared, memory taken as rows grow."""
+"""The scheduler alone: owners in turn, first come first served; prompts in chunks, prefixes shared, memory by rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from outpace.engine.request import Request, StepRecord
 from outpace.engine.scheduler import Plan, Scheduler
 from outpace.engine.sequence import Sequence
 from outpace.engine.text import TextReader
+from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
@@ -183,14 +186,6 @@ def test_the_youngest_gives_way_and_comes_back_before_those_who_came_later() -> 
     scheduler.check()
 
 
-@pytest.mark.parametrize("n", [PIECE - 1, PIECE, 3 * PIECE, 3 * PIECE + 5])
-def test_a_kept_beginning_is_found_from_one_piece_on(n: int) -> None:
-    cache = PrefixCache(4)
-    tokens = np.arange(60, dtype=np.int32)
-    cache.keep(5, tokens)
-    assert cache.find(np.append(tokens[:n], [77, 78]).astype(np.int32)) == ((5, n) if n >= PIECE else (-1, 0))
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 70)), max_size=12), st.integers(0, 70))
 def test_the_index_finds_what_a_search_of_all_rows_would(ops: list[tuple[bool, int, int]], n: int) -> None:
@@ -285,3 +280,87 @@ def test_rows_of_different_scopes_share_nothing() -> None:
             reused |= {d.request: d.result.stats.reused_tokens for d in engine.step() if d.result is not None}
         assert [reused[i] > 0 for i in together] == [False, False, True]
         engine.check()
+
+
+def owned(request: int, owner: str, priority: int = 0) -> Sequence:
+    its = seq(request, [request, 1], priority=priority)
+    params, tokens = its.request.params, np.array([request, 1], np.int32)
+    return Sequence(replace(its.request, owner=owner), 0, Chooser.start(params, None, (), tokens), TextReader(None))
+
+
+def begun(scheduler: Scheduler, rounds: int) -> list[int]:
+    """Ids in the order in which they begin, in a scheduler of one row whose oldest always ends."""
+    order = []
+    for _ in range(rounds):
+        scheduler.plan()
+        scheduler.check()
+        order += running(scheduler)
+        for sequence in list(scheduler.running):
+            scheduler.release(sequence)
+    return order
+
+
+def test_a_flood_of_one_holds_up_another_by_one_turn() -> None:
+    scheduler = make(ToyKV(), rows=1)
+    for request in range(200):
+        scheduler.submit(owned(request, "flood"))
+    assert begun(scheduler, 5) == [0, 1, 2, 3, 4]
+    scheduler.submit(owned(900, "one"))
+    assert begun(scheduler, 3) == [900, 5, 6]
+    for request in (901, 902):
+        scheduler.submit(owned(request, "one"))
+    scheduler.submit(owned(950, "third"))
+    assert begun(scheduler, 6) == [901, 950, 7, 902, 8, 9]
+    scheduler.submit(owned(960, "third", priority=1))
+    assert begun(scheduler, 2) == [960, 10]
+
+
+def test_who_asks_again_at_once_does_not_pass_those_who_wait() -> None:
+    scheduler = make(ToyKV(), rows=1)
+    for request in range(4):
+        scheduler.submit(owned(request, "waits"))
+    order = []
+    for request in range(100, 104):
+        scheduler.submit(owned(request, "again"))
+        order += begun(scheduler, 2)
+    assert order == [0, 100, 1, 101, 2, 102, 3, 103]
+
+
+def test_one_that_gave_way_comes_back_before_later_rounds() -> None:
+    scheduler = make(ToyKV(), rows=2)
+    for request, owner in enumerate("aaab"):
+        scheduler.submit(owned(request, owner))
+    scheduler.plan()
+    assert running(scheduler) == [0, 3]
+    assert scheduler.youngest.request.id == 3
+    scheduler.preempt(scheduler.youngest)
+    scheduler.submit(owned(4, "c"))
+    scheduler.plan()
+    assert running(scheduler) == [0, 3]
+    scheduler.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1)), min_size=1, max_size=30), st.integers(1, 3))
+def test_turns_are_even_and_each_owners_are_in_order(asked: list[tuple[str, int]], rows: int) -> None:
+    scheduler = make(ToyKV(), rows=rows)
+    for request, (owner, priority) in enumerate(asked):
+        scheduler.submit(owned(request, owner, priority))
+    order = begun(scheduler, len(asked))
+    assert sorted(order) == list(range(len(asked)))
+    assert scheduler.idle
+    of = dict(enumerate(asked))
+    assert [of[its][1] for its in order] == sorted((priority for _, priority in asked), reverse=True)
+    for priority in (0, 1):
+        lane = [its for its in order if of[its][1] == priority]
+        for owner in "abc":
+            own = [its for its in lane if of[its][0] == owner]
+            assert own == sorted(own)
+        for n in range(len(lane)):  # who still waits has had as many turns as any other, or one less
+            turns, waiting = Counter(of[its][0] for its in lane[:n]), {of[its][0] for its in lane[n:]}
+            assert all(turns[owner] >= max(turns.values(), default=0) - 1 for owner in waiting)
+
+
+def test_an_owner_has_to_be_a_name() -> None:
+    with Engine(ToyModel(6, max_length=50)) as engine, pytest.raises(ParameterError, match="owner"):
+        engine.add([1, 2], owner=7)

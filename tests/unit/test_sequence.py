@@ -180,10 +180,6 @@ def test_an_unfinished_character_is_released_at_the_end() -> None:
     assert [d.text for d in deltas] == ["a", "", "\ufffd"]
 
 
-def test_special_tokens_are_no_text_but_do_not_hold_back_what_follows() -> None:
-    assert [d.text for d in feed(sequence(SamplingParams(), Bytes()), [97, 300, 301, 98], [])] == ["a", "", "", "b", ""]
-
-
 EOS = 7
 
 
@@ -210,14 +206,6 @@ def test_what_ends_a_sequence(
     assert (list(ids), found, found_by) == (tokens[:kept], reason, by)
     assert chr(97 + EOS) not in text or "ignore_eos" in options, "a stop token was shown"
     assert kept == seq.length - len(PROMPT)
-
-
-def test_append_cuts_and_says_how_many_it_kept() -> None:
-    seq = sequence(SamplingParams(), None, limit=5)
-    assert append(seq, [1, 2], ["a", "b"]) == 2
-    assert (seq.room, seq.tokens.tolist(), seq.output.tolist()) == (1, [*PROMPT, 1, 2], [1, 2])
-    assert append(seq, [3, 4, 5], ["c", "d", "e"]) == 1
-    assert (seq.finish_reason, seq.sources) == ("length", ["a", "b", "c"])
 
 
 def test_time_to_first_token_starts_the_clock_of_decoding() -> None:
@@ -257,22 +245,3 @@ def test_a_step_that_is_computed_changes_nothing() -> None:
     assert (seq.tokens.tolist(), seq.chooser, "z") == before
     assert seq.delta().token_ids == ()
     assert append(seq, [0, 2], ["x", "y"]) == 2
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "z"), (True, "zab")])
-def test_the_stop_string_stays_if_asked_for(include: bool, text: str) -> None:
-    seq = sequence(SamplingParams(stop=["ab"], include_stop=include), ToyTokenizer())
-    assert outcome(feed(seq, [25, 0, 1, 2], [2]))[1] == text
-
-
-def test_stops_before_min_tokens_do_not_count() -> None:
-    seq = sequence(SamplingParams(stop=["b"], min_tokens=3), ToyTokenizer())
-    assert outcome(feed(seq, [1, 1, 1, 1, 1], []))[1:3] == ("bbb", "stop")
-
-
-def test_text_states_are_values() -> None:
-    reader = TextReader(Bytes(), ["é!"])
-    first, shown = reader.add(TextState(), 97)
-    again = [reader.add(first, token) for token in "é".encode()[:1] * 2]
-    assert shown == "a"
-    assert again[0] == again[1]
