@@ -264,8 +264,6 @@ def logprobs(step: Step) -> None:
             after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
             at = starts[b] + np.arange(len(after), dtype=np.int32)
             asked[b] = sequence, at, after, sequence.request.params.prompt_logprobs or 0
-    if not asked:
-        return
     _, each, tokens, _ = zip(*asked.values(), strict=True)
     tops = [top for _, at, _, top in asked.values() for _ in at]
     found = iter(step.output.logprobs(np.concatenate(each), np.concatenate(tokens), tops))

@@ -95,9 +95,10 @@ def compute(step: Step, clock: Clock) -> None:
         clock.start("other")
         stage = native.run()
     step.lost.update(native.lost)
-    clock.start("verify")
-    complete.logprobs(step)
-    clock.start("other")
+    if any(s.request.params.wants_logprobs for s in plan.decoding) or any(c.wanted for c in plan.chunks):
+        clock.start("verify")
+        complete.logprobs(step)
+        clock.start("other")
 
 
 def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extension:
