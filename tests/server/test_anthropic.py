@@ -127,7 +127,7 @@ def test_it_is_the_chats_answer(demo: Running) -> None:
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error", "thinking"),
         ({"mcp_servers": []}, 400, "invalid_request_error", "mcp_servers"),
-        ({"stop_sequences": ["x"] * 65}, 400, "invalid_request_error", "64"),
+        ({"stop_sequences": ["x"] * 65}, 400, "invalid_request_error", "stop_sequences"),
     ],
 )
 def test_errors_are_anthropics(demo: Running, more: dict[str, Any], status: int, kind: str, named: str) -> None:

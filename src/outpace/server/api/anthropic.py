@@ -44,6 +44,9 @@ class CustomTool(Block):
     eager_input_streaming: bool | None = Field(default=None, description="Changes nothing: arguments always stream.")
 
 
+_Stop = Annotated[str, Field(max_length=1024)]  # as of chats
+
+
 class Choice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -90,7 +93,7 @@ class CountRequest(Conversation):
 
 class MessagesRequest(Parameters, Conversation):
     max_tokens: int
-    stop_sequences: Items[str] | None = None
+    stop_sequences: Annotated[list[_Stop], Field(max_length=64, fail_fast=True)] | None = None
     metadata: Metadata | None = None
     inference_geo: str | None = Field(default=None, description="Changes nothing.")
     speed: Literal["standard", "fast"] | None = Field(default=None, description="Changes nothing.")
@@ -166,13 +169,14 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
         raise APIError(
             400, "speculation.trace is not supported here: ask /v1/chat/completions", param="speculation.trace"
         )
-    stops = [body.stop] if isinstance(body.stop, str) else [*(body.stop or ())]
+    if body.stop is not None and body.stop_sequences is not None:
+        raise APIError(400, "stop and stop_sequences say the same: give one of them", param="stop")
     shared = {name: getattr(body, name) for name in Parameters.model_fields if name not in ("metadata", "stop")}
     return _chat(
         body,
         **shared | {"user": body.user or (body.metadata and body.metadata.user_id)},
         max_completion_tokens=body.max_tokens,
-        stop=[*stops, *(body.stop_sequences or ())] or None,
+        stop=body.stop_sequences or body.stop,
     )
 
 
