@@ -1,0 +1,278 @@
+"""A server among good, bad, slow and dying clients: no 5xx, no leak, and /health all the while.
+
+Every client does at random what a soak's do (benchmarks/soak.py) or what an attacker would: connections that say
+nothing or half of a request, bodies in crumbs or of the worst JSON, long texts, hostile grammars, names and origins of
+others; one runs schemathesis, over single operations and over sequences of them. /health is asked 20 times a second
+from a process of its own. After each part, when nothing runs, the engine's invariants are checked and what the server
+holds is counted. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks import soak
+from benchmarks.servers import started
+
+PARTS = 5
+HEALTH = 0.2  # seconds: the 99th percentile of /health
+_REFUSED = {503}  # a limit of connections
+_HEAD = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+_WORST = (b"1", b"[]", b"{}", b'"a"', b'{"role":"user","content":"a"}', b'"a":0')
+_GRAMMARS = (
+    {"type": "regex", "value": "(a|b|c){1,800}(x|y){1,900}"},
+    {"type": "regex", "value": "(.*a){12}.{200}"},
+    {"type": "lark", "value": 'start: e\ne: e e e | e e | "a"'},
+    {
+        "type": "lark",
+        "value": "start: a0\n" + "".join(f'a{i}: "a" a{i + 1} | "b"\n' for i in range(1900)) + 'a1900: "x"',
+    },
+    {"type": "lark", "value": "start: A\nA: " + "".join(f"/[a-z]{{0,{i}}}/ & " for i in range(1, 900)) + "/[a-z]/"},
+)
+
+
+class Attack(soak.Soak):
+    """``statuses``: of all answers to attacks."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        super().__init__(port, seed)
+        self.statuses: Counter[int] = Counter()
+
+    def go_on(self, seconds: float, clients: int) -> None:
+        """Let so many clients do at random what they can."""
+        end = time.monotonic() + seconds
+        kinds = ("generations", "malformed", "disconnects", "slow", "silent", "half", "crumbs", "worst", "prepared",
+                 "strange", "pipelined")  # fmt: skip
+
+        def client(seed: int) -> None:
+            dice = random.Random(seed)
+            while time.monotonic() < end:
+                self._one(dice.choice(kinds), dice.getrandbits(32))
+
+        threads = [threading.Thread(target=client, args=(self._random.getrandbits(32),)) for _ in range(clients)]
+        threads.append(threading.Thread(target=self._documented, args=(end,)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def silent(self, dice: random.Random) -> str | None:
+        """Connections that say nothing."""
+        held = [self._connected() for _ in range(dice.randrange(1, 30))]
+        time.sleep(dice.random())
+        for connection in held:
+            connection.close()
+        return None
+
+    def half(self, dice: random.Random) -> str | None:
+        """Half of a request, perhaps the other half later."""
+        data = json.dumps(soak.tiny(dice.randrange(soak.DIFFERENT))).encode()
+        whole = f"{_HEAD}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+        cut = dice.randrange(len(whole))
+        with self._connected() as connection:
+            connection.sendall(whole[:cut])
+            time.sleep(dice.random())
+            if dice.random() < 0.5:
+                return None
+            connection.sendall(whole[cut:])
+            return self._looked_at(connection.recv(4096))
+
+    def crumbs(self, dice: random.Random) -> str | None:
+        """A body in pieces of a byte, until the server cuts it off."""
+        with self._connected() as connection:
+            try:
+                connection.sendall(f"{_HEAD}transfer-encoding: chunked\r\n\r\n".encode())
+                for _ in range(dice.randrange(1, 2000)):
+                    connection.sendall(b"1\r\n \r\n" * 50)
+            except OSError:
+                return None
+        return None
+
+    def worst(self, dice: random.Random) -> str | None:
+        """Up to 8 MiB of JSON that costs far more than its bytes."""
+        item = dice.choice(_WORST)
+        inner = b",".join([item] * (dice.choice((1000, 100_000, 8_000_000)) // (len(item) + 1)))
+        name = dice.choice((b"messages", b"tools", b"stop", b"bad_words", b"logit_bias"))
+        inner = b"{%s}" % inner if item.endswith(b":0") else b"[%s]" % inner
+        return self._answered(*soak.ask(self.port, b'{"%s":%s}' % (name, inner)))
+
+    def prepared(self, dice: random.Random) -> str | None:
+        """What is long to prepare: texts, bad words, grammars."""
+        body = soak.tiny(dice.randrange(soak.DIFFERENT))
+        more: Mapping[str, Any] = dice.choice(
+            (
+                {"grammar": dice.choice(_GRAMMARS)},
+                {"bad_words": [f"word{i}" for i in range(1024)]},
+                {"messages": [{"role": "user", "content": "word " * dice.choice((100, 10_000, 1_000_000))}]},
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _deep(2000)}}},
+                {"stop": ["x" * 1024] * 64},
+            )
+        )
+        return self._answered(*soak.ask(self.port, {**body, **more}))
+
+    def strange(self, dice: random.Random) -> str | None:
+        """Names of others, odd methods and paths."""
+        headers: dict[str, str] = dice.choice(
+            ({"host": "evil.example"}, {"origin": "https://evil.example"}, {"x": "y" * 9000}, {})
+        )
+        method = dice.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE"))
+        path = dice.choice(("/", "/health", "/v1/models/..%2f..", "/page/%00", "/v1/traces/x", "/metrics", "/nothing"))
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            return self._answered(response.status, response.read())
+        finally:
+            connection.close()
+
+    def pipelined(self, dice: random.Random) -> str | None:
+        """Many requests at once, of which few answers are read."""
+        with self._connected() as connection:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * dice.randrange(1, 200))
+            return self._looked_at(connection.recv(dice.randrange(1, 4096)))
+
+    def _documented(self, end: float) -> None:
+        """Schemathesis, over and over."""
+        import schemathesis
+        from hypothesis import HealthCheck, given, seed, settings
+
+        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
+        operations = [found.ok() for found in document.get_all_operations()]
+        quiet = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+        while time.monotonic() < end:
+            operation = self._random.choice(operations)
+            mode = self._random.choice(list(schemathesis.GenerationMode))
+
+            @seed(self._random.getrandbits(32))
+            @settings(max_examples=5, **quiet)
+            @given(operation.as_strategy(generation_mode=mode))
+            def check(case: Any) -> None:
+                if time.monotonic() < end:
+                    response = case.call(timeout=120)
+                    wrong = self._answered(response.status_code, response.content)
+                    if wrong is not None:
+                        self.failures.append(f"{case.operation.label}: {wrong}")
+
+            self._run("documented", check)
+
+    def sequences(self, examples: int) -> None:
+        """Schemathesis in its stateful mode: sequences of operations that use each other's answers."""
+        import schemathesis
+        from hypothesis import HealthCheck, settings
+
+        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
+        rules = settings(
+            max_examples=examples, stateful_step_count=8, deadline=None, database=None,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        self._run("sequences", lambda: document.as_state_machine().run(settings=rules))
+
+    def _run(self, kind: str, check: Callable[[], Any]) -> None:
+        from hypothesis.errors import Unsatisfiable
+
+        try:
+            with suppress(Unsatisfiable):  # an operation with nothing that could be wrong
+                check()
+        except Exception as error:
+            self.failures.append(f"{kind}: {error!r}"[:2000])
+        self.counts[kind] += 1
+
+    def _connected(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
+
+    def _looked_at(self, begun: bytes) -> str | None:
+        status = begun[9:12]
+        return self._answered(int(status), begun) if status.isdigit() else None
+
+    def _answered(self, status: int, content: bytes) -> str | None:
+        self.statuses[status] += 1
+        return f"HTTP {status}: {content[:300]!r}" if status >= 500 and status not in _REFUSED else None
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    """A schema that refers and refers."""
+    inner = {f"{i}": {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(levels)}
+    return {"$ref": "#/$defs/0", "$defs": {**inner, f"{levels}": {"type": "null"}}}
+
+
+def watch(port: int, times: Any, stop: Any) -> None:
+    """Seconds that /health takes, 20 times a second, each over a connection of its own."""
+    found = []
+    while not stop.is_set():
+        begun = time.perf_counter()
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/health")
+            ok = connection.getresponse().status == http.HTTPStatus.OK
+            connection.close()
+        except OSError:
+            ok = False
+        found.append(time.perf_counter() - begun if ok else float("inf"))
+        time.sleep(0.05)
+    times.put(sorted(found))
+
+
+def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], seed: int = 0) -> dict[str, Any]:
+    """All of it, against a server of its own."""
+    command = f"{sys.executable} -m benchmarks.soak_server {{port}} suffix"
+    with started(command, log) as server:
+        port = int(server.remote.url.rpartition(":")[2])
+        run, states = Attack(port, seed), list[soak.State]()
+        run.warm()
+        context = multiprocessing.get_context("spawn")
+        times, stop = context.Queue(), context.Event()
+        watcher = context.Process(target=watch, args=(port, times, stop), daemon=True)
+        watcher.start()
+        for part in range(PARTS):
+            run.go_on(seconds / PARTS, clients)
+            run.sequences(max(int(seconds / PARTS / 10), 1))
+            states.append(soak.at_rest(port))
+            say(f"part {part + 1}: {states[-1]}, {len(run.failures)} failures")
+        stop.set()
+        health = times.get(timeout=60)
+        watcher.join()
+    return {
+        "counts": dict(run.counts),
+        "statuses": dict(sorted(run.statuses.items())),
+        "failures": run.failures,
+        "states": states,
+        "leaks": soak.leaks(states),
+        "health": {
+            "asked": len(health), "median": health[len(health) // 2], "p99": health[len(health) * 99 // 100],
+            "max": health[-1],
+        },
+    }  # fmt: skip
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--clients", type=int, default=8, help="at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, default=Path("attack.log"), help="where the server's log goes")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Attack and report; 1 for a 5xx, a leak, or a slow /health."""
+    found = attack(
+        60 * given.minutes, given.clients, given.log, lambda line: print(line, file=sys.stderr, flush=True), given.seed
+    )
+    print(json.dumps({name: value for name, value in found.items() if name != "failures"}, indent=1))
+    wrong = [*found["failures"], *found["leaks"]]
+    if found["health"]["p99"] > HEALTH:
+        wrong.append(f"/health took {found['health']['p99']:.3f} s (99th percentile)")
+    for line in wrong[:20]:
+        print(f"FAILED: {line}")
+    return 1 if wrong else 0
