@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -201,3 +201,69 @@ def test_who_has_not_begun_when_the_server_ends_is_told(tiny: Tiny, prepared: bo
         await service.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_steps_that_fail_make_it_unready_and_one_that_does_not_ready_again(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any) -> None:
+        raise RuntimeError("no step works")
+
+    with serving(engine(tiny), name="tiny") as running:
+        for _ in range(2):
+            assert running.http.get("/ready").status_code == 200
+            with monkeypatch.context() as patched:
+                patched.setattr(Engine, "step", broken)
+                for _ in range(2):
+                    assert running.post("/v1/completions", SHORT).status_code == 500
+            unready = running.http.get("/ready")
+            assert (unready.status_code, unready.json()["error"]["code"]) == (503, "engine_failing")
+            ask(running, SHORT)
+
+
+def test_nobody_waits_for_an_engine_whose_thread_has_ended(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that ran, nor those that came in its last step, nor those that come later."""
+    running_step, go_on = threading.Event(), threading.Event()
+
+    def dying(self: Any) -> None:
+        running_step.set()
+        assert go_on.wait(30)
+        raise SystemExit("out of the thread")
+
+    with serving(engine(tiny), name="tiny") as running, ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(Engine, "step", dying)
+        first = threads.submit(running.post, "/v1/completions", SHORT)
+        assert running_step.wait(30)
+        second = threads.submit(running.post, "/v1/completions", SHORT)
+        while running.service.inside < 2:
+            time.sleep(0.002)
+        go_on.set()
+        assert first.result(30).status_code == 500
+        assert second.result(30).status_code in (500, 503)
+        later = running.post("/v1/completions", SHORT)
+        assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_stopped")
+        unready = running.http.get("/ready")
+        assert (unready.status_code, unready.json()["error"]["code"]) == (503, "engine_stopped")
+        assert running.http.get("/health").status_code == 200
+
+
+KEYS = ("first-secret-key", "second-secret-key")
+
+
+def test_a_flood_whatever_its_priority_holds_up_another_key_by_a_step_or_two(tiny: Tiny) -> None:
+    """One key has every row for answers without end, and a queue; the other's answer of one token is there while none
+    of those has ended, within two steps of its own."""
+    flood, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    steps: list[set[int]] = []
+    with serving(engine(tiny, max_rows=3), name="tiny", api_keys=KEYS, queue=30) as running, ExitStack() as held:
+        endless = {**LONG, "stream": True, "priority": 2**31 - 1}
+        for _ in range(9):
+            stream = held.enter_context(running.http.stream("POST", "/v1/completions", json=endless, headers=flood))
+            assert stream.status_code == 200
+        running.on_step(lambda record: steps.append({*record.requests, *(c.request for c in record.chunks)}))
+        answers = [running.post("/v1/completions", {**LONG, "max_tokens": 1}, **other) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        running.on_step(None)
+        own = [step for step in steps if max(step) >= 9]
+        assert len(own) <= 2 * len(answers)
+        assert running.call(running.engine.ask(lambda its: its.stats.requests)) == len(answers)

@@ -311,8 +311,9 @@ def test_a_flood_of_one_holds_up_another_by_one_turn() -> None:
         scheduler.submit(owned(request, "one"))
     scheduler.submit(owned(950, "third"))
     assert begun(scheduler, 6) == [901, 950, 7, 902, 8, 9]
-    scheduler.submit(owned(960, "third", priority=1))
-    assert begun(scheduler, 2) == [960, 10]
+    for request, priority in ((960, 0), (961, 1), (962, 1)):  # first among its owner's, never before another's
+        scheduler.submit(owned(request, "third", priority))
+    assert begun(scheduler, 5) == [961, 10, 962, 11, 960]
 
 
 def test_who_asks_again_at_once_does_not_pass_those_who_wait() -> None:
@@ -350,15 +351,33 @@ def test_turns_are_even_and_each_owners_are_in_order(asked: list[tuple[str, int]
     assert sorted(order) == list(range(len(asked)))
     assert scheduler.idle
     of = dict(enumerate(asked))
-    assert [of[its][1] for its in order] == sorted((priority for _, priority in asked), reverse=True)
-    for priority in (0, 1):
-        lane = [its for its in order if of[its][1] == priority]
-        for owner in "abc":
-            own = [its for its in lane if of[its][0] == owner]
-            assert own == sorted(own)
-        for n in range(len(lane)):  # who still waits has had as many turns as any other, or one less
-            turns, waiting = Counter(of[its][0] for its in lane[:n]), {of[its][0] for its in lane[n:]}
-            assert all(turns[owner] >= max(turns.values(), default=0) - 1 for owner in waiting)
+    for owner in "abc":
+        own = [request for request in order if of[request][0] == owner]
+        assert own == sorted(own, key=lambda request: (-of[request][1], request))
+    for n in range(len(order)):  # who still waits has had as many turns as any other, or one less
+        turns, waiting = Counter(of[request][0] for request in order[:n]), {of[request][0] for request in order[n:]}
+        assert all(turns[owner] >= max(turns.values(), default=0) - 1 for owner in waiting)
+
+
+def test_one_without_a_row_gets_one_of_who_has_several_at_once() -> None:
+    """Whoever lost it comes before what its owner asked later, and after nobody else's flood."""
+    scheduler = make(ToyKV(), rows=3)
+    for request in range(20):
+        scheduler.submit(owned(request, "flood"))
+    scheduler.plan()
+    for request in (900, 901):
+        scheduler.submit(owned(request, "one"))
+    scheduler.plan()
+    assert running(scheduler) == [0, 1, 900]
+    scheduler.check()
+    scheduler.plan()
+    assert running(scheduler) == [0, 1, 900]  # 901 waits for its turn
+    for last in (901, 2):
+        scheduler.release(scheduler.running[2])
+        for _ in range(2):
+            scheduler.plan()
+            scheduler.check()
+        assert running(scheduler) == [0, 1, last]
 
 
 def test_an_owner_has_to_be_a_name() -> None:

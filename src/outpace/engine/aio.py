@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +18,7 @@ from outpace.common.arrays import I32
 from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.engine import Engine
 from outpace.engine.request import Request
-from outpace.engine.results import Delta, Errors, Result
+from outpace.engine.results import Delta, Errors, Result, joined
 from outpace.engine.sequence import Prepared
 from outpace.engine.snapshot import Snapshot
 from outpace.engine.statistics import Stats
@@ -43,8 +44,9 @@ class AsyncEngine:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[int, Running] = {}  # by request; touched by the engine's thread alone
-        self._failing = False  # the last step failed
-        self._closed = False
+        self.failures = 0  # steps that have failed since the last that did not
+        self.failed_at = 0.0  # when the last one did, by time.monotonic
+        self._closed = self._ended = False  # nothing new is taken; the thread does nothing any more
         self._lock = threading.Lock()  # no job may slip in behind the last one, where nobody would ever run it
         self._thread = threading.Thread(target=self._run, name="outpace-engine", daemon=True)
         self._thread.start()
@@ -186,6 +188,8 @@ class AsyncEngine:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._ended:
+                    raise OutpaceError("this engine's thread has ended: make a new one")
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
@@ -207,6 +211,20 @@ class AsyncEngine:
         self._inbox.put(cancel)
 
     def _run(self) -> None:
+        error: BaseException = OutpaceError("the engine was closed while this request ran")
+        try:
+            self._serve()
+        except BaseException as fault:
+            log.critical("the engine's thread ends: every request gets an error from now on", exc_info=fault)
+            error = OutpaceError(f"the engine's thread has ended ({fault!r}): make a new one")
+        with self._lock:
+            self._closed = self._ended = True
+        self._fail(error)
+        while not self._inbox.empty():
+            self._guarded(self._inbox.get() or self._engine.close)  # who waits gets an error
+        self._guarded(self._engine.close)
+
+    def _serve(self) -> None:
         while True:
             try:
                 job = self._inbox.get(block=self._engine.idle)
@@ -214,10 +232,8 @@ class AsyncEngine:
                 self._step()
                 continue
             if job is None:
-                break
+                return
             self._guarded(job)
-        self._fail(OutpaceError("the engine was closed while this request ran"))
-        self._guarded(self._engine.close)
 
     def _guarded(self, job: Callable[[], Any]) -> None:
         """The thread outlives whatever goes wrong in a job that nobody waits for."""
@@ -230,11 +246,12 @@ class AsyncEngine:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            if self._failing:
+            self.failures += 1
+            self.failed_at = time.monotonic()
+            if not self.failures % 2:  # it was tried once more
                 self._fail(error)
-            self._failing = not self._failing
             return
-        self._failing = False
+        self.failures = 0
         self._deliver(deltas)
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -370,27 +387,3 @@ def _tell(what: Mapping[Running, list[Delta] | BaseException]) -> None:
 def _receive(changes: Sequence[tuple[Running, list[Delta] | BaseException]]) -> None:
     for running, outcome in changes:
         running.receive(outcome)
-
-
-def joined(deltas: list[Delta]) -> list[Delta]:
-    """The same with one delta a sample, in the order in which they first come."""
-    parts: dict[tuple[int, int], list[Delta]] = {}
-    for delta in deltas:
-        parts.setdefault((delta.request, delta.sample), []).append(delta)
-    return [own[0] if len(own) == 1 else _one(own) for own in parts.values()]
-
-
-def _one(parts: list[Delta]) -> Delta:
-    first, last = parts[0], parts[-1]
-    return Delta(
-        request=first.request,
-        sample=first.sample,
-        text="".join(part.text for part in parts),
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        sources=tuple(source for part in parts for source in part.sources),
-        logprobs=tuple(token for part in parts for token in part.logprobs),
-        prompt_logprobs=tuple(token for part in parts for token in part.prompt_logprobs),
-        drafted=sum(part.drafted for part in parts),
-        finish_reason=last.finish_reason,
-        result=last.result,
-    )

@@ -126,3 +126,27 @@ class Result:
             f'<div style="white-space: pre-wrap">{text}</div>'
             f'<div style="opacity: 0.7; font-size: smaller">{who}<br>{escape(figures)}</div>'
         )
+
+
+def joined(deltas: list[Delta]) -> list[Delta]:
+    """The same with one delta a sample, in the order in which they first come."""
+    parts: dict[tuple[int, int], list[Delta]] = {}
+    for delta in deltas:
+        parts.setdefault((delta.request, delta.sample), []).append(delta)
+    return [own[0] if len(own) == 1 else _one(own) for own in parts.values()]
+
+
+def _one(parts: list[Delta]) -> Delta:
+    first, last = parts[0], parts[-1]
+    return Delta(
+        request=first.request,
+        sample=first.sample,
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        sources=tuple(source for part in parts for source in part.sources),
+        logprobs=tuple(token for part in parts for token in part.logprobs),
+        prompt_logprobs=tuple(token for part in parts for token in part.prompt_logprobs),
+        drafted=sum(part.drafted for part in parts),
+        finish_reason=last.finish_reason,
+        result=last.result,
+    )

@@ -6,7 +6,6 @@ the youngest row: it waits again, and its tokens are computed anew later, the ve
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, field
 
 from outpace.common.arrays import I32, common_prefix
@@ -58,7 +57,7 @@ class Plan:
 
 
 class Scheduler:
-    """Owners take turns within a priority; each is served first come, first served. ``memory``: bound in bytes over
+    """Owners take turns; each is served by priority, then first come, first served. ``memory``: bound in bytes over
     target and drafters."""
 
     def __init__(
@@ -87,8 +86,7 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         """Those that run or wait."""
-        running = list(self.running)
-        return [*running, *(s for _, s in self._waiting)] if self._waiting else running
+        return [*self.running, *(s for _, s in self._waiting)]
 
     @property
     def waiting(self) -> int:
@@ -96,8 +94,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._turns.join(sequence)
-        self._queue(sequence)
+        self._queue(sequence, self._turns.join(sequence))
 
     def most_positions(self) -> int | None:
         """The most positions that a row could ever have in the memory there is (None: no bound)."""
@@ -112,6 +109,10 @@ class Scheduler:
         failed: list[tuple[Sequence, str]] = []
         for sequence in self.running:
             sequence.paused = False
+        if len(self.running) == self._max_rows and (found := self._turns.way(self.running)) is not None:
+            first, victim = found
+            self.preempt(victim, for_another=True)
+            self._waiting.sort(key=lambda entry: entry[1] is not first)  # the others stay in order
         while self._waiting and len(self.running) < self._max_rows:
             sequence = self._waiting[0][1]
             if self._memory is not None and self._kv.bytes_for(sequence.length + 1) > self._memory:
@@ -316,25 +317,24 @@ class Scheduler:
         self.close()
         return self._kv.bytes + self._drafting.bytes < before
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's row away; it waits again, before those that came later."""
+    def preempt(self, sequence: Sequence, *, for_another: bool = False) -> None:
+        """Take a running sequence's row away; it waits again. ``for_another``: owner; its KV is kept as a prefix."""
         try:
-            self._leave(sequence)
+            self._leave(sequence, keep=for_another)
         finally:
             sequence.cached = 0
             if len(sequence.prompt_logprobs) < sequence.prompt_length:
                 sequence.prompt_logprobs = []  # the prompt is gone through again
             sequence.stats.preemptions += 1
             self.preemptions += 1
-            self._queue(sequence)
+            self._queue(sequence, (self._turns.join if for_another else self._turns.come_back)(sequence))
 
     def release(self, sequence: Sequence) -> None:
         """A sequence has ended: its row is kept for the prefix cache, or freed. Does nothing for one that has left."""
         self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
         self._turns.leave(sequence)
         if sequence.row >= 0:
-            keeps = sequence.request.reuse_prefix and sequence.error is None and self.prefixes.most > 0
-            self._leave(sequence, keep=keeps)
+            self._leave(sequence, keep=True)
 
     def roll_back(self) -> None:
         """A step failed halfway: cut what it wrote behind the committed tokens; preempt a row that cannot be cut."""
@@ -364,7 +364,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence, keep: bool = False) -> None:
         """The sequence gives up its row; whatever interrupts this, the row is not lost."""
         row = sequence.row
-        keep = keep and self._kv.length(row) >= PIECE
+        shares = sequence.request.reuse_prefix and sequence.error is None and self.prefixes.most > 0
+        keep = keep and shares and self._kv.length(row) >= PIECE
         try:
             self._drafting.release(sequence, kept=keep)
         finally:
@@ -377,19 +378,21 @@ class Scheduler:
             else:
                 self._kv.free(row)
 
-    def _queue(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, (self._turns.of(sequence), sequence), key=lambda entry: entry[0])
+    def _queue(self, sequence: Sequence, moved: bool) -> None:
+        """Put a sequence among those that wait. ``moved``: others' places have changed for it."""
+        self._waiting.append((self._turns.of(sequence), sequence))
+        if moved:
+            self._waiting = [(self._turns.of(other), other) for _, other in self._waiting]
+        self._waiting.sort(key=lambda entry: entry[0])
 
     @property
     def youngest(self) -> Sequence:
-        """The running sequence that gives way first: of the lowest priority, the one whose turn came last."""
-        return max(self.running, key=self._turns.of)
+        """The running sequence that gives way first."""
+        return self._turns.youngest(self.running)
 
     def _full(self, positions: int) -> str:
-        return (
-            f"{positions} positions need {self._kv.bytes_for(positions):,} bytes of KV, but kv_memory is "
-            f"{self._memory:,}: raise kv_memory, or lower max_tokens or the prompt"
-        )
+        need = f"{positions} positions need {self._kv.bytes_for(positions):,} bytes of KV"
+        return f"{need}, but kv_memory is {self._memory:,}: raise kv_memory, or lower max_tokens or the prompt"
 
 
 def _width(sequence: Sequence) -> int:

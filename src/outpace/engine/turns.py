@@ -1,13 +1,15 @@
-"""Whose turn it is among sequences that wait: owners take turns within a priority, each with what it asked first.
+"""Whose turn it is among sequences that wait: owners take turns, each with its highest priority first.
 
 Start-time fair queueing with every sample of one length: a sequence gets the number of the round in which it is to
 begin, one after the owner's last and never below the round that is being served, and keeps it when it is preempted.
-With one owner that is first come, first served. Source: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
+Priorities order what one owner asks, never one owner before another. With one owner and one priority that is first
+come, first served. Source: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import bisect
+from collections import Counter
 from typing import NamedTuple
 
 from outpace.engine.sequence import Sequence
@@ -16,70 +18,98 @@ from outpace.engine.sequence import Sequence
 class Place(NamedTuple):
     """Where a sequence stands, ascending: what begins first, and gives way last."""
 
-    below: int  # minus the priority
     round: int
-    arrival: int
-
-
-@dataclass(slots=True)
-class _Lane:
-    """Of one priority, while some wait that have not begun yet."""
-
-    round: int  # being served
-    waiting: set[int] = field(default_factory=set)  # arrivals
-    last: dict[str, int] = field(default_factory=dict)  # round of an owner's last, where it is not over
+    number: int  # of the place, in the order in which they were given out
 
 
 class Turns:
-    """Knows the sequences that wait or run; a priority that nobody waits in any more is forgotten."""
+    """Knows the sequences that wait or run."""
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}  # by id(sequence)
-        self._lanes: dict[int, _Lane] = {}  # by Place.below
-        self._arrived = self._latest = 0  # arrivals, and the latest round so far
+        self._arrivals: dict[int, int] = {}  # by id(sequence)
+        self._waiting: dict[str, list[Sequence]] = {}  # those that have their turn to come, by owner, in order
+        self._last: dict[str, int] = {}  # round of an owner's last, where it is not over
+        self._round = 0  # being served
+        self._latest = self._count = 0  # the latest round, and places given out, so far
 
-    def join(self, sequence: Sequence) -> None:
-        """It comes, and has not begun."""
-        below, owner = -sequence.request.priority, sequence.request.owner
-        lane = self._lanes.setdefault(below, _Lane(self._latest + 1))
-        turn = max(lane.round, lane.last.get(owner, 0) + 1)
-        self._arrived += 1
-        self._latest = max(self._latest, turn)
-        lane.last[owner] = turn
-        lane.waiting.add(self._arrived)
-        self._places[id(sequence)] = Place(below, turn, self._arrived)
+    def join(self, sequence: Sequence) -> bool:
+        """It comes, or has lost its turn. Whether others of its owner moved for it."""
+        owner = sequence.request.owner
+        if not self._waiting:
+            self._round = self._latest + 1
+            self._last.clear()
+        self._count += 1
+        turn = max(self._round, self._last.get(owner, 0) + 1)
+        self._last[owner], self._latest = turn, max(self._latest, turn)
+        self._arrivals.setdefault(id(sequence), self._count)
+        self._places[id(sequence)] = Place(turn, self._count)
+        return self.come_back(sequence)
+
+    def come_back(self, sequence: Sequence) -> bool:
+        """It waits again, with the turn that it had. Whether others of its owner moved for it."""
+        waiting = self._waiting.setdefault(sequence.request.owner, [])
+        bisect.insort_right(waiting, sequence, key=self._rank)
+        before = [self._places[id(other)] for other in waiting]
+        places = sorted(before)
+        for other, place in zip(waiting, places, strict=True):
+            self._places[id(other)] = place
+        return places != before
 
     def begin(self, sequence: Sequence) -> None:
         """It has its row, for the first time or again."""
-        place = self._places[id(sequence)]
-        lane = self._waits_in(place)
-        if lane is not None and place.round > lane.round:
-            lane.round = place.round
-            lane.last = {owner: turn for owner, turn in lane.last.items() if turn >= place.round}
+        if self._waits_no_more(sequence):
+            turn = self._places[id(sequence)].round
+            if turn > self._round:
+                self._round = turn
+                self._last = {owner: last for owner, last in self._last.items() if last >= turn}
 
     def leave(self, sequence: Sequence) -> None:
         """It is over. Does nothing for one that has left."""
-        place = self._places.pop(id(sequence), None)
-        if place is not None:
-            self._waits_in(place)
+        if id(sequence) in self._places:
+            self._waits_no_more(sequence)
+            del self._places[id(sequence)], self._arrivals[id(sequence)]
 
     def of(self, sequence: Sequence) -> Place:
         """Where it stands."""
         return self._places[id(sequence)]
 
+    def way(self, running: list[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """Who comes first of owners that have no row among ``running``, and who gives way to it: the youngest of the
+        owner that has most. None where nobody has two."""
+        owners = Counter(s.request.owner for s in running)
+        most, rows = owners.most_common(1)[0]
+        first = [waiting[0] for owner, waiting in self._waiting.items() if owner not in owners]
+        if not first or rows == 1:
+            return None
+        return min(first, key=self.of), self.youngest([s for s in running if s.request.owner == most])
+
+    def youngest(self, sequences: list[Sequence]) -> Sequence:
+        """Who gives way first: of the owner whose turn came last, the one of the lowest priority that came last."""
+        last = max(sequences, key=self.of).request.owner
+        return max((s for s in sequences if s.request.owner == last), key=lambda s: (-s.request.priority, self.of(s)))
+
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that ``sequences``, which wait or run, are all that it knows."""
-        places = {id(s) for s in sequences}
-        assert places == set(self._places), "a sequence's place is not that of one that lives"
-        there = {place.arrival for place in self._places.values()}
-        assert all(lane.waiting and lane.waiting <= there for lane in self._lanes.values()), "a lane nobody waits in"
+        there = {id(s) for s in sequences}
+        assert there == set(self._places) == set(self._arrivals), "a sequence's place is not that of one that lives"
+        assert all(self._waiting.values()), "an owner of none that waits"
+        for waiting in self._waiting.values():
+            assert {id(s) for s in waiting} <= there, "one waits that has left"
+            assert waiting == sorted(waiting, key=self._rank) == sorted(waiting, key=self.of), "not in order"
 
-    def _waits_in(self, place: Place) -> _Lane | None:
-        """The lane of one that had not begun, which it waits in no more."""
-        lane = self._lanes.get(place.below)
-        if lane is None or place.arrival not in lane.waiting:
-            return None
-        lane.waiting.remove(place.arrival)
-        if not lane.waiting:
-            del self._lanes[place.below]
-        return lane
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        """Its order among its owner's."""
+        return -sequence.request.priority, self._arrivals[id(sequence)]
+
+    def _waits_no_more(self, sequence: Sequence) -> bool:
+        """Whether its turn was to come."""
+        owner = sequence.request.owner
+        waiting = self._waiting.get(owner, [])
+        found = next((i for i, other in enumerate(waiting) if other is sequence), None)
+        if found is None:
+            return False
+        del waiting[found]
+        if not waiting:
+            del self._waiting[owner]
+        return True

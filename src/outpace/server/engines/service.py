@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LARGE = 8  # bodies of more than 64 KiB that are read or prepared at once
+_FAILURES, _REST = 4, 30.0  # steps, two a request, after which a server is not ready for so many seconds
 _LAST = 2.0  # seconds that readers have to take the final error
 
 
@@ -69,6 +70,8 @@ class Service:
             places.hold(work.samples)
             work = replace(work, params=seeded(work.params))
             engine = model.serving.engine
+            if not model.serving.alive:
+                raise _stopped()
 
             def prepared() -> list[Any]:
                 return [
@@ -150,11 +153,19 @@ class Service:
         return self._served.get(name)
 
     def check_ready(self) -> None:
-        """Raise APIError (503) unless requests are taken."""
+        """Raise APIError (503) unless requests are taken, and some engine's last steps did not all fail. After a while
+        without a failure such an engine may be tried again."""
         self.check_open()
-        lost = [its.name for its in self._served.values() if not its.serving.alive]
-        if lost and set(lost) == set(self.models.names()):
-            raise APIError(503, f"the engine of {lost[0]} has stopped", code="engine_stopped")
+        now = time.monotonic()
+        stopped = {known.name for known in self._served.values() if not known.serving.alive}
+        failing = {
+            known.name for known in self._served.values()
+            if known.serving.failures >= _FAILURES and now - known.serving.failed_at < _REST
+        }  # fmt: skip
+        if stopped | failing == set(self.models.names()):
+            if failing:
+                raise APIError(503, "steps of the engine fail: the server's log has why", code="engine_failing")
+            raise _stopped()
 
     def check_open(self) -> None:
         """Raise APIError (503) while the server ends."""
@@ -193,6 +204,10 @@ class Service:
         """Unload the models."""
         await self.models.close()
         self._workers.close()
+
+
+def _stopped() -> APIError:
+    return APIError(503, "the engine has stopped: start the server again", code="engine_stopped")
 
 
 def _ending() -> APIError:
