@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import attack, soak
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read in /proc")
 
@@ -49,3 +49,12 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "question 0 had the answer '0', and now '1'" in wrong
     assert "HTTP 500" in wrong
     assert "[DONE]" in wrong
+
+
+def test_an_attack_breaks_nothing(tmp_path: Path) -> None:
+    """The attacker's short form. How long /health takes is for the long one: here others may have the processor."""
+    found = attack.attack(10, 4, tmp_path / "log", lambda line: None)
+    assert found["failures"] == []
+    assert {leak for leak in found["leaks"] if not leak.startswith("memory")} == set()
+    assert set(found["counts"]) >= {"worst", "half", "crumbs", "prepared", "documented", "sequences"}
+    assert found["health"]["asked"] > 0

@@ -155,7 +155,7 @@ async def count_tokens(request: Request, body: CountRequest) -> Counted:
     def counted(model: Served) -> Counted:
         asked = _chat(body)
         text = rendered(asked, asked.messages, checked_tools(asked.tools), asked.tool_choice or "auto", model)
-        return Counted(input_tokens=len(model.tokenizer.encode(text, add_special=False, parse_special=True)))
+        return Counted(input_tokens=len(model.control.encode(text)))
 
     try:
         return await leased(request, body.model, counted)

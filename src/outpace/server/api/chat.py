@@ -17,6 +17,7 @@ from outpace.server.api.answers import Choice, ChosenToken, Chunk, Completed
 from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
 from outpace.server.api.sampling import Sampling
+from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.pieces import OutputParser, Piece, Reasoning, Text, ToolStart
@@ -127,9 +128,9 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice == "auto":
         choice = "none"
-    prompt = rendered(body, body.messages, tools, choice, model)
-    sampling.check_text(prompt, model, "messages")
-    tokens = model.tokenizer.encode(prompt, add_special=False, parse_special=True)
+    marked = rendered(body, body.messages, tools, choice, model)
+    sampling.check_text(marked, model, "messages")
+    tokens, prompt = model.control.encode(marked), unmarked(marked)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
     after = thoughts_end(template, prompt) if thinks else None

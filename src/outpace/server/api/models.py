@@ -16,6 +16,7 @@ from outpace.common.version import __version__
 from outpace.params import SamplingParams
 from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import Route, scope_of, service_of
+from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.tools import checked
 from outpace.server.engines.models import Served
@@ -147,7 +148,7 @@ def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
         raise APIError(400, f"the text has {len(text)} characters: this server takes at most {most}", param=kind)
     if kind == "prompt":
         return model.tokenizer.encode(text, add_special=body.add_special_tokens)
-    return model.tokenizer.encode(text, add_special=False, parse_special=True)
+    return model.control.encode(text)
 
 
 class TemplateRequest(Prompt):
@@ -165,7 +166,7 @@ async def apply_template(request: Request, body: TemplateRequest) -> Prompted:
 
     def prompted(model: Served) -> Prompted:
         tools = checked(body.tools)
-        return Prompted(prompt=rendered(body, body.messages, tools, "auto" if tools else "none", model))
+        return Prompted(prompt=unmarked(rendered(body, body.messages, tools, "auto" if tools else "none", model)))
 
     return await leased(request, body.model, prompted)
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outpace.errors import Argument, ParameterError
 from outpace.models.text.chat_template import variables_of
-from outpace.server.conversation.messages import Messages, conversation
+from outpace.server.conversation.messages import Conversation, Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
@@ -35,10 +35,12 @@ class Prompt(Body):
 def rendered(
     body: Prompt, messages: Messages, tools: Sequence[dict[str, Any]], choice: ToolChoice, model: Served
 ) -> str:
-    """The text of ``messages``. ``tools``: as ``checked`` gives them. Raises ParameterError or APIError."""
+    """The text of ``messages``, where they spell control tokens with marks (conversation/control.py). ``tools``: as
+    ``checked`` gives them. Raises ParameterError or APIError."""
     template = model.tokenizer.chat_template
-    talk = conversation(messages, template, tools, choice)
-    variables = _variables(body, template)
+    plain = conversation(messages, template, tools, choice)
+    talk = Conversation(model.control.marked(plain.messages), model.control.marked(plain.tools))
+    variables = model.control.marked(_variables(body, template))
     if not body.continue_final_message:
         begin = body.add_generation_prompt is not False
         return model.tokenizer.render_chat(talk.messages, tools=talk.tools, add_generation_prompt=begin, **variables)

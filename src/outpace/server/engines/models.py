@@ -21,7 +21,9 @@ from outpace.models.options import BACKENDS, LoadOptions
 from outpace.models.text.token_bytes import TokenBytes, token_texts
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.admission import Admission
+from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
+from outpace.server.settings import ServerSettings
 
 
 class Models(Protocol):
@@ -60,10 +62,10 @@ class SingleModel:
 class Served:
     """A model as requests need it: engine, tokenizer, grammars, admission.
 
-    ``queue``: samples that may wait beyond those that run; ``shared``: there are several API keys. Raises ModelError.
+    Raises ModelError.
     """
 
-    def __init__(self, name: str, serving: AsyncEngine, *, queue: int, shared: bool, fingerprint: str) -> None:
+    def __init__(self, name: str, serving: AsyncEngine, settings: ServerSettings, *, fingerprint: str) -> None:
         engine = serving.engine
         if engine.tokenizer is None:
             raise ModelError(f"{name} has no tokenizer, which a server needs: add its tokenizer.json")
@@ -71,7 +73,8 @@ class Served:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.info: ModelInfo = engine.model.info
         self.created = int(time.time())
-        self.admission = Admission(engine.options.max_rows, queue, shared=shared)
+        self.admission = Admission(engine.options.max_rows, settings.queue, shared=len(settings.api_keys) > 1)
+        self.control = ControlTokens(self.tokenizer, allowed=settings.control_tokens)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -43,9 +43,9 @@ class Service:
     ) -> None:
         self.models, self.settings, self.observers = models, settings, tuple(observers)
         self._fingerprint = fingerprint
-        self._shared = len(settings.api_keys) > 1
-        self._workers = Workers(shared=self._shared)
-        self.large = Shares(_LARGE, _LARGE // 2 if self._shared else _LARGE)  # places of large bodies
+        shared = len(settings.api_keys) > 1
+        self._workers = Workers(shared=shared)
+        self.large = Shares(_LARGE, _LARGE // 2 if shared else _LARGE)  # places of large bodies
         self._served: dict[str, Served] = {}
         self._generations: set[Generation] = set()
         self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
@@ -128,8 +128,7 @@ class Service:
                 await self.traces.watch(serving)
             known = self._served.get(name)
         if known is None or known.serving is not serving:
-            queue, shared = self.settings.queue, self._shared
-            known = Served(name, serving, queue=queue, shared=shared, fingerprint=fingerprint)
+            known = Served(name, serving, self.settings, fingerprint=fingerprint)
             self._served[name] = known
         return known
 
