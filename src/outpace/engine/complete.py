@@ -1,5 +1,5 @@
 """What ``_native.Step`` leaves to Python, completed for the rows that need it: drafters, rules and policies that are
-written in Python, ``rejection`` and ``typical``, log-probabilities; and models that are not the native one.
+written in Python, ``rejection`` and ``typical``, and models that are not the native one.
 
 A function of ``STAGES`` takes the step as that stage left it; ``step.native.open`` are the rows that are left.
 """
@@ -224,7 +224,7 @@ def rank(step: Step, i: int, sequence: Sequence, ranks: int) -> None:
 
 
 def verify(step: Step) -> None:
-    """Rows that were not decided, or whose verdict has to be looked at, are walked here; log-probabilities are read."""
+    """Rows that were not decided, or whose verdict has to be looked at, are walked here."""
     native, decoding = step.native, step.plan.decoding
     starts = native.starts
     if step.stages is None and decoding:
