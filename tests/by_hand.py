@@ -123,7 +123,7 @@ def stay_in_step(
         for i, row in enumerate(rows):
             draft = found.row(i) if i < len(asked) else Drafts.empty(1).row(0)
             path = draft.path(int(rng.integers(-1, len(draft))))
-            drafter.observe([target.commit(row, [*draft.tokens[path].tolist(), int(rng.integers(0, vocab))])])
+            drafter.observe([target.commit(row, [*(draft.tokens[n] for n in path), int(rng.integers(0, vocab))])])
         drafter.check(rows)
     for row in rows:
         drafter.release(row)
