@@ -31,7 +31,9 @@ MACHINES = {"cpu": CPU, "one core": ONE_CORE, "two cores": TWO_CORES}
 
 @dataclass
 class Machine:
-    """What steps take. ``drift``: the speed's factor by step; ``ask``: a row that is asked; ``level``: a level."""
+    """What steps take. ``drift``: the speed's factor by step; ``ask``: a row that is asked; ``level``: a level.
+
+    ``disturbed``: by step, what a policy sees it multiplied by, and plain steps that the process was stopped for."""
 
     cost: Cost
     noise: float = 0.06
@@ -39,6 +41,7 @@ class Machine:
     drift: Callable[[int], float] = lambda step: 1.0
     ask: float = 0.0  # in plain steps of one row
     level: float = 0.0
+    disturbed: Callable[[int], tuple[float, float]] = lambda step: (1.0, 0.0)
 
     def body(self, rows: int, nodes: int, context: float, step: int, prefill: int = 0) -> float:
         cost, n = self.cost, rows + nodes + prefill
@@ -54,6 +57,34 @@ class Machine:
         if self.stalls and rng.random() < self.stalls:
             factor *= float(rng.uniform(10, 50))
         return seconds * factor
+
+
+def stolen(seed: int, share: float, longest: int = 200, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
+    """Stolen processor time: bursts of 1 to ``longest`` steps, 1.5 to 10 times as slow, a share of all steps."""
+    rng, factor = np.random.default_rng(seed), np.ones(steps)
+    pause = (longest - 1) / np.log(longest) * (1 - share) / share
+    at = int(rng.exponential(pause))
+    while at < steps:
+        length = int(np.exp(rng.uniform(0, np.log(longest))) + 0.5)
+        factor[at : at + length] = np.exp(rng.uniform(np.log(1.5), np.log(10)))
+        at += length + 1 + int(rng.exponential(pause))
+    return lambda step: (float(factor[step % steps]), 0.0)
+
+
+def stopped(seed: int, rarest: int = 200, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
+    """A process that is stopped for 6 to 59 plain steps, every 20 to ``rarest`` steps, and then has cold caches."""
+    rng, factor, extra, at = np.random.default_rng(seed), np.ones(steps), np.zeros(steps), 10
+    while at < steps:
+        extra[at] = np.exp(rng.uniform(np.log(6), np.log(59)))
+        factor[at : at + 6] = np.linspace(1.8, 1.1, 6)[: steps - at]
+        at += int(rng.uniform(20, rarest))
+    return lambda step: (float(factor[step % steps]), float(extra[step % steps]))
+
+
+def loaded(seed: int, spread: float = 0.6, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
+    """More busy processes than cores: no step is undisturbed, and none as its neighbour. ``spread``: in logs."""
+    factor = 1 + np.exp(np.random.default_rng(seed).normal(0.5, spread, steps))
+    return lambda step: (float(factor[step % steps]), 0.0)
 
 
 @dataclass(frozen=True)
@@ -141,7 +172,15 @@ class Outcome:
     widths: list[int] = field(default_factory=list)  # nodes verified, by step
     asked: int = 0  # steps in which somebody was asked
     stretches: list[float] = field(default_factory=list)  # by step: how long it was, in plain steps of its rows
+    trues: list[float] = field(default_factory=list)  # the same without prompts
     decisions: list[Sequence[Decision]] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)  # tokens a row, by step
+
+    def worst(self, window: int = 100) -> float:
+        """The least speed in so many steps one after the other."""
+        window = min(window, len(self.gains))
+        tokens, took = np.cumsum([0.0, *self.gains]), np.cumsum([0.0, *self.trues])
+        return float(np.min((tokens[window:] - tokens[:-window]) / (took[window:] - took[:-window])))
 
     @property
     def speedup(self) -> float:
@@ -149,27 +188,38 @@ class Outcome:
 
 
 def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 1, steps: int | None = None,
-        seed: int = 0, views: Callable[[int, int], RowView] = view, prompt: int = 0, context: float = 300.0,
-        first_step: int = 0) -> Outcome:  # fmt: skip
-    """Decode ``texts``, at most ``rows`` at once, each until its end; ``prompt``: tokens of prefill when one begins."""
+        seed: int = 0, views: Callable[[int, int], RowView] = view, prompt: int | Sequence[int] = 0,
+        chunk: int | None = None, context: float = 300.0, first_step: int = 0) -> Outcome:  # fmt: skip
+    """Decode ``texts``, at most ``rows`` at once, each until its end; ``prompt``: tokens of prefill when one begins (by
+    text), at most ``chunk`` of them in a step, beside the rows whose prompts were read."""
     rng = np.random.default_rng(seed)
+    prompts = [prompt] * len(texts) if isinstance(prompt, int) else prompt
     found = Outcome()
     waiting = list(range(len(texts)))
     live: list[tuple[RowView, int, int, Tally]] = []  # view, text, position, tally
     free = list(range(rows))
+    reading: list[tuple[int, int, int]] = []  # row, text, prompt tokens left
     step = first_step
-    while (live or waiting) and (steps is None or step - first_step < steps):
+    while (live or waiting or reading) and (steps is None or step - first_step < steps):
         fresh = 0
         while waiting and free:
-            which = waiting.pop(0)
-            tally = Tally()
-            found.requests.append(tally)
-            live.append((views(free.pop(0), which), which, 0, tally))
-            fresh += prompt
+            reading.append((free.pop(0), waiting[0], prompts[waiting.pop(0)]))
+        while reading and (chunk is None or fresh < chunk):
+            row, which, left = reading.pop(0)
+            read = left if chunk is None else min(left, chunk - fresh)
+            fresh += read
+            if read < left:
+                reading.insert(0, (row, which, left - read))
+            else:
+                found.requests.append(Tally())
+                live.append((views(row, which), which, 0, found.requests[-1]))
+        if not live:
+            step += 1
+            continue
         its = [entry[0] for entry in live]
         load = Load([context] * len(live), fresh)  # type: ignore[list-item]
-        left = [min(MOST, len(texts[w].offer) - at - 1) for _, w, at, _ in live]
-        sizes = policy.plan(its, left, load)
+        room = [min(MOST, len(texts[w].offer) - at - 1) for _, w, at, _ in live]
+        sizes = policy.plan(its, room, load)
         stepwise = [v.cost.levels is not None for v in its]
         asked = [min(n, m) if s else n for n, m, s in zip(sizes.nodes, sizes.levels, stepwise, strict=True)]
         offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
@@ -182,13 +232,17 @@ def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 
         bare = machine.body(len(live), 0, context, step, fresh)
         plain = machine.body(len(live), 0, context, step)
         true = plain + body - bare + draft
-        seconds = {"draft": machine.seen(draft, rng), "target": machine.seen(body, rng), "verify": 0.0, "other": 0.0}
-        policy.learn(its, kept, verdicts(accepted), seconds)
+        slow, stop = machine.disturbed(step)
+        seconds = {"draft": slow * machine.seen(draft, rng), "target": slow * machine.seen(body, rng)}
+        seconds["target"] += stop * machine.cost.width(1)
+        policy.learn(its, kept, verdicts(accepted), {**seconds, "verify": 0.0, "other": 0.0})
         found.widths.append(sum(widths))
         found.asked += any(asked)
         found.stretches.append((body + draft) / plain)
+        found.trues.append(true / plain)
         found.decisions.append(decisions)
         gained = sum(accepted) + len(live)
+        found.gains.append(gained / len(live))
         found.whole.tokens += gained
         found.whole.seconds += true
         found.whole.plain += plain * gained / len(live)

@@ -12,6 +12,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/chooser.h"
+#include "bindings/field.h"
 #include "bindings/policy.h"
 #include "step/step.h"
 
@@ -43,7 +44,7 @@ public:
         NativeDrafter* its = native.is_none() ? nullptr : nb::cast<NativeDrafter*>(native);
         if (natively && (!its || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
         const Sampling sampling = sampling_of(chooser);
-        const Policy::Kind kind{request, BoundPolicy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
+        const Policy::Kind kind{request, Policy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
             levels.is_none() ? -1 : number(levels), nodes, trims};
         std::vector<int> sources;
         for (const nb::handle name : names) sources.push_back(number(name));
@@ -59,13 +60,13 @@ public:
     int begin(const nb::object& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
         held_.clear(), views_.clear();
         const bool fixed = nb::isinstance<nb::str>(policy);
-        policy_ = policy.is_none() || fixed ? nullptr : nb::cast<BoundPolicy*>(policy);
+        policy_ = policy.is_none() || fixed ? nullptr : nb::cast<Policy*>(policy);
         held_.push_back(policy), held_.push_back(model);
         step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model),
             policy_ ? Step::Deciding::kPolicy
             : fixed ? Step::Deciding::kFixed
                     : Step::Deciding::kCaller,
-            policy_ ? &policy_->policy() : nullptr, policy_ && policy_->explain());
+            policy_);
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
             const StepRow& fixed = fixed_of(given);
@@ -252,7 +253,7 @@ public:
     nb::object decisions() const {
         if (!policy_ || !step_.planned()) return nb::none();
         nb::list found;
-        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(policy_->decision(i));
+        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(decision_of(*policy_, i));
         return found;
     }
 
@@ -274,9 +275,9 @@ public:
             int size = static_cast<int>(draft.tokens.size());
             nb::object expected = nb::none();
             if (policy_ && step_.planned()) {
-                const Policy::Said& said = policy_->policy().said(i);
-                size = said.size;
-                if (said.expected > 0.0) expected = nb::float_(said.expected);
+                const Policy::Decision& decision = policy_->decision(i);
+                size = decision.size;
+                if (decision.expected > 0.0) expected = nb::float_(decision.expected);
             }
             const std::vector<int> depths = draft.depths();
             const int deepest = depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
@@ -318,7 +319,7 @@ private:
 
     Step step_;
     const nb::str target_;  // the source of tokens that no draft had
-    BoundPolicy* policy_ = nullptr;
+    Policy* policy_ = nullptr;
     std::vector<nb::object> held_;  // the step's rows, model and policy
     std::deque<IntView> views_;     // of the rows' tokens
     std::vector<nb::object> names_; // of sources and drafters

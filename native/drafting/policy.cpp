@@ -1,32 +1,51 @@
-// The policy's decisions: what to ask for before drafting, and what to verify of what was drafted.
 #include "drafting/policy.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
-#include <utility>
 
 namespace outpace {
 namespace {
 
-constexpr int kLeastReach = 6;         // nodes that a row may always ask for
-constexpr int kFirstLevels = 4;        // levels that are drafted until a level's time is known
-constexpr double kFewer = 0.75;        // of the rows beside which it waits: then it may pay now
-constexpr double kWholeGain = 1.0, kWholeDrafts = 4.0;  // tokens that an unknown whole draft is hoped to bring; drafts that counts for
+constexpr double kTries = 0.003;                     // of the time may go into tries
+constexpr double kOften = 8.0, kSeldom = 48.0;       // steps between two of them; the latter where the budget is not spent
+constexpr int kFruitless = 2;                        // drafts one after the other after which none is wider than was measured
+constexpr int kRest = 8;                             // steps that a drafter rests whose asking does not pay
+constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
+constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
+
+double biased(double chance, double bias) { return chance / (chance + (1.0 - chance) * std::exp(-bias)); }
 
 }  // namespace
+
+// -- rows -------------------------------------------------------------------------------------------------------------
+
+bool Policy::knows(int64_t row, int64_t request) const {
+    const auto found = rows_.find(row);
+    return found != rows_.end() && found->second.kind.request == request;
+}
+
+void Policy::admit(int64_t row, const Kind& kind) {
+    release(row);
+    rows_[row].kind = kind;
+    rows_[row].value = asking_[kind.drafter].value;
+}
+
+void Policy::release(int64_t row) {
+    for (size_t i = 0; i < count_; ++i)
+        if (steps_[i].view.row == row) steps_[i].row = nullptr;
+    rows_.erase(row);
+}
 
 // -- before drafting --------------------------------------------------------------------------------------------------
 
 void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     chances_.tick();
+    ++step_;
     count_ = views.size();
-    if (steps_.size() < count_) steps_.resize(count_);
-    prefill_ = prefill;
-    fixed_ = verified_ = tried_ = instead_ = 0;
-    first_ = red_ = network_try_ = false;
-    asked_ = levels_ = 0.0;
-    rests_ = std::max(rests_ - 1, 0);
-    for (Asking& asking : asking_) asking.rows = asking.levels = 0;
+    steps_.resize(std::max(steps_.size(), count_));
+    fixed_ = verified_ = 0;
+    for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = 0;
     double cached = 0.0;
     bool fixed = false, any = false;
     for (size_t i = 0; i < count_; ++i) {
@@ -35,354 +54,267 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.row = &rows_.at(views[i].row);
         step.kind = step.row->kind;
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
-        step.there = step.asks = step.waits = false;
+        step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
+        step.draft.clear();
         step.kept.clear();
-        step.gains.clear();
-        step.said = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0};
+        step.decision = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0, {}};
         cached += views[i].context;
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
     }
     if (!count_) return;
-    pace_.turn(static_cast<int>(count_), cached, prefill);
-    unit_ = std::max(pace_.plain() + observing_, 1e-12);
-    share_ = pace_.plain() / unit_;
-    room_ = count_ > 1 || prefill_ ? stretch_ - 1.0 - share_ * pace_.prompts() : HUGE_VAL;
-    held_ = 0.0, wholes_planned_ = 0;
-    const auto all = [this](Why why) {
-        for (size_t i = 0; i < count_; ++i)
-            if (adaptive(steps_[i]) && steps_[i].view.most) steps_[i].said.why = why;
-    };
-    if (any && !fixed && pace_.wants_plain(advantage_)) {
-        all(Why::Plain);
-    } else if (any && !fits(1, 0.0)) {
-        all(Why::Long);
-    } else if (any && blocked_) {
-        --blocked_;
-        all(Why::Others);
-    } else if (any) {
-        red_ = capital_ < 0;
-        for (size_t i = 0; i < count_; ++i) {
-            Step& step = steps_[i];
-            Row& row = *step.row;
-            if (!adaptive(step) || !step.view.most) continue;
-            if (static_cast<double>(count_) < kFewer * static_cast<double>(row.crowd)) row.wait = 0;
-            step.waits = row.wait > 0;
-            row.wait -= step.waits;
-            if (step.kind.levels >= 0) {
-                step.nodes = step.view.most;  // plan_levels says how many, and whether its network is asked though it waits
-            } else if (step.waits) {
-                step.said.why = Why::Waits;
-            } else if (whole(step)) {
-                if (plan_whole(step)) step.nodes = step.levels = step.view.most;
-            } else {
-                step.nodes = step.levels = std::min(step.view.most, row.reach);
-            }
-        }
-        for (int drafter = 0; drafter < static_cast<int>(asking_.size()); ++drafter) plan_levels(drafter);
+    costs_.turn(static_cast<int>(count_), cached, prefill);
+    longest_ = count_ > 1 || prefill ? stretch_ : HUGE_VAL;
+    Why none = Why::Fixed;
+    if (any) none = !fixed && costs_.wants_plain(advantage_) ? Why::Plain : !fits(1, 0.0) ? Why::Long : none;
+    for (size_t i = 0; i < count_; ++i) {
+        Step& step = steps_[i];
+        if (!step.view.adaptive || !step.view.most) continue;
+        step.decision.why = none;
+        if (none != Why::Fixed) continue;
+        const bool rests = step.row->rests > 0;
+        step.row->rests -= rests;
+        if (step.kind.levels >= 0)
+            step.nodes = rests && !step.kind.nodes ? 0 : step.view.most;  // plan_levels says how many
+        else if (rests)
+            step.decision.why = Why::Rests;
+        else if (!step.whole)
+            step.nodes = step.levels = step.view.most;
+        else if (plan_whole(step))
+            step.nodes = step.levels = step.view.most;
+        if (step.whole) fixed_ += step.nodes;
     }
+    if (none == Why::Fixed) plan_levels();
+    fixed_ = 0;
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
         if (!step.nodes) continue;
-        Asking& asking = asking_[static_cast<size_t>(step.kind.drafter)];
+        Asking& asking = asking_[step.kind.drafter];
         ++asking.rows;
         if (step.kind.levels >= 0) asking.levels = std::max(asking.levels, step.levels);
-        first_ = first_ || !step.row->proposals;
     }
-    levels_ = forwards() / unit_;
-    asked_ = asking() / unit_ + levels_;
 }
 
 // Whether a draft that is verified whole or not at all is worth asking for, by what such drafts have brought.
 bool Policy::plan_whole(Step& step) {
-    const Row& row = *step.row;
     const Whole& known = wholes_[{step.kind.drafter, step.kind.sampling}];
-    const double shared = (known.gained + kWholeDrafts * kWholeGain) / (known.drafts + kWholeDrafts);
-    const double gain = (row.gained + kWholeDrafts * shared) / (row.wholes + kWholeDrafts);
-    const double drafts = known.drafts + row.wholes;
-    const double size = drafts > 0 ? (known.nodes + row.verified) / drafts : step.view.most;
-    const int nodes = std::min(std::max(static_cast<int>(std::lround(size)), 1), step.view.most);
-    const double loss = more(nodes) + asking_[static_cast<size_t>(step.kind.drafter)].each / unit_;
-    step.said.price = loss * rate();
-    step.said.brings = gain;
-    step.said.expected = (1.0 + gain) / (1.0 + loss);
-    const bool pays = !red_ && gain > rate() * loss && trusted(row) && !too_risky(nodes, gain, capital_);
-    const double missing = loss - gain / static_cast<double>(count_);
-    const bool short_enough = fits(wholes_planned_ + step.view.most, held_);
-    if (short_enough && (pays || (bears(loss) && may_try(missing, nodes, gain)))) {
-        wholes_planned_ += step.view.most;
-        return true;
-    }
-    step.said.why = !short_enough ? Why::Long : trusted(row) ? Why::Dear : Why::Lost;
-    return false;
+    const double gain = (known.gained + kWholes) / (known.drafts + kWholes);
+    const double size = known.drafts > 0 ? known.nodes / known.drafts : step.view.most;
+    const int nodes = std::max(1, std::min(static_cast<int>(std::lround(size)), step.view.most));
+    const double loss = more(nodes) + asking_[step.kind.drafter].each.median();
+    step.decision.price = loss * rate();
+    step.decision.brings = gain;
+    step.decision.expected = (1.0 + gain) / (1.0 + loss);
+    const bool lets = fits(step.view.most, loss - more(nodes)) && bearable({}, 0, loss) == 0;
+    const bool pays = gain > rate() * loss && loss <= std::max(budget_, kUnknown);
+    step.decision.why = lets ? Why::Dear : Why::Long;
+    return lets && (pays || (!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
 }
 
-// How many forwards a stepwise drafter is worth, for all of its rows together, by how far their drafts went before.
-void Policy::plan_levels(int drafter) {
-    Asking& asking = asking_[static_cast<size_t>(drafter)];
-    int rows = 0, most = 0;
+// How many forwards networks are worth, for all of their rows together, by how far their drafts went before.
+void Policy::plan_levels() {
+    std::vector<size_t> rows;
+    std::map<int, int> drafters;  // rows that they have
+    int most = 0;
     for (size_t i = 0; i < count_; ++i) {
-        const Step& step = steps_[i];
-        if (step.kind.drafter == drafter && step.kind.levels >= 0 && adaptive(step) && step.nodes)
-            ++rows, most = std::max(most, step.nodes);
+        if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
+        rows.push_back(i);
+        most = std::max(most, steps_[i].nodes);
+        ++drafters[steps_[i].kind.drafter];
     }
-    if (!rows) return;
-    const double level = level_seconds(asking, rows) / unit_;
-    if (!asking.known()) most = std::min(most, kFirstLevels);
+    if (rows.empty()) return;
+    double level = 0.0;
+    for (const auto& [drafter, its] : drafters) level += asking_[drafter].forward(its);
+    if (level <= 0) most = 1;  // until a level's time is known
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
-    std::vector<int> best(count_, 0);
-    double top = 0.0, first = 0.0;
-    int risky = 0;
+    double best = 0.0;
+    int levels = 0;
     for (int l = 1; l <= most; ++l) {
-        double passed = 0.0;
-        for (size_t i = 0; i < count_; ++i) {
-            Step& step = steps_[i];
-            if (step.kind.drafter != drafter || step.kind.levels < 0 || !adaptive(step) || step.nodes < l) continue;
-            Row& row = *step.row;
-            const Chance& chance =
-                chances_.table(step.kind.levels, step.kind.sampling).levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
-            const double its = chance.given(Chances::kUnknown);
-            gains[i] *= its / (its + (1.0 - its) * row.odds[l > 1]);
-            if (!may_ask(row)) continue;
-            passed += gains[i];
-            nodes.push_back({-gains[i], static_cast<int>(i), l});
+        for (const size_t i : rows) {
+            if (steps_[i].nodes < l) continue;
+            const Chance& chance = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling)
+                                       .levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
+            gains[i] *= biased(chance.given(Chances::kUnknown), steps_[i].row->bias[l > 1]);
+            nodes.push_back({gains[i], static_cast<int>(i), l});
         }
-        if (l == 1)
-            for (size_t i = 0; i < count_; ++i) first = std::max(first, gains[i] < 1.0 ? gains[i] : 0.0);
-        if (passed <= rate() * level) break;  // later levels pass less often
         std::sort(nodes.begin(), nodes.end());
-        double tokens = 0.0, here = 0.0;
-        int chosen = 0;
-        for (int n = 1; n <= static_cast<int>(nodes.size()); ++n) {
-            tokens -= nodes[static_cast<size_t>(n) - 1].negative;
-            if (too_risky(n, tokens, std::min(capital_, network_)) || !fits(wholes_planned_ + n, held_ + l * level)) break;
-            const double value = tokens - rate() * (more(n) + l * level);
-            if (value > here) here = value, chosen = n;
-        }
-        if (here <= top) {
-            if (++risky > 2) break;
-            continue;
-        }
-        std::vector<int> depth(count_, 0);
-        std::vector<double> after(count_, 0.0);
-        for (int n = 0; n < chosen; ++n) {
-            const Free& node = nodes[static_cast<size_t>(n)];
-            ++depth[static_cast<size_t>(node.row)];
-            after[static_cast<size_t>(node.row)] -= node.negative;
-        }
-        bool bearable = true;
-        for (size_t i = 0; i < count_ && count_ > 1; ++i) bearable = bearable && fair(steps_[i], after[i], more(chosen) + l * level);
-        if (bearable) top = here, best = std::move(depth);
+        const Choice choice = choose(nodes, l * level);
+        const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
+        if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
+            best = worth, levels = l;
     }
-    if (top <= 0.0) {
-        const double loss = level + more(1);
-        if (!rests_ && fits(wholes_planned_ + 1, held_ + level) && bears(loss) &&
-            may_try(loss - first / static_cast<double>(count_), 1, first, true))
-            for (size_t i = 0; i < count_; ++i)
-                if (steps_[i].kind.drafter == drafter && steps_[i].kind.levels >= 0 && adaptive(steps_[i]) && steps_[i].nodes &&
-                    gains[i] < 1.0) {
-                    best[i] = 1;
-                    steps_[i].asks = true;
-                    break;
-                }
-    }
-    held_ += level * *std::max_element(best.begin(), best.end());
-    for (size_t i = 0; i < count_; ++i) {
+    if (!levels && fits(1, level) && may_try(level + more(1), levels_at_) && bearable({}, 0, level + more(1)) == 0) levels = 1;
+    for (const size_t i : rows) {
         Step& step = steps_[i];
-        if (step.kind.drafter != drafter || step.kind.levels < 0 || !adaptive(step) || !step.nodes) continue;
-        step.levels = best[i];
-        step.said.why = Why::Levels;
+        step.levels = std::min(levels, step.nodes);
         if (!step.kind.nodes)
-            step.nodes = best[i];
-        else if (!best[i])
-            step.nodes = step.waits ? 0 : std::min(step.nodes, step.row->reach);
-        if (step.waits && !step.nodes) step.said.why = Why::Waits;
+            step.nodes = step.levels;
+        else if (!levels)
+            step.nodes = step.row->rests ? 0 : step.nodes;
+        step.decision.why = Why::Levels;
     }
+    if (levels) levels_at_ = step_;
+}
+
+double Policy::asking() const {
+    double steps = 0.0;
+    for (const auto& [drafter, asking] : asking_) steps += asking.all();
+    return std::max(steps, 0.0);
+}
+
+double Policy::Asking::forward(int rows) const {  // plain steps that a level takes; 0: nobody knows
+    const int at = static_cast<int>(doublings(rows));
+    for (int apart = 0; apart < 8; ++apart)
+        for (const int k : {at - apart, at + apart})
+            if (k >= 0 && k < 8 && level[static_cast<size_t>(k)].count()) return level[static_cast<size_t>(k)].median();
+    return 0.0;
 }
 
 // -- after drafting ---------------------------------------------------------------------------------------------------
 
-void Policy::trim(const Proposal& drafts, bool all) {
-    if (drafts.levels) count_levels(drafts.levels);
-    bool any = false;
-    for (size_t i = 0; i < count_; ++i) any = any || drafts.widths[i] > 0;
-    for (size_t i = 0; i < count_; ++i) {
-        Step& step = steps_[i];
-        step.kept.clear();
-        step.gains.clear();
-        step.there = drafts.widths[i] > 0;
-        if (!step.there && step.nodes) step.said.why = Why::Nothing;
-    }
-    fixed_ = verified_ = 0;
-    if (!any) {
-        for (size_t i = 0; i < count_; ++i) ask_again(steps_[i], 0.0);
-        return;
-    }
-    int wholes = 0;
-    for (size_t i = 0; i < count_; ++i) {
-        Step& step = steps_[i];
-        if (!step.there || !step.row) continue;
-        if (drafts.drawn && step.kind.rejection) step.row->drawn = true;
-        step.trims = adaptive(step) && !whole(step);
-        if (!adaptive(step))
-            fixed_ += drafts.widths[i];
-        else if (!step.trims)
-            wholes += drafts.widths[i];
-    }
-    const int asked_for = fixed_;
-    fixed_ += wholes;  // for the choice among the others
-    const double floor = 0.5 * rate() * share_ * pace_.cheapest(fixed_);
+void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
+    for (auto& [drafter, asking] : asking_) asking.levels = 0;
     free_.clear();
+    fixed_ = 0;
+    int own = 0;
     for (size_t i = 0; i < count_; ++i) {
         Step& step = steps_[i];
-        if (!step.there || !step.row) continue;
-        look(step, drafts, i, step.trims ? floor : 0.0, all || !step.trims);
-        step.said.why = !adaptive(step) ? Why::Fixed : step.trims ? Why::Dear : Why::Drafts;
-        if (!step.trims) {
-            for (int n = 0; n < drafts.widths[i]; ++n) step.kept.push_back(n);
-        } else {
-            const bool others = !red_ && trusted(*step.row), network = step.asks || may_ask(*step.row);
-            std::vector<char> may(step.gains.size());
-            for (size_t n = 0; n < step.gains.size(); ++n) {
-                may[n] = (is_network(step, n) ? network : others) && (step.parents[n] < 0 || may[static_cast<size_t>(step.parents[n])]);
-                if (may[n] && (step.gains[n] >= floor || !n)) free_.push_back({-step.gains[n], static_cast<int>(i), static_cast<int>(n)});
-            }
-            if (std::find(may.begin(), may.end(), 1) == may.end()) step.said.why = Why::Lost;
+        const Draft& draft = *drafts[i];
+        if (step.kind.levels >= 0 && step.nodes) {  // what was allowed may not have been drafted
+            if (draft.levels >= 0) step.levels = draft.levels;
+            Asking& asking = asking_[step.kind.drafter];
+            asking.levels = std::max(asking.levels, step.levels);
         }
-    }
-    if (count_ > 1 || drafts.parents) std::sort(free_.begin(), free_.end());
-    double saved = 0.0;
-    int chosen = free_.empty() ? 0 : worth(saved);
-    const int wished = chosen;
-    if (chosen && count_ > 1) chosen = bearable(chosen);
-    for (int n = 0; n < chosen; ++n) {
-        const Free& node = free_[static_cast<size_t>(n)];
-        steps_[static_cast<size_t>(node.row)].kept.push_back(node.node);
-        steps_[static_cast<size_t>(node.row)].said.why = Why::Drafts;
-    }
-    if (!chosen) {  // the best node of all may be tried, so that what is known does not grow old
-        int best = -1;
-        for (size_t i = 0; i < count_; ++i) {
-            const Step& step = steps_[i];
-            if (step.there && step.row && step.trims && (best < 0 || step.gains[0] > steps_[static_cast<size_t>(best)].gains[0]))
-                best = static_cast<int>(i);
-            if (wished && step.there && step.row && step.trims) steps_[i].said.why = Why::Others;
+        step.kept.clear();
+        if (draft.tokens.empty()) {
+            if (step.nodes) step.decision.why = Why::Nothing;
+            continue;
         }
-        if (best >= 0) {
-            Step& step = steps_[static_cast<size_t>(best)];
-            const double loss = more(1) + asked_;
-            const bool network = is_network(step, 0);
-            if (!(network && rests_) && fits(1, asked_) && bears(loss) &&
-                may_try(loss - step.gains[0] / static_cast<double>(count_), 1, step.gains[0], network)) {
-                step.kept.push_back(0);
-                step.said.why = Why::Try;
-            }
-        }
-    }
-    const double price = rate() * more(1);
-    for (size_t i = 0; i < count_; ++i) {
-        Step& step = steps_[i];
-        step.said.size = static_cast<int>(step.kept.size());
-        verified_ += step.said.size;
         if (!step.row) continue;
-        if (step.there) {
-            ++step.row->proposals;
-            if (step.trims) {
-                if (count_ > 1 || drafts.parents) std::sort(step.kept.begin(), step.kept.end());
-                step.row->reach = std::max(kLeastReach, 2 * step.said.size);
-                step.said.price = price;
-                step.said.brings = step.gains[0];
-            }
+        if (drawn && step.kind.rejection) step.row->drawn = step.whole = true;
+        look(step, draft);
+        const int size = static_cast<int>(step.draft.size());
+        step.decision.why = step.whole ? step.view.adaptive ? Why::Drafts : Why::Fixed : Why::Dear;
+        for (int n = 0; n < size; ++n) {
+            if (step.whole)
+                step.kept.push_back(n);
+            else
+                free_.push_back({step.draft[static_cast<size_t>(n)].gain, static_cast<int>(i), n});
         }
-        if (!step.there || step.trims) ask_again(step, chosen && step.there ? saved * step.said.size / chosen : 0.0);
+        if (step.whole) fixed_ += size;
+        if (!step.view.adaptive) own += size;
     }
-    fixed_ = asked_for;
+    std::sort(free_.begin(), free_.end());
+    const double asking = this->asking();
+    const Choice best = choose(free_, asking);
+    const double saved = std::max(best.tokens / rate() - more(best.nodes), 0.0);
+    int chosen = bearable(free_, best.nodes, asking);
+    const Why refused = chosen ? Why::Dear : best.nodes ? Why::Others : budget_ < 0 ? Why::Spent : Why::Dear;
+    bool tries = false;
+    if (budget_ > 1.0 && static_cast<double>(step_ - tried_at_) >= kOften) {  // what would be best if nodes cost as little as they may
+        const int hoped = bearable(free_, choose(free_, asking, true).nodes, asking);
+        if (hoped > chosen) chosen = hoped, tries = true;
+    }
+    const bool curious = budget_ >= 0 && (!fruitless_ || !costs_.measured(1));
+    if (!chosen && !free_.empty() && fits(1, asking) && bearable({}, 0, more(1) + asking) == 0)
+        tries = curious || may_try(more(1), drafted_at_), chosen = tries;
+    if (tries) tried_at_ = step_;
+    for (int n = 0; n < static_cast<int>(free_.size()); ++n) {
+        Step& step = steps_[static_cast<size_t>(free_[static_cast<size_t>(n)].row)];
+        if (n < chosen) {
+            step.kept.push_back(free_[static_cast<size_t>(n)].node);
+            step.decision.why = tries ? Why::Try : Why::Drafts;
+        } else if (step.kept.empty()) {
+            step.decision.why = refused;
+        }
+    }
+    verified_ = 0;
+    for (size_t i = 0; i < count_; ++i) {
+        Step& step = steps_[i];
+        std::sort(step.kept.begin(), step.kept.end());
+        Decision& decision = step.decision;
+        decision.size = static_cast<int>(step.kept.size());
+        verified_ += decision.size;
+        if (!step.draft.empty() && !step.whole) {
+            decision.expected = best.speed;
+            decision.price = rate() * more(1);
+            decision.brings = step.draft[0].gain;
+        }
+        if (explain)
+            for (const Node& node : step.draft) decision.worth.push_back(node.gain);
+        if (!step.row || !step.nodes || step.whole || step.levels * (step.kind.levels >= 0) > 0) continue;
+        Row& row = *step.row;  // it asks every step while that pays, and seldom while it does not
+        Asking& asker = asking_[step.kind.drafter];
+        const double value = chosen && !tries ? saved * decision.size / chosen : 0.0;
+        row.value += (value - row.value) / 12;
+        asker.value += (value - asker.value) / 48;
+        if (row.value < asker.each.median()) row.rests = kRest;
+    }
+    fixed_ = own;
 }
 
-void Policy::look(Step& step, const Proposal& drafts, size_t i, double floor, bool all) {
-    const size_t k = static_cast<size_t>(drafts.widths[i]), at = i * drafts.width;
-    step.parents.clear();
-    step.depths.clear();
-    step.sources.clear();
-    step.chances.clear();
-    step.learns.clear();
-    for (size_t n = 0; n < k; ++n) {
-        const int parent = drafts.parents ? drafts.parents[at + n] : static_cast<int>(n) - 1;
-        const size_t before = static_cast<size_t>(parent);
-        const double above = parent >= 0 ? step.gains[before] : 1.0;
-        if (!all && above < floor && !drafts.parents && n) break;
-        const int depth = parent >= 0 ? step.depths[before] + 1 : 0;
-        const int number = drafts.source ? drafts.source[at + n] : 0, source = drafts.sources ? drafts.sources[number] : number;
-        double said = -1.0;
-        if (drafts.said && !std::isnan(drafts.said[at + n])) {
-            said = drafts.said[at + n];
-            if (parent >= 0) said = drafts.said[at + before] > 0 ? said / drafts.said[at + before] : 0.0;
-            if (!(said >= 0)) said = 0.0;
-        }
-        Chance& learns = Chances::of(chances_.table(source, step.kind.sampling), depth, said);
+void Policy::look(Step& step, const Draft& draft) {
+    step.draft.clear();
+    const auto gain_of = [&](auto n) -> double { return static_cast<float>(draft.gains[static_cast<size_t>(n)]); };  // as Drafts have it
+    for (size_t n = 0; n < draft.tokens.size(); ++n) {
+        const int parent = draft.parents[n];
+        const Node* above = parent >= 0 ? &step.draft[static_cast<size_t>(parent)] : nullptr;
+        double said = gain_of(n);  // of the whole path
+        if (std::isnan(said))
+            said = -1.0;
+        else if (above)
+            said = gain_of(static_cast<size_t>(parent)) > 0 ? said / gain_of(static_cast<size_t>(parent)) : 0.0;
+        Chance& learns = Chances::of(chances_.table(draft.sources[n], step.kind.sampling), above ? above->depth + 1 : 0, said);
         const double its = learns.given(said < 0 ? Chances::kUnknown : std::min(std::max(said, 0.005), 0.995));
-        const double chance = its / (its + (1.0 - its) * step.row->odds[parent >= 0]);
-        step.parents.push_back(parent);
-        step.depths.push_back(depth);
-        step.sources.push_back(source);
-        step.gains.push_back(above * chance);
-        step.chances.push_back(chance);
-        step.learns.push_back(&learns);
+        const double chance = biased(its, step.row->bias[above != nullptr]);
+        step.draft.push_back(
+            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, &learns});
     }
 }
 
 // How many of the best nodes to verify. Over a long run, tokens per second are greatest when every step maximises
-// tokens - rate x seconds (renewal theory); a draft that is better than the long run is taken where its own ratio is
-// best, since what is left of it can be proposed again. `saved`: plain steps that this is expected to save.
-int Policy::worth(double& saved) {
+// tokens - rate x seconds (renewal theory); a draft that is better than the long run is taken where its own ratio is best,
+// since what is left of it can be proposed again.
+Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool hopeful) const {
+    Choice best, fastest;
+    if (budget_ < 0) return best;
+    double worth = 0.0, tokens = 0.0;
     const double rows = static_cast<double>(count_), rate = this->rate();
-    int best = 0, fastest = 0, hoped = 0;
-    double value = 0.0, top = 0.0, hope = 0.0, tokens = 0.0;
-    std::vector<double> values(free_.size() + 1, 0.0);
-    double capital = capital_;
-    for (int n = 1; n <= static_cast<int>(free_.size()); ++n) {
-        const Free& next = free_[static_cast<size_t>(n) - 1];
-        tokens -= next.negative;
-        if (is_network(steps_[static_cast<size_t>(next.row)], static_cast<size_t>(next.node))) capital = std::min(capital_, network_);
-        const double seconds = more(n), sd = doubt(n);
-        const double ratio = (rows + tokens) / (1.0 + seconds + asked_);
-        if (too_risky(n, tokens, capital) || !fits(n, asked_)) break;
-        const double its = values[static_cast<size_t>(n)] = tokens - rate * seconds;
-        if (its > value) value = its, best = n;
-        if (ratio > top) top = ratio, fastest = n;
-        const double hopeful = tokens - rate * std::max(seconds - sd, 0.0);
-        if (hopeful > hope) hope = hopeful, hoped = n;
+    for (int n = 1; n <= std::min(static_cast<int>(free.size()), costs_.reach(fruitless_ < kFruitless)); ++n) {
+        tokens += free[static_cast<size_t>(n) - 1].gain;
+        const double cost = hopeful ? least(n) : more(n);
+        if (!fits(n, asking) || cost > std::max(budget_, kUnknown)) break;
+        const double speed = (1.0 + tokens / rows) / (1.0 + cost + asking);
+        if (speed > fastest.speed) fastest = {n, tokens, speed};
+        if (tokens - rate * cost > worth) worth = tokens - rate * cost, best = {n, tokens, speed};
     }
-    for (size_t i = 0; i < count_; ++i)
-        if (steps_[i].there && steps_[i].trims) steps_[i].said.expected = top / rows;
-    if (top > rate) best = fastest;
-    // What would be best if drafts were cheaper than they are thought, by a deviation, is tried now and then.
-    if (hoped > best) {
-        const double loss = (values[static_cast<size_t>(best)] - values[static_cast<size_t>(hoped)]) / rate;
-        double gain = 0.0;
-        for (int n = best; n < hoped; ++n) gain -= free_[static_cast<size_t>(n)].negative;
-        const int instead = best;
-        if (may_try(loss, hoped, gain)) best = hoped, instead_ = instead;
-    }
-    saved = std::max(value, 0.0) / rate;
-    return best;
+    best.speed = fastest.speed;
+    return fastest.speed > advantage_ ? fastest : best;
 }
 
-// How many of the chosen nodes leave every row with no more loss to others than it may have.
-int Policy::bearable(int count) const {
-    std::vector<double> after(count_);
-    while (count) {
-        std::fill(after.begin(), after.end(), 0.0);
-        for (int n = 0; n < count; ++n)
-            after[static_cast<size_t>(free_[static_cast<size_t>(n)].row)] -= free_[static_cast<size_t>(n)].negative;
-        const double loss = more(count) + asked_;
+// How many of so many nodes leave no row further behind plain decoding than it may fall for what others draft. Rows that
+// opted out are not asked: the batch as a whole must gain.
+int Policy::bearable(const std::vector<Free>& free, int nodes, double asking) const {
+    if (count_ == 1) return nodes;
+    for (std::vector<double> gains(count_);; nodes -= std::max(1, nodes / 4)) {
+        std::fill(gains.begin(), gains.end(), 0.0);
+        for (int n = 0; n < nodes; ++n) gains[static_cast<size_t>(free[static_cast<size_t>(n)].row)] += free[static_cast<size_t>(n)].gain;
+        const double loss = more(nodes) + asking;
         bool fine = true;
-        for (size_t i = 0; i < count_ && fine; ++i) fine = fair(steps_[i], after[i], loss);
-        if (fine) break;
-        count -= std::max(1, count / 4);
+        for (size_t i = 0; i < count_; ++i) {
+            const Row* row = steps_[i].view.adaptive ? steps_[i].row : nullptr;
+            fine = fine && (!row || gains[i] >= loss || row->lead + kOthers + kOthersDrip * row->wall + gains[i] >= loss);
+        }
+        if (fine) return nodes;
+        if (!nodes) return -1;
     }
-    return count;
+}
+
+// Whether to spend something where nothing is thought to pay, so that what is known does not grow old.
+bool Policy::may_try(double cost, int64_t last) const {
+    const double gap = std::max(cost / kTries, kOften);
+    return static_cast<double>(step_ - last) >= (budget_ < 0 ? gap : std::min(gap, kSeldom));
 }
 
 }  // namespace outpace

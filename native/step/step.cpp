@@ -9,8 +9,8 @@
 
 namespace outpace {
 
-void Step::begin(Model* model, Deciding deciding, Policy* policy, bool explain) {
-    model_ = model, deciding_ = deciding, policy_ = policy, explain_ = explain;
+void Step::begin(Model* model, Deciding deciding, Policy* policy) {
+    model_ = model, deciding_ = deciding, policy_ = policy;
     planned_ = levelled_ = false;
     rows.clear(), chunks.clear();
     open_.clear(), failed_.clear(), lost_.clear();
@@ -159,12 +159,10 @@ void Step::keep(size_t i, const std::vector<int32_t>& nodes) {
 bool Step::trim() {
     if (!planned_ || deciding_ == Deciding::kFixed) return true;
     if (deciding_ == Deciding::kCaller) return false;
-    flat_.fill(rows.size(), [&](size_t i) -> const Draft& { return rows[i].proposed; });
+    std::vector<const Draft*> drafts;
     bool drawn = false;
-    for (const RowNow& now : rows) drawn = drawn || now.drawn;
-    policy_->trim({flat_.widths.data(), flat_.chains ? nullptr : flat_.parents.data(), flat_.confidence.data(), flat_.sources.data(),
-                      static_cast<size_t>(flat_.width), nullptr, drawn, levelled_ ? flat_.levels.data() : nullptr},
-        explain_);
+    for (const RowNow& now : rows) drafts.push_back(&now.proposed), drawn = drawn || now.drawn;
+    policy_->trim(drafts, drawn);
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
         if (nodes.size() == rows[i].proposed.tokens.size()) continue;
@@ -302,15 +300,10 @@ bool Step::settle() {
 // -- what became final ------------------------------------------------------------------------------------------------
 
 void Step::learn(double draft, double body) {
-    size_t depth = 0;
-    for (const RowNow& now : rows) depth = std::max(depth, now.verdict.path.size());
-    accepted_.assign(rows.size(), 0), path_.assign(rows.size() * depth, 0);
-    for (size_t i = 0; i < rows.size(); ++i) {
-        const std::vector<int32_t>& path = rows[i].verdict.path;
-        accepted_[i] = static_cast<int32_t>(path.size());
-        std::copy(path.begin(), path.end(), path_.begin() + static_cast<std::ptrdiff_t>(i * depth));
-    }
-    if (policy()) policy_->learn(accepted_.data(), path_.data(), depth, {draft, body});
+    if (!policy()) return;
+    std::vector<const std::vector<int32_t>*> paths;
+    for (const RowNow& now : rows) paths.push_back(&now.verdict.path);
+    policy_->learn(paths, {draft, body});
 }
 
 std::vector<NativeDrafter*> Step::observe(const std::vector<std::pair<int, int>>& heard) {

@@ -81,7 +81,7 @@ public:
     Step(const Step&) = delete;
 
     // A new step: `rows` and `chunks` are to be filled. `model` null: the caller computes. `policy`: with kPolicy.
-    void begin(Model* model, Deciding deciding, Policy* policy, bool explain);
+    void begin(Model* model, Deciding deciding, Policy* policy);
     std::vector<RowNow> rows;
     std::vector<ChunkNow> chunks;
     void end() { rows.clear(), chunks.clear(), result_.reset(), stage_ = Stage::kDone; }
@@ -141,7 +141,7 @@ private:
     Model* model_ = nullptr;
     Deciding deciding_ = Deciding::kFixed;
     Policy* policy_ = nullptr;
-    bool explain_ = false, planned_ = false, levelled_ = false;
+    bool planned_ = false, levelled_ = false;
     Stage stage_ = Stage::kDone;
     std::vector<int> open_;
     std::vector<Failed> failed_;
@@ -153,8 +153,7 @@ private:
     std::vector<Policy::View> views_;
     std::vector<Asked> asked_;
     std::vector<Draft> found_;
-    Drafts flat_;
-    std::vector<int32_t> slots_, accepted_, path_;
+    std::vector<int32_t> slots_;
 };
 
 }  // namespace outpace

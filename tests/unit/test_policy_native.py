@@ -186,8 +186,6 @@ def test_nonsense_is_refused() -> None:
     wrong = Drafts(np.zeros((1, 2), np.int32), np.array([2], np.int32), np.array([[0, -1]], np.int32), sources=("a",))
     with pytest.raises(ValueError, match="parent"):
         policy.trim([view()], wrong, Load([5]))
-    with pytest.raises(ValueError, match="another type"):
-        policy.trim([view()], replace(wrong, parents=None, widths=np.array([2], np.int64)), Load([5]))
     with pytest.raises(ValueError, match="rows of the last plan"):
         policy.learn([], Drafts.empty(0), Verdicts.of([]), SECONDS)
     with pytest.raises(ValueError, match=r"more was accepted|leaves the draft"):

@@ -133,10 +133,10 @@ def _print_learnt(learnt: dict[str, Any] | None) -> None:
     if learnt is None:
         return
     print("\nwhat the steps of this process took:\n")
-    print("  rows  context  steps  plain ms  plain steps that more nodes add")
+    print("  rows  steps  plain ms  plain steps that more nodes add")
     for curve in learnt["curves"]:
         more = ", ".join(f"{nodes}: {added:.2f}" for nodes, added, _ in curve["more"])
-        line = f"{curve['rows']:>4} {curve['context']:>8.0f} {curve['steps']:>6} {1e3 * curve['plain']:>9.2f}"
+        line = f"{curve['rows']:>4} {curve['steps']:>6} {1e3 * curve['plain']:>9.2f}"
         print(f"  {line}  {more or 'nothing was drafted'}")
 
 

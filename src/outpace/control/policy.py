@@ -27,17 +27,17 @@ class Decision(NamedTuple):
     """What was decided for a row in a step, and why: the speed expected of the best draft over plain decoding."""
 
     size: int
-    expected: float | None  # None: nothing was proposed, or a fixed size left nothing to decide
+    expected: float | None  # None: no draft was there to judge, or its size was fixed
     why: str = ""  # in words; with numbers where the policy was told to explain
     worth: tuple[float, ...] = ()  # the chance of each proposed node's whole path, where the policy was told to explain
 
     def __str__(self) -> str:
         if self.expected is None:
-            return f"fixed size {self.size}" if self.size else f"off: {self.why or 'nothing was proposed'}"
+            return f"fixed size {self.size}" if self.size else f"off: {self.why or 'no draft was there'}"
         return f"{'on' if self.size else 'off'}: expected {self.expected:.2f}x"
 
 
-PLAIN = Decision(0, None)  # nothing was proposed
+PLAIN = Decision(0, None)  # no draft was there
 
 
 EVERYTHING = "everything"  # the ``Policy.native`` that drafts and verifies all that a row may have

@@ -148,11 +148,11 @@ class Stats:
         total = sum(self.steps_by_size.values())
         on = total - self.steps_by_size.get(0, 0)
         if not self.expected:
-            return "" if on else "off: nothing was proposed"
+            return "" if on else "off: no draft was asked for, or none was proposed"
         means = {name: f"expected {math.exp(log / n):.2f}x" for name, (n, log) in self.expected.items()}
         parts = [f"on in {on} of {total} steps: {means['on']}"] if "on" in means else []
         if on < total:
-            parts.append(f"off: {means.get('off', 'nothing was proposed')}")
+            parts.append(f"off: {means.get('off', 'no draft was asked for, or none was proposed')}")
         return "; ".join(parts)
 
     @property

@@ -184,8 +184,10 @@ def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...],
     plan = step.plan
     gained = tuple(len(end.tokens) for end in ends)
     kept = complete.drafts(step, kept=True)
-    decisions = step.native.decisions() if step.decisions is None else step.decisions
-    if decisions is None:
+    decisions, native = step.decisions, step.native.decisions()
+    if native is not None:
+        decisions = [Decision(*fields) for fields in native]
+    elif decisions is None:
         decisions = [Decision(n, None) if n else PLAIN for n in kept.widths.tolist()]
     return StepRecord(
         index=next(core.steps),

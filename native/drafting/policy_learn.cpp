@@ -1,0 +1,118 @@
+// What the policy learns from a step: acceptance, its budget, and what asking takes.
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "drafting/policy.h"
+
+namespace outpace {
+namespace {
+
+constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
+constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
+constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
+constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
+
+}  // namespace
+
+void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds) {
+    for (size_t i = 0; i < count_; ++i)
+        if (paths[i]->size() > steps_[i].kept.size()) throw std::invalid_argument("more was accepted than was verified");
+    if (!count_) return;
+    for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i]);
+    settle(paths);
+    time_drafting(seconds);
+    costs_.learn(verified_, seconds.body);
+    count_ = 0;  // a step is learned from once
+}
+
+void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
+    const int chosen = verified_ - fixed_;
+    const double loss = more(chosen) + asking();
+    double all = 0.0, gained = 0.0;
+    for (size_t i = 0; i < count_; ++i) {
+        const double accepted = static_cast<double>(paths[i]->size());
+        all += accepted;
+        if (!steps_[i].view.adaptive) continue;
+        gained += accepted;
+        if (!steps_[i].row) continue;
+        steps_[i].row->wall += 1.0 + loss;
+        steps_[i].row->lead += accepted - loss;
+    }
+    const double rows = static_cast<double>(count_);
+    double charged = loss;
+    if (!costs_.measured(chosen)) unproven_.emplace_back(chosen, charged = std::min(loss, kUnknown));
+    budget_ += kDrip + gained / rows - charged;
+    for (size_t n = 0; n < unproven_.size(); ++n) {  // what was charged too much, as is known now
+        if (!costs_.measured(unproven_[n].first)) continue;
+        budget_ += std::max(unproven_[n].second - more(unproven_[n].first), 0.0);
+        unproven_[n--] = unproven_.back(), unproven_.pop_back();
+    }
+    budget_ = std::min(budget_, kMost + 4.0 * (advantage_ - 1.0));
+    if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
+    if (costs_.prompts() > 0) return;
+    const double keep = 1.0 - 1.0 / kHorizon;
+    tokens_ = tokens_ * keep + 1.0 + all / rows;
+    plains_ = plains_ * keep + 1.0 + more(chosen) + asking();
+    advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
+}
+
+// Every node that was tried: a child of the pending token or of an accepted node. `path`: nodes of what was kept.
+void Policy::count(Step& step, const std::vector<int32_t>& path) {
+    std::vector<bool> good(step.draft.size());
+    int last = -1;
+    for (const int32_t node : path) good[static_cast<size_t>(last = step.kept.at(static_cast<size_t>(node)))] = true;
+    for (const int kept : step.kept) {
+        const Node& node = step.draft[static_cast<size_t>(kept)];
+        if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
+        const double right = good[static_cast<size_t>(kept)];
+        node.learns->learn(right);
+        if (!step.row) continue;
+        double& bias = step.row->bias[node.parent >= 0];
+        bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
+    }
+    if (step.kind.levels >= 0) count_levels(step, good, last, path.size());
+    if (step.view.adaptive && step.whole && !step.kept.empty()) {
+        Whole& known = wholes_[{step.kind.drafter, step.kind.sampling}];
+        known = {known.drafts * 0.98 + 1, known.gained * 0.98 + static_cast<double>(path.size()),
+            known.nodes * 0.98 + static_cast<double>(step.kept.size())};
+    }
+}
+
+// How far the drafts of whoever pays by the level went: a level after which there was no node brought nothing. Nodes that
+// were not verified count for what was expected of them.
+void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, size_t accepted) {
+    auto& levels = chances_.table(step.kind.levels, step.kind.sampling).levels;
+    double dropped = 0.0;
+    bool tried = false;
+    for (size_t n = 0; n < step.draft.size(); ++n) {
+        const Node& node = step.draft[n];
+        if (node.source != step.kind.levels) continue;
+        if (good[n]) levels[std::min(static_cast<size_t>(node.depth), levels.size() - 1)].learn(1.0);
+        if (node.parent != last) continue;
+        if (std::find(step.kept.begin(), step.kept.end(), static_cast<int>(n)) != step.kept.end())
+            tried = true;
+        else
+            dropped += node.chance;
+    }
+    if (static_cast<int>(accepted) < step.levels) levels[std::min(accepted, levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
+}
+
+// Splits the draft phase among those that were asked, by what they were expected to take. Both phases are of one moment, so
+// their ratio is not disturbed.
+void Policy::time_drafting(const Seconds& seconds) {
+    if (costs_.prompts() > 0 || !(seconds.body > 0) || !(seconds.draft >= 0)) return;
+    const double spent = seconds.draft / seconds.body * (1.0 + costs_.more(verified_)), expected = asking();
+    int askers = 0;
+    for (const auto& [drafter, asking] : asking_) askers += asking.rows > 0;
+    for (auto& [drafter, asking] : asking_) {
+        if (!asking.rows) continue;
+        const double its = askers > 1 && expected > 0 ? spent * asking.all() / expected : spent / askers;
+        if (asking.levels)
+            asking.level[doublings(asking.rows)].add(std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels);
+        else
+            asking.each.add(its / asking.rows);
+    }
+}
+
+}  // namespace outpace

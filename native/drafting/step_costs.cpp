@@ -1,0 +1,127 @@
+#include "drafting/step_costs.h"
+
+#include <algorithm>
+
+namespace outpace {
+namespace {
+
+constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
+constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
+constexpr int kPlainEvery = 48;     // steps between plain ones that are made to measure, where nothing is gained by drafts
+
+int size_at(int k) { return 1 << k; }
+
+int nearest(int nodes) {
+    int k = 0;
+    while (k < StepCosts::kSizes - 1 && 3 * size_at(k) < 2 * nodes) ++k;
+    return k;
+}
+
+}  // namespace
+
+void Ratios::add(double value) {
+    values_[static_cast<size_t>(next_)] = static_cast<float>(value);
+    next_ = (next_ + 1) % static_cast<int>(values_.size());
+    count_ = std::min(count_ + 1, static_cast<int>(values_.size()));
+    std::array<float, 32> sorted = values_;
+    std::sort(sorted.begin(), sorted.begin() + count_);
+    const double half = count_ / 2.0, width = std::sqrt(static_cast<double>(count_));
+    const auto at = [&](double place) { return sorted[static_cast<size_t>(std::min(std::max(place, 0.0), count_ - 1.0))]; };
+    low_ = at(half - width), high_ = at(std::ceil(half + width) - 1.0);
+    lower_ = at(half - width / 2.0), upper_ = at(std::ceil(half + width / 2.0) - 1.0);
+    middle_ = (at((count_ - 1) / 2) + at(count_ / 2)) / 2.0;
+}
+
+void Ratios::forget(int most) {
+    const Ratios all = *this;
+    *this = {};
+    for (int n = std::min(all.count_, most); n > 0; --n) add(all.values_[static_cast<size_t>((all.next_ - n + 32) % 32)]);
+}
+
+void StepCosts::turn(int rows, double cached, int64_t prefill) {
+    ++step_;
+    rows_ = rows;
+    prefill_ = prefill;
+    context_ = cached / rows;
+    plain_ = table_.width(rows) + table_.row * (rows - 1) + cached * (table_.position + table_.position_width);
+    int key = rows;
+    if (rows > 8)
+        for (key = 16; key < rows;) key *= 2;
+    auto found = curves_.find(key);
+    if (found == curves_.end()) {  // what the nearest one found out, until it is known better
+        Curve fresh;
+        const auto above = curves_.lower_bound(key);
+        const Curve* near = above != curves_.end() ? &above->second : curves_.empty() ? nullptr : &curves_.rbegin()->second;
+        if (near)
+            for (size_t k = 0; k < kSizes; ++k) (fresh.ratios[k] = near->ratios[k]).forget(kEnough);
+        found = curves_.emplace(key, fresh).first;
+    }
+    now_ = &found->second;
+    draw(*now_);
+}
+
+double StepCosts::table(int nodes) const {
+    const double more = table_.width(rows_ + nodes) - table_.width(rows_) + table_.position_width * context_ * nodes;
+    return std::max(more / plain_, 0.0);
+}
+
+void StepCosts::draw(Curve& curve) {
+    double least = 0.0, scale = 1.0;
+    known_ = 0;
+    for (int k = 0; k < kSizes; ++k) {
+        const size_t at = static_cast<size_t>(k);
+        const Ratios& ratios = curve.ratios[at];
+        const int size = size_at(k);
+        const double said = table(size);
+        double guess = said * scale;
+        if (known_) {
+            const double straight = std::max(least, kTiny * known_ / rows_) * size / known_;
+            guess = std::min(std::max({guess, straight / kBend, least}), kBend * straight);
+        }
+        const double found = std::expm1(std::log1p(said) + ratios.correct(std::log1p(guess) - std::log1p(said)));
+        curve.more[at] = least = std::max({found, least, 0.1 * kTiny * size});
+        const bool enough = ratios.count() >= kEnough;
+        const auto bound = [&](double log, double before) {
+            return std::max({std::expm1(std::log1p(said) + log), before, 0.1 * kTiny * size});
+        };
+        curve.least[at] = enough ? std::min(least, bound(ratios.low(), k ? curve.least[at - 1] : 0.0)) : least;
+        curve.most[at] = enough ? std::max(least, bound(ratios.high(), k ? curve.most[at - 1] : 0.0)) : least;
+        if (enough) known_ = size, scale = (least + kTiny) / (said + kTiny);
+    }
+    prompts_ = 0.0;
+    prompts_ = line(curve.more, prefill_);
+}
+
+double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
+    if (nodes <= 0) return 0.0;
+    int k = 0;
+    while (k < kSizes - 1 && size_at(k) < nodes) ++k;
+    const double high = more[static_cast<size_t>(k)], at = static_cast<double>(nodes);
+    if (!k || nodes > size_at(k)) return high * at / size_at(k);
+    const double low = more[static_cast<size_t>(k) - 1], from = size_at(k - 1);
+    return low + (high - low) * (at - from) / (size_at(k) - from);
+}
+
+bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].count() >= kEnough; }
+
+bool StepCosts::wants_plain(double advantage) const {
+    if (prefill_) return false;
+    if (step_ <= 2) return true;
+    if (last_.step == step_ - 1 && last_.nodes && !measured(last_.nodes)) return true;
+    return static_cast<double>(step_ - plain_at_) > kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
+}
+
+void StepCosts::learn(int nodes, double seconds) {
+    if (prefill_ || !(seconds > 0.0) || !std::isfinite(seconds)) return;
+    ++now_->steps;
+    if (!nodes) plain_at_ = step_, now_->plain += (seconds - now_->plain) * (now_->plain > 0 ? 0.1 : 1.0);
+    if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes != !last_.nodes) {
+        const int size = std::max(nodes, last_.nodes), k = nearest(size);
+        const double ratio = nodes ? seconds / last_.seconds : last_.seconds / seconds;
+        const double shape = (table(size_at(k)) + kTiny) / (table(size) + kTiny);  // to the size that is kept
+        now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
+    }
+    last_ = {step_, rows_, nodes, seconds};
+}
+
+}  // namespace outpace

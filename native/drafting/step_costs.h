@@ -1,0 +1,92 @@
+// What drafted nodes add to a step, in plain steps of the same rows.
+//
+// Evidence is the ratio of two steps, one right after the other, of which one had drafts. What disturbs a machine slows
+// either as often, so the median of such ratios is right though half of all steps are disturbed; no single time decides.
+// The measured cost table (control/cost.py) gives the shape between and beyond what was measured.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace outpace {
+
+struct CostTable {                           // seconds of a forward
+    std::vector<double> table;               // by new tokens, from 0
+    double last_width, last_seconds, slope;  // beyond it
+    double row, position, position_width;
+
+    double width(int64_t n) const {
+        if (n < static_cast<int64_t>(table.size())) return table[static_cast<size_t>(n)];
+        return last_seconds + slope * (static_cast<double>(n) - last_width);
+    }
+};
+
+class Ratios {  // the last 32 values of something that is disturbed now and then
+public:
+    void add(double value);
+    int count() const { return count_; }
+    double median() const { return middle_; }
+    double low() const { return low_; }
+    double high() const { return high_; }
+    // `guess`, as far as the values do not contradict it: bounded by those between which the median lies.
+    double correct(double guess) const { return count_ < 4 ? guess : std::fmin(std::fmax(guess, lower_), upper_); }
+    void forget(int most);  // all but so many
+
+private:
+    std::array<float, 32> values_{};
+    int count_ = 0, next_ = 0;
+    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;     // the median, and what it lies between all but surely,
+    double lower_ = 0.0, upper_ = 0.0;                     // and probably
+};
+
+class StepCosts {
+public:
+    static constexpr int kSizes = 8;  // 1, 2, 4, ... 128 nodes
+
+    struct Curve {  // of so many rows
+        std::array<Ratios, kSizes> ratios;  // log of measured over what the table says, by size
+        std::array<double, kSizes> more{}, least{}, most{};  // plain steps that so many nodes add, and that they may add
+        int64_t steps = 0;
+        double plain = 0.0;  // seconds of a step without drafts, lately
+    };
+
+    explicit StepCosts(CostTable table) : table_(std::move(table)) {}
+
+    // The batch of the step that begins: `cached` positions in all its rows, `prefill` tokens of prompts beside them.
+    void turn(int rows, double cached, int64_t prefill);
+    double more(int nodes) const { return line(now_->more, prefill_ + nodes) - prompts_; }  // plain steps that so many nodes add
+    double least(int nodes) const { return line(now_->least, prefill_ + nodes) - line(now_->least, prefill_); }  // that they may add
+    double most(int nodes) const { return line(now_->most, prefill_ + nodes); }  // that they and the prompts may add
+    double prompts() const { return prompts_; }                                 // and that the prompts add
+    double table(int nodes) const;                                              // `more` without prompts, as the table says
+    bool measured(int nodes) const;  // whether that is known of about so many
+    // Most nodes that may be verified: what was measured, and if they may `grow` twice that.
+    int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * known_ : known_}); }
+    bool wants_plain(double advantage) const;                       // whether this step had better have no drafts, to measure
+    void learn(int nodes, double seconds);                          // of the step, drafting aside
+    const std::map<int, Curve>& curves() const { return curves_; }
+
+private:
+    static constexpr int kEnough = 4;  // ratios that count as measured
+
+    void draw(Curve& curve);
+    static double line(const std::array<double, kSizes>& more, int64_t nodes);
+
+    CostTable table_;
+    std::map<int, Curve> curves_;  // by rows; above 8 by powers of 2
+    Curve* now_ = nullptr;
+    int rows_ = 0, known_ = 0;  // the most nodes that were measured
+    int64_t prefill_ = 0, step_ = 0, plain_at_ = 0;
+    double context_ = 0.0, plain_ = 0.0, prompts_ = 0.0;  // cached positions a row; the table's seconds of a plain step
+    struct {
+        int64_t step = -1;
+        int rows, nodes;
+        double seconds;
+    } last_;
+};
+
+}  // namespace outpace
