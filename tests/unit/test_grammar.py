@@ -80,7 +80,7 @@ def test_drafting_under_a_grammar_changes_no_token(temperature: float, seed: int
 
             def choose(rows: I32, nodes: I32, drafts: Drafts = drafts, at: int = at, here: Chooser = here) -> I32:
                 row = drafts.row(0)
-                path = row.tokens[row.path(int(nodes[0]))].tolist()
+                path = [row.tokens[n] for n in row.path(int(nodes[0]))]
                 logits = logits_after((*plain[:at], *path), vocab)
                 return np.array([here.after(path).choose(logits)], np.int32)
 
