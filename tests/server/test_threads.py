@@ -69,13 +69,13 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
 
     for kind, name in ((Tokenizer, "encode"), (Tokenizer, "render_chat"), (Grammars, "_compiled"), (Engine, "prepare")):
         watched(kind, name)
-    watched(route, "parsed")
+    watched(route, "understood")
     watched(ChatCompletion, "to_json")
     tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
     for more in ({"response_format": FORMAT}, {"tools": [tool], "tool_choice": "required"}, {"stream": True}):
         answer = its.post("/v1/chat/completions", {**CHAT, "ignore_eos": False, **more})
         assert answer.status_code == 200
-    assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "parsed", "to_json"}
+    assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "understood", "to_json"}
     for name, threads in where.items():
         assert all(thread.startswith("outpace-request") for thread in threads), (name, threads)
 
