@@ -20,6 +20,7 @@ from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
 from outpace.server.api.prompt import rendered
 from outpace.server.api.responses import ResponsesRequest
+from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
 from outpace.server.schema import UNSUPPORTED, Body
 from tests.server.formats import QWEN3
@@ -193,8 +194,8 @@ def test_an_answer_goes_on_with_the_last_message(demo: Running) -> None:
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_effort_is_what_the_template_knows(thinks: bool) -> None:
-    tokenizer = SimpleNamespace(chat_template=QWEN3, render_chat=ChatTemplate(QWEN3, {}).render)
-    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    tokenizer: Any = SimpleNamespace(chat_template=QWEN3, render_chat=ChatTemplate(QWEN3, {}).render, special_ids=())
+    model: Any = SimpleNamespace(tokenizer=tokenizer, control=ControlTokens(tokenizer, allowed=True))
     body = ChatRequest.model_validate({"messages": ASK, "reasoning_effort": "low" if thinks else "none"})
     assert ("</think>" in rendered(body, body.messages, [], "none", model)) is not thinks
     twice = body.model_copy(update={"chat_template_kwargs": {"enable_thinking": thinks}})
