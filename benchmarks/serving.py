@@ -112,7 +112,7 @@ def parsed(begun: float, lines: Sequence[tuple[float, bytes]]) -> Shot:
             at.append(moment)
             text += piece
     if tokens is None:
-        raise RemoteError("a stream has no usage: nobody knows how many tokens it had")
+        raise RemoteError("a stream has no usage, so its tokens cannot be counted")
     return Shot(begun, tuple(at), tokens, text)
 
 
