@@ -31,8 +31,6 @@ def pages(paths: Sequence[Path]) -> str:
     """Pages side by side, each in a frame of its own; where one shows a token, the others show it, too. Raises
     ParameterError."""
     inner = [page(path) for path in paths]
-    files = resources.files(__package__)
-    own = (files / "page.js").read_text(encoding="utf-8")
     style = "html,body{height:100%;margin:0}body{display:flex;gap:2px}iframe{flex:1;border:0;min-width:0}"
     script = (
         "const frames_ = [...document.querySelectorAll('iframe')];\n"
@@ -42,8 +40,9 @@ def pages(paths: Sequence[Path]) -> str:
         "      one.contentWindow.postMessage(event.data, '*');\n"
         "});"
     )
-    styles = f"{_hash(style)} {_hash(colours() + (files / 'page.css').read_text(encoding='utf-8'))}"
-    policy = f"default-src 'none'; style-src {styles}; script-src {_hash(own)} {_hash(script)}; base-uri 'none'"
+    styles = f"{_hash(style)} {_hash(colours() + _file('page.css'))}"
+    scripts = f"{_hash(_file('page.js'))} {_hash(script)}"
+    policy = f"default-src 'none'; style-src {styles}; script-src {scripts}; base-uri 'none'"
     names = " and ".join(html.escape(path.name) for path in paths)
     bodies = "".join(
         f'<iframe title="{html.escape(path.name)}" srcdoc="{html.escape(text)}"></iframe>'
@@ -64,7 +63,12 @@ def empty_page(script: str) -> str:
 
 def colours() -> str:
     """The style sheet of who wrote what, for other pages that show it."""
-    return (resources.files(__package__) / "colours.css").read_text(encoding="utf-8")
+    return _file("colours.css")
+
+
+def _file(name: str) -> str:
+    """A part of the page, which lies beside this file."""
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def shown(line: dict[str, Any]) -> dict[str, Any]:
@@ -83,9 +87,8 @@ def shown(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
-    files = resources.files(__package__)
-    style = colours() + (files / "page.css").read_text(encoding="utf-8")
-    all_scripts = [(files / "page.js").read_text(encoding="utf-8"), *scripts]
+    style = colours() + _file("page.css")
+    all_scripts = [_file("page.js"), *scripts]
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, all_scripts))}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -97,9 +100,8 @@ def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
         "data": data,
         "script": "</script>\n<script>".join(all_scripts),
     }
-    template = (files / "page.html").read_text(encoding="utf-8")
     out: list[str] = []
-    for piece in template.split("{{"):  # once over: what is filled in is never looked at again
+    for piece in _file("page.html").split("{{"):  # once over: what is filled in is never looked at again
         name, closed, rest = piece.partition("}}")
         out.append(parts[name] + rest if closed else piece)
     return "".join(out)
