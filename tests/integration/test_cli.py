@@ -21,6 +21,7 @@ from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
+from outpace.measure.recommend import SIZES
 
 PROMPTS = [
     {"id": "a", "category": "copy", "turns": ["Repeat after me: one two three one two three.", "Again, please."]},
@@ -434,53 +435,26 @@ def test_what_is_asked_for_is_what_comes(capsys: pytest.CaptureFixture[str]) -> 
     assert found["compare"]["identical"]
 
 
-def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = outpace(
-        capsys, "plan", "--alpha", "0.7", "--size", "4", "--draft-cost", "0.1", "--width-cost", "1.2"
-    )
-    assert code == 0
-    assert "2.77" in out
-    assert "1.73x" in out
-    rows, found = tmp_path / "rows.jsonl", tmp_path / "out.json"
-    rows.write_text('{"token_ids": [5, 6, 7, 5, 6]}\n{"prompt": "Count to ten, twice."}\n')
-    drafters = ("-d", "none", "-d", "ngram:size=3", "-d", "auto")  # what auto drafts hangs on the machine
-    assert (
-        outpace(capsys, "bench", "--prompts", str(rows), "-n", "40", "-t", "1", *drafters, "--json", str(found))[0] == 0
-    )
-    code, out, _ = outpace(capsys, "plan", "--from", str(found), "--json")
-    assert code == 0
-    measured = json.loads(out)
-    assert measured[0]["measured"]["name"] == "ngram:size=3"
-    assert 0 < measured[0]["measured"]["alpha"] <= 1
-    assert [config["size"] for config in json.loads(found.read_text())["configs"]] == [0, 3, "auto"]
-
-
-def test_tune_measures_drafters_in_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Say hello.\n")
-    drafters = ("-d", "ngram:min=2", "-d", "suffix:size=3", "-d", "layers")
-    code, out, _ = outpace(
-        capsys, "tune", "--prompts", prompts, "-n", "4", *drafters, "-s", "2", "-s", "auto", "--json"
-    )
+def test_recommend_predicts_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path) -> None:
+    page, drafters = tmp_path / "page.html", ("-d", "ngram:min=2", "-d", "suffix:size=3", "-d", "layers:1")
+    asked = ("recommend", "--prompts", prompts, "-n", "48", "--html", page, *drafters)
+    code, out, _ = outpace(capsys, *asked, "--measure", "--price-per-hour", "2", "--json")
     found = json.loads(out)
-    names = [entry["name"] for entry in found["configs"]]
+    settings = {entry["name"]: entry for entry in found["settings"]}
     assert code == 0
-    assert names[:4] == ["none", "ngram:min=2 --size 2", "ngram:min=2 --size auto", "suffix:size=3 --size 3"]
-    assert names[4:8] == [f"layers:{n} --size {size}" for n in (3, 7) for size in (2, "auto")]
-    assert [entry["size"] for entry in found["configs"][:4]] == [0, 2, "auto", 3]
-    assert found["recommended"] in (None, *names[1:])
-
-
-def test_what_tune_recommends() -> None:
-    from outpace.cli.tune import recommended
-
-    def entry(name: str, ratio: float | None, low: float, moved: bool = False) -> dict[str, Any]:
-        return {"name": name, "speedup": {"ratio": ratio, "low": low, "high": 9.0}, "moved": moved}
-
-    plain = entry("none", 1.0, 1.0)
-    unsure, small, moved = entry("a", 1.5, 0.9), entry("b", 1.01, 1.005), entry("c", 3.0, 2.0, moved=True)
-    assert recommended([plain, unsure, small, moved, entry("d", None, 0.0)]) is None
-    assert recommended([plain, unsure, entry("e", 1.2, 1.1), entry("f", 1.3, 1.1), moved]) == "f"
+    assert {"none", "suffix:size=3 --size 3", *(f"ngram:min=2 --size {n}" for n in SIZES)} <= set(settings)
+    assert all(entry["error"] > -1 for entry in settings.values() if "error" in entry)
+    assert settings["none"]["measured"] > 0
+    assert settings["none"]["speedup"] == 1.0
+    assert settings["none"]["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / settings["none"]["speed"])
+    assert "own forwards" in found["not_predicted"]["layers:1"]
+    assert found["recommended"] in (None, *settings)
+    assert "<svg" in page.read_text()
+    assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+    far = json.loads(outpace(capsys, *asked, "--card", "H100", "--json")[1])
+    assert far["machine"] == {"card": "H100"}
+    assert all("measured" not in entry for entry in far["settings"])
+    assert outpace(capsys, *asked, "--readers", "2")[0] == 0
 
 
 def test_a_datastore_from_answers_to_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -512,8 +486,8 @@ BAD = {
     "datastore of nothing": (("datastore", "build", "--corpus", "nowhere.txt", "OUT"), "nowhere.txt"),
     "empty prompt": (("generate", ""), "empty"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
-    "plan of nothing": (("plan",), "--alpha"),
-    "plan out of range": (("plan", "--alpha", "2"), "alpha 2"),
+    "measuring elsewhere": (("recommend", "--prompts", "x", "--measure", "--cores", "4"), "on this machine"),
+    "an unknown card": (("recommend", "--prompts", "x", "--card", "H1"), "A100"),
     "other tokenizer": (
         ("generate", "hi", "--drafter", "model:demo-gemma", "--acceptance", "rejection", "-T", "1"),
         "model:demo-gemma has another tokenizer",

@@ -144,15 +144,14 @@ def test_json_alone_prints_and_with_a_file_writes(tmp_path: Path, capsys: pytest
         ([], False, False),
     ):
         out.unlink(missing_ok=True)
-        assert app.parse(["plan", *arguments, "--alpha", "0.5"])() == 0
+        assert app.parse(["cache", *arguments])() == 0
         text = capsys.readouterr().out
         assert text.startswith("{") == printed
-        assert ("break-even" in text) != printed
         assert out.exists() == written
-        assert not written or json.loads(out.read_text())["alpha"] == 0.5
+        assert not written or json.loads(out.read_text())["freed"] is None
     assert callable(app.parse(["generate", "--json", "Explain config.json to me."]))  # which is a prompt
     with pytest.raises(ParameterError, match="cannot be written"):
-        app.parse(["plan", "--json", str(tmp_path / "no" / "out.json")])
+        app.parse(["cache", "--json", str(tmp_path / "no" / "out.json")])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
     "verify",
     "trace",
     "explain",
-    "plan",
+    "recommend",
     "datastore",
     "train",
     "export",
-    "tune",
     "cache",
     "doctor",
 )

@@ -219,7 +219,7 @@ _ELSEWHERE = (  # options of single commands
     "n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard", "url", "against", "concurrency",
     "host", "port", "queue", "cors", "drain", "request_timeout", "max_body", "max_n", "max_logprobs", "max_rows",
     "prefill_delay", "step_stretch", "model_memory", "share", "most_load", "least", "replay_share", "held_out", "gain",
-    "poll",
+    "poll", "cores", "bandwidth", "card",
 )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""How much to draft, and when not to: measured costs, calibrated acceptance, and the theory behind both."""
+"""How much to draft, and when not to: measured costs and calibrated acceptance."""

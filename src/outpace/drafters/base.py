@@ -26,13 +26,14 @@ class DrafterNeeds:
     ``hidden_layers``: layers of the target, from 0, whose outputs ``observe`` gets. ``choices``: the target's choice
     after every node, not only after visited ones. ``draws``: under ``rejection``, proposals are sampled (from
     ``Stream.DRAFT``) and carry q. ``ranks``: how many of the target's likeliest tokens after each verified token
-    ``rank`` gets.
+    ``rank`` gets. ``target_rows``: it drafts in the target's own KV of its rows.
     """
 
     hidden_layers: tuple[int, ...] = ()
     choices: bool = False
     draws: bool = False
     ranks: int = 0
+    target_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class ComposedDrafter(Drafter):
             hidden_layers=tuple(sorted({layer for part in parts for layer in part.needs.hidden_layers})),
             draws=any(part.needs.draws for part in parts),
             ranks=max(part.needs.ranks for part in parts),
+            target_rows=any(part.needs.target_rows for part in parts),
         )
         self._columns = [
             [self.needs.hidden_layers.index(layer) for layer in part.needs.hidden_layers] for part in parts

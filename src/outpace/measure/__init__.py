@@ -1,1 +1,1 @@
-"""Measuring and explaining: benchmarks, comparisons, prompts, theory, traces."""
+"""Measuring and explaining: benchmarks, comparisons, predictions, prompts, traces."""

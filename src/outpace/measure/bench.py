@@ -17,6 +17,7 @@ from outpace.common.arrays import F64, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.engine.statistics import Stats, pooled
+from outpace.measure import machine
 from outpace.measure.compare import Difference, compare
 from outpace.measure.prompts import PromptRow, encode_turns
 from outpace.params import SamplingParams
@@ -56,6 +57,7 @@ class Run:
     result: Result
     seconds: float
     difference: Difference | None  # against the first configuration
+    joules: float | None = None  # of the machine, divided likewise; None: not known
 
     def to_dict(self) -> dict[str, Any]:
         stats = self.result.stats
@@ -70,6 +72,7 @@ class Run:
             "prompt_tokens": stats.prompt_tokens,
             "finish_reason": self.result.finish_reason,
             "seconds": self.seconds,
+            "joules": self.joules,
             "stats": stats.to_dict(),
         }
 
@@ -120,13 +123,15 @@ class Bench:
         baseline: list[Result] = []
         again = [replace(self.configurations[0], name=CONTROL)] if self.control else []
         for configuration in [*self.configurations, *again]:
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), machine.joules()
             results = configuration.generate(prompts, self.params)
+            after = machine.joules()
+            joules = None if before is None or after is None or after < before else (after - before) / len(rows)
             seconds = (time.perf_counter() - begun) / len(rows)
             baseline = baseline or results
             for row, prompt, first, result in zip(rows, prompts, baseline, results, strict=True):
                 difference = compare(configuration.engine, prompt, self.params, first, result)
-                finished.append(Run(row, turn, configuration.name, result, seconds, difference))
+                finished.append(Run(row, turn, configuration.name, result, seconds, difference, joules))
         self.runs += finished  # all or none, so that an interruption leaves whole comparisons
         return baseline
 
@@ -155,6 +160,7 @@ class Bench:
         stats, base = (pooled(run.result.stats for run in runs) for runs in (own, first))
         ratio = speedup([run.result.stats for run in first], [run.result.stats for run in own])
         seconds = sum(run.seconds for run in own)
+        joules = [run.joules for run in own if run.joules is not None]
         return {
             "prompts": len(own),
             "identical": sum(run.difference is None for run in own),
@@ -162,6 +168,7 @@ class Bench:
             "tokens": stats.tokens,
             "decode_tokens_per_second": stats.decode_tokens_per_second,
             "end_to_end_tokens_per_second": stats.tokens / seconds if seconds else 0.0,
+            "joules_per_token": sum(joules) / stats.tokens if joules and len(joules) == len(own) else None,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": stats.acceptance_by_position,

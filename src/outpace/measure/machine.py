@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.models import processors
@@ -27,6 +28,20 @@ def amx() -> dict[str, Any] | None:
 
     found: dict[str, Any] | None = _fast.native.amx()
     return found
+
+
+def joules(domains: Path = Path("/sys/class/powercap")) -> float | None:
+    """What the processors have used since some moment, by RAPL, whose counters begin anew every few minutes to hours;
+    None where it cannot be read, as in most virtual machines and for users other than root."""
+    try:
+        found = [
+            int((each / "energy_uj").read_text())
+            for each in sorted(domains.glob("intel-rapl:*"))
+            if ":" not in each.name[11:]
+        ]
+    except (OSError, ValueError):
+        return None
+    return sum(found) / 1e6 if found else None
 
 
 def memory() -> dict[str, int | None]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.drafters.base import DraftContext, RowView
+from outpace.drafters.base import DraftContext, DrafterNeeds, RowView
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
@@ -23,6 +23,8 @@ from outpace.models.base import Batch, Model, Output
 
 class LayersDrafter(ChainDrafter):
     """Chains from the first ``layers`` layers of ``target``. Raises DrafterError unless 1 <= layers < the target's."""
+
+    needs = DrafterNeeds(draws=True, target_rows=True)
 
     def __init__(self, target: Model, layers: int) -> None:
         most = target.info.layers - 1

@@ -1,0 +1,228 @@
+"""``outpace recommend``: which drafter, and in what size, for the user's prompts, model and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from outpace.cli.bench import end, measured
+from outpace.cli.command import Command
+from outpace.cli.options import PROMPTS, Common, Load
+from outpace.common.option import option
+from outpace.errors import ParameterError
+
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+    from outpace.measure.prompts import PromptRow
+    from outpace.measure.recommend import Prediction
+
+_MEASURED = 3  # settings that --measure runs
+_LEAST = 1.02  # speedup below which nothing is recommended
+_DRAFTERS = ("ngram", "suffix", "recycle", "suffix+recycle", "auto")
+
+
+def run(
+    load: Load,
+    common: Common,
+    prompts: Annotated[Path, PROMPTS],
+    drafter: Annotated[
+        list[str] | None, option("--drafter", "-d", help=f"Repeatable. Default: {', '.join(_DRAFTERS)}.")
+    ] = None,
+    limit: Annotated[int, option("--limit", help="So many rows, spread evenly over the file.")] = 6,
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 128,
+    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
+    readers: Annotated[int, option("--readers", help="Answers that are decoded at once.")] = 1,
+    cores: Annotated[int | None, option("--cores", help="Predict for so many cores of this kind.")] = None,
+    bandwidth: Annotated[
+        float | None, option("--bandwidth", metavar="GB/s", help="Predict for memory that is read so fast.")
+    ] = None,
+    card: Annotated[str | None, option("--card", help="Predict for a card: A100, H100, H200, L4 or L40S.")] = None,
+    measure: Annotated[
+        bool, option("--measure", help="Run the best three, and say how good the predictions were.")
+    ] = False,
+    price: Annotated[
+        float | None, option("--price-per-hour", metavar="X", help="Of the machine: gives the price of tokens.")
+    ] = None,
+    html: Annotated[Path | None, option("--html", metavar="FILE", help="Write a page with a chart, too.")] = None,
+) -> int:
+    """Predict how fast each drafter is on your prompts from one plain pass over them, and which size of drafts pays."""
+    from outpace.common.files import check_writable
+    from outpace.measure.prompts import encode_turns, read_prompts
+    from outpace.measure.recommend import Machine, plain, predictions
+    from outpace.params import SamplingParams
+
+    machine = Machine(cores, bandwidth, card)
+    if readers < 1:
+        raise ParameterError(f"--readers {readers} is out of range: give at least 1")
+    if price is not None and not price > 0:
+        raise ParameterError(f"--price-per-hour {price} is out of range: give more than 0")
+    if measure and machine != Machine():
+        raise ParameterError("--measure runs on this machine: leave out --cores, --bandwidth and --card")
+    if html is not None:
+        check_writable(html)
+    rows = read_prompts(prompts, limit)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    names = list(dict.fromkeys(["none", *(drafter or _DRAFTERS)]))
+    loaded = load.engines(names, max_rows=readers, prefix_rows=0)
+    engines = _distinct(names, loaded)
+    try:
+        encoded = [encode_turns(loaded[0], row) for row in rows]
+        drafters = [engine.drafter for engine in engines.values()]
+        recorded = plain(loaded[0], encoded, params, readers, drafters)
+        found, missing = predictions(engines, recorded, machine)
+        model = loaded[0].model.info
+        value: dict[str, Any] = {
+            "model": model.name,
+            "backend": model.backend,
+            "dtype": model.dtype,
+            "machine": _described(machine, loaded[0]),
+            "prompts": len(rows),
+            "readers": readers,
+            "temperature": temperature,
+            "tokens": sum(len(answer.tokens) - answer.prompt for answer in recorded.answers),
+            "cost": machine.cost(recorded.cost, loaded[0].model).to_dict(),
+            "settings": [_entry(each, readers, price) for each in found],
+            "not_predicted": missing,
+        }
+        stopped = None
+        if measure:
+            stopped = _measure(value, found, engines, rows, params, readers, common)
+        value["recommended"] = _best(value["settings"])
+    finally:
+        for engine in loaded:
+            engine.close()
+    if html is not None:
+        _write(html, value)
+    if not common.emit(value):
+        _show(value)
+    end(stopped, value.get("bench"))
+    return 0
+
+
+def _distinct(names: Sequence[str], engines: Sequence[Engine]) -> dict[str, Engine]:
+    """Engines by spec, without ``auto`` where it stands for another of them."""
+    others = {engine.drafter.name for name, engine in zip(names, engines, strict=True) if name != "auto"}
+    return {n: e for n, e in zip(names, engines, strict=True) if n != "auto" or e.drafter.name not in others}
+
+
+def _described(machine: Any, engine: Engine) -> dict[str, Any]:
+    from outpace.measure import machine as here
+
+    asked = {name: value for name, value in asdict(machine).items() if value is not None}
+    return asked or {**here.cpu(), "threads": here.threads_of(engine.model)}
+
+
+def _entry(found: Prediction, readers: int, price: float | None) -> dict[str, Any]:
+    cost = None if price is None else price / 3600 / (found.speed * readers) * 1e6
+    return {"name": found.name, **asdict(found), "price_per_million_tokens": cost}
+
+
+def _measure(
+    value: dict[str, Any], found: Sequence[Prediction], engines: Mapping[str, Engine], rows: Sequence[PromptRow],
+    params: Any, readers: int, common: Common,
+) -> BaseException | None:  # fmt: skip
+    """Run the best settings of different drafters beside plain decoding, in turn; what ended it early, if anything
+    did. Each setting that ran has ``measured`` and ``error``, the prediction's, as a share."""
+    from outpace.measure.bench import Bench, Configuration
+
+    chosen: dict[str, Prediction] = {}
+    for each in found:
+        if each.size:
+            chosen.setdefault(each.drafter, each)
+    ways = [Configuration("none", engines["none"])]
+    best = list(chosen.values())[:_MEASURED]
+    ways += [Configuration(each.name, engines[each.drafter], {"size": each.size}) for each in best]
+    if best and engines[best[0].drafter].options.size == "auto":
+        ways.append(Configuration(f"{best[0].drafter} --size auto", engines[best[0].drafter]))
+    bench = Bench(ways, params, control=True)
+    ran, stopped = measured(bench, rows, common, {"concurrency": readers})
+    if ran is not None:
+        value["bench"] = {name: ran[name] for name in ("configs", "control", "interrupted")}
+        speeds = {config["name"]: config for config in ran["configs"]}
+        for entry in value["settings"]:
+            config = speeds.pop(entry["name"], None)
+            if config is not None:
+                speed = config["decode_tokens_per_second"]
+                entry |= {"measured": speed, "error": entry["speed"] / speed - 1, "joules": config["joules_per_token"]}
+                entry["measured_tokens_per_step"] = config["tokens_per_step"]
+        for name, config in speeds.items():  # the policy's sizes, which nothing predicts
+            value["settings"].append({"name": name, "measured": config["decode_tokens_per_second"]})
+    return stopped
+
+
+def _best(settings: Sequence[Mapping[str, Any]]) -> str | None:
+    """The fastest setting, by measurement where there is one; None: plain decoding is as fast."""
+    known = [entry for entry in settings if "measured" in entry] or settings
+    which = "measured" if known is not settings else "speed"
+    (bare,) = (entry[which] for entry in known if entry["name"] == "none")
+    best = max(known, key=lambda entry: float(entry[which]))
+    return str(best["name"]) if best[which] > _LEAST * bare else None
+
+
+def _columns(value: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: plain decoding, each drafter in its best size, and what was measured."""
+    heads = ["setting", "tokens/s", "speedup", "tokens a step", "memory"]
+    priced = any(entry.get("price_per_million_tokens") for entry in value["settings"])
+    ran = "bench" in value
+    heads += ["a million tokens"] * priced + ["measured", "error"] * ran
+    lines, seen = [], set()
+    for entry in value["settings"]:
+        if "speed" not in entry:
+            line = [entry["name"], *["-"] * (4 + priced), f"{entry['measured']:.1f}", "-"]
+        elif entry["drafter"] in seen and "measured" not in entry:
+            continue
+        else:
+            seen.add(entry["drafter"])
+            line = [
+                entry["name"], f"{entry['speed']:.1f}", f"{entry['speedup']:.2f}x", f"{entry['tokens_per_step']:.2f}",
+                f"{entry['memory'] / 1e6:.0f} MB",
+            ]  # fmt: skip
+            line += [f"{entry['price_per_million_tokens']:.3f}"] if priced else []
+            line += (
+                [f"{entry['measured']:.1f}", f"{entry['error']:+.0%}"] if "measured" in entry else ["-", "-"]
+            ) * ran
+        lines.append(line)
+    return heads, lines
+
+
+def _advice(value: Mapping[str, Any]) -> str:
+    best = value["recommended"]
+    return f"use --drafter {best}" if best else "none of them pays here: decode plainly, with --drafter none"
+
+
+def _about(value: Mapping[str, Any]) -> str:
+    machine = ", ".join(f"{name} {each}" for name, each in value["machine"].items() if name != "features")
+    many = f"{value['readers']} at once" if value["readers"] > 1 else "one at a time"
+    return f"{value['model']}, {value['backend']} {value['dtype']}, {machine}; {value['prompts']} prompts, {many}"
+
+
+def _show(value: Mapping[str, Any]) -> None:
+    heads, lines = _columns(value)
+    print(_about(value))
+    wide = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+    for line in [heads, *lines]:
+        print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, wide, strict=True))))
+    for name, why in value["not_predicted"].items():
+        print(f"not predicted: {name}: {why}")
+    print(_advice(value))
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    from outpace.measure.page import Bar, Section, write
+
+    heads, lines = _columns(value)
+    shown = {line[0] for line in lines}
+    bars = [
+        Bar(e["name"], e.get("measured", e.get("speed")), "measured" if "measured" in e else "predicted")
+        for e in value["settings"] if e["name"] in shown
+    ]  # fmt: skip
+    write(
+        path,
+        "outpace recommend",
+        [Section(_advice(value), _about(value), "tokens/s of each reader", bars, heads, lines)],
+    )
+
+
+COMMAND = Command("recommend", run, "outpace recommend -m demo --prompts prompts.jsonl --measure")

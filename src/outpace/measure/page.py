@@ -1,0 +1,95 @@
+"""Pages that hold all they show: text, bars and tables, without a request to anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from outpace.common.files import write_bytes
+
+_WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 820, 22, 8, 230, 240, 48
+# Text, quiet text, other bars, our bars: as the page's style has them, or fixed for a picture in a README.
+INK = {
+    "page": ("var(--ink)", "var(--quiet)", "var(--line)", "var(--good)"),
+    "light": ("#1f2328", "#59636e", "#afb8c1", "#1a7f37"),
+    "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#3fb950"),
+}
+_STYLE = """
+body { max-width: 62rem; margin: 0 auto; padding: 1.5rem; }
+section { margin-top: 2rem; } h1 { font-size: 1.3rem; } h2 { font-size: 1rem; } svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; margin-top: .8rem; font-size: .85rem; }
+th, td { text-align: right; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """``note``: in brackets behind the value; ``ours``: in the colour of what is ours."""
+
+    label: str
+    value: float
+    note: str = ""
+    ours: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, a line about the setting, bars with what they count, and a table."""
+
+    title: str
+    about: str
+    counts: str = ""
+    bars: Sequence[Bar] = ()
+    heads: Sequence[str] = ()
+    lines: Sequence[Sequence[str]] = field(default=())
+
+
+def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> str:
+    """An SVG picture of a bar for each of ``rows``, from the top."""
+    text, quiet, grey, green = INK[theme]
+    most = max((row.value for row in rows), default=0.0) or 1.0
+    height = _TOP + len(rows) * (_BAR + _GAP) + 28
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="14">',
+        f"<title>{escape(title)}: {escape(about)}</title>",
+        f'<text x="0" y="18" fill="{text}" font-size="16" font-weight="600">{escape(title)}</text>',
+    ]
+    for i, row in enumerate(rows):
+        y = _TOP + i * (_BAR + _GAP)
+        ink, length = (text if row.ours else quiet), max((_WIDTH - _LEFT - _RIGHT) * row.value / most, 1)
+        note = f" ({escape(row.note)})" if row.note else ""
+        parts += [
+            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end" fill="{ink}">{escape(row.label)}</text>',
+            f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" rx="3" '
+            f'fill="{green if row.ours else grey}"/>',
+            f'<text x="{_LEFT + length + 8:.1f}" y="{y + 16}" fill="{text}">{row.value:.0f}'
+            f'<tspan fill="{quiet}">{note}</tspan></text>',
+        ]
+    parts += [f'<text x="0" y="{height - 8}" fill="{quiet}" font-size="12">{escape(about)}</text>', "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def write(path: Path, title: str, sections: Sequence[Section]) -> None:
+    """Write a page. Raises OSError."""
+    colours, style = (
+        files("outpace.measure.view").joinpath(name).read_text("utf-8") for name in ("colours.css", "page.css")
+    )
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{escape(title)}</title><style>{colours}{style}{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+    ]
+    for section in sections:
+        parts.append(f'<section><h2>{escape(section.title)}</h2><p class="quiet">{escape(section.about)}</p>')
+        if section.bars:
+            parts.append(bars(section.bars, section.counts, ""))
+        if section.lines:
+            rows = [f"<th>{'</th><th>'.join(map(escape, section.heads))}</th>"]
+            rows += [f"<td>{'</td><td>'.join(map(escape, line))}</td>" for line in section.lines]
+            parts.append(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>")
+        parts.append("</section>")
+    write_bytes(path, "\n".join([*parts, "</body></html>\n"]).encode())

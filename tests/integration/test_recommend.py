@@ -1,0 +1,125 @@
+"""Predictions: what a recorded answer says of a drafter is what a run of it does, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outpace.control.cost import Cost
+from outpace.drafters.base import Drafter
+from outpace.drafters.composed import ComposedDrafter
+from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.lookup.suffix import SuffixDrafter
+from outpace.engine.engine import Engine
+from outpace.engine.load import load_engines
+from outpace.engine.request import StepRecord
+from outpace.errors import DrafterError, ParameterError
+from outpace.exact.noise import Noise
+from outpace.measure.accepted import Recorded, record, replayed
+from outpace.measure.recommend import Machine, plain, predictions
+from outpace.params import SamplingParams
+from tests.toy import ToyModel
+
+DEMO = ("ngram", "suffix", "ngram:candidates=3+suffix", "eagle:demo", "suffix+eagle:demo")
+PROMPT = "Repeat after me, three times: the quick brown fox jumps over the lazy dog."
+
+
+def recorded(plainly: Engine, prompt: list[int], params: SamplingParams, layers: tuple[int, ...] = ()) -> Recorded:
+    (result,) = plainly.generate_many([prompt], params)
+    tokens = np.array([*prompt, *result.token_ids], np.int32)
+    return record(plainly.model, tokens, len(prompt), params, Noise(result.seed, result.sample), layers=layers)
+
+
+def steps(engine: Engine, prompt: list[int], params: SamplingParams, size: int) -> list[tuple[int, int, int]]:
+    """Of a run: committed tokens before each step, nodes that were verified, and tokens gained."""
+    found: list[tuple[int, int, int]] = []
+
+    def on_step(step: StepRecord) -> None:
+        found.extend(zip(step.starts, step.kept.widths.tolist(), step.gained, strict=True))
+
+    engine.on_step = on_step
+    engine.generate_many([prompt], params, size=size)
+    engine.on_step = None
+    return found
+
+
+def predicted(drafter: Drafter, answer: Recorded, size: int) -> list[tuple[int, int, int]]:
+    return [(step.length, step.nodes, step.gained) for step in replayed(drafter, answer, size, -1)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookups_on_the_toy(size: int, temperature: float) -> None:
+    model, params = ToyModel(8), SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    prompt = [1, 2, 3, 4, 1, 2, 3]
+    answer = recorded(Engine(model), prompt, params)
+    for make in (
+        NgramDrafter,
+        lambda: SuffixDrafter(tree=False),
+        SuffixDrafter,
+        lambda: ComposedDrafter([NgramDrafter(candidates=3), SuffixDrafter()]),
+    ):
+        ran = steps(Engine(model, drafter=make(), size=size), prompt, params, size)
+        assert predicted(make(), answer, size) == ran
+        assert sum(gained for _, _, gained in ran) == len(answer.tokens) - len(prompt)
+
+
+def test_drafters_of_the_demo_model() -> None:
+    engines = load_engines(Engine, "demo", ["none", *DEMO], {"max_rows": 1, "prefix_rows": 0, "threads": 1})
+    try:
+        layers = engines[4].drafter.needs.hidden_layers
+        assert layers
+        prompt = engines[0].encode([{"role": "user", "content": PROMPT}]).tolist()
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=40, temperature=temperature, seed=0)
+            answer = recorded(engines[0], prompt, params, layers)
+            for engine in engines[1:]:
+                for size in (3, 8):
+                    assert predicted(engine.drafter, answer, size) == steps(engine, prompt, params, size)
+            assert not engines[0].model.kv.rows
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_a_drafter_that_needs_the_target_is_refused() -> None:
+    (plainly, engine) = load_engines(Engine, "demo", ["none", "layers:2"], {"prefix_rows": 0, "threads": 1})
+    answer = recorded(plainly, [5, 6, 7], SamplingParams(max_tokens=4))
+    with pytest.raises(DrafterError, match="own forwards"):
+        replayed(engine.drafter, answer, 4, 0)
+    engine.close()
+    plainly.close()
+
+
+def test_settings_are_ranked_by_speed() -> None:
+    model, params = ToyModel(8), SamplingParams(max_tokens=120, ignore_eos=True)
+    engines = {"none": Engine(model, max_rows=2), "ngram": Engine(model, drafter=NgramDrafter(), max_rows=2)}
+    prompts = [np.array([1, 2, 3, 1, 2, 3], np.int32), np.array([4, 5, 4, 5], np.int32)]
+    for readers in (1, 2):
+        found = plain(engines["none"], prompts, params, readers, [engines["ngram"].drafter])
+        ranked, missing = predictions(engines, found, Machine(), (2, 5))
+        assert not missing
+        assert sorted(each.size for each in ranked) == [0, 2, 5]
+        assert [each.speed for each in ranked] == sorted((each.speed for each in ranked), reverse=True)
+        (bare,) = (each for each in ranked if each.drafter == "none")
+        assert (bare.speedup, bare.tokens_per_step, bare.nodes) == (1.0, 1.0, 0.0)
+        assert all(each.speed == pytest.approx(each.speedup * bare.speed) for each in ranked)
+    with pytest.raises(ParameterError, match="too few"):
+        plain(engines["none"], prompts, params.with_(max_tokens=2), 1, [])
+
+
+def test_another_machine() -> None:
+    model, here = ToyModel(8), Cost((1, 8, 16), (1e-3, 1e-3, 2e-3))
+    model.info = replace(model.info, weight_bytes=10**9)
+    assert Machine().cost(here, model) is here
+    wide = Machine(cores=4).cost(here, model)
+    assert wide.width(1) == here.width(1)
+    assert wide.width(64) < here.width(64)
+    slow = Machine(bandwidth=1.0).cost(here, model)
+    assert slow.width(1) == pytest.approx(1.0)
+    assert Machine(card="H200").cost(here, model).width(1) < Machine(card="A100").cost(here, model).width(1)
+    for bad in ({"cores": 0}, {"bandwidth": -1.0}, {"card": "none"}):
+        with pytest.raises(ParameterError, match=str(*bad.values())):
+            Machine(**bad)
