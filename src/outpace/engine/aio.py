@@ -295,6 +295,11 @@ class Running:
         """Of the requests, in their order."""
         return [prepared.request.id for prepared in self._requests]
 
+    @property
+    def delivered(self) -> list[Delta | None]:
+        """Of every sample, in their order: what it was resumed after."""
+        return [sequence.delivered for prepared in self._requests for sequence in prepared.sequences]
+
     async def get(self, timeout: float | None = None) -> list[Delta]:
         """What has come since the last call, at least one; none when ``timeout`` seconds brought none, or after
         ``wake``.

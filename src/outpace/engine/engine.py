@@ -135,6 +135,8 @@ class Engine:
         deadline: float | None = None,
         priority: int = 0,
         owner: str = "",
+        resume: SequenceOf[int] | SequenceOf[SequenceOf[int]] | None = None,
+        verify_resume: bool = False,
         **sampling: Any,
     ) -> Prepared:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
@@ -144,8 +146,11 @@ class Engine:
         ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither takes nor leaves KV that other
         requests share, since sharing shows in timing; ``cache_scope``: it is shared within one such name alone.
         ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first;
-        ``owner``: within it, owners take turns. ``sampling``: fields of ``SamplingParams``, which take the place of
-        those in ``params``. Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
+        ``owner``: within it, owners take turns. ``resume``: output token ids that this very request produced before
+        (with n > 1 a list for each sample): deltas bring what follows, the result has all, with log-probabilities of
+        what follows; ``verify_resume``: the target chooses the last 8 again, and the request ends in a ParameterError
+        where they differ. ``sampling``: fields of ``SamplingParams``, which take the place of those in ``params``.
+        Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
@@ -186,6 +191,10 @@ class Engine:
             )
             for sample in range(params.n)
         ]  # fmt: skip
+        if resume is not None:
+            each = intake.resumed(resume, params, acceptance, info.vocab_size)
+            for sequence, own in zip(sequences, each, strict=True):
+                sequence.resume(own, verify_resume)
         return Prepared(request, sequences)
 
     def submit(self, prepared: Prepared) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +103,40 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, raw:
 def encoder(tokenizer: Tokenizer | None) -> Callable[[str], I32] | None:
     """How text becomes ids within an answer: without start and end tokens. None without a tokenizer."""
     return None if tokenizer is None else partial(tokenizer.encode, add_special=False)
+
+
+def resumed(
+    given: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams, acceptance: Acceptance, vocab_size: int
+) -> list[list[int]]:
+    """What every sample is resumed after. Raises ParameterError for what cannot be, but by rules and ends."""
+    each: list[Any] = [given] if params.n == 1 and not (len(given) and isinstance(given[0], Sequence)) else list(given)
+    if len(each) != params.n or not all(isinstance(own, (Sequence, np.ndarray)) for own in each):
+        raise ParameterError(
+            Argument("resume"), f" is not of {params.n} samples: give a list of ids for each, [] where nothing came"
+        )
+    for token in chain(*each):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+            raise ParameterError(
+                Argument("resume"), f" has token id {token!r}, but this model's ids go from 0 to {vocab_size - 1}"
+            )
+    found = [[int(token) for token in own] for own in each]
+    if any(found):
+        check_resumable(params)
+        if acceptance != "coupled":
+            raise ParameterError(
+                Argument("acceptance", acceptance), " makes tokens depend on drafts, so such an answer cannot be "
+                "resumed: ask again from the beginning",
+            )  # fmt: skip
+    return found
+
+
+def check_resumable(params: SamplingParams) -> None:
+    """Raise ParameterError where the seed is not known."""
+    if params.seed is None and not params.greedy:
+        raise ParameterError(
+            Argument("resume"), " needs the seed that the tokens were drawn with: give ", Argument("seed"),
+            " as the interrupted answer reported it",
+        )  # fmt: skip
 
 
 def limit_of(tokens: I32, params: SamplingParams, info: ModelInfo, most_positions: int | None) -> int:

@@ -46,6 +46,7 @@ class Result:
     """One finished sample of one request.
 
     ``request``, ``sample``, ``text``, ``token_ids``, ``sources``, ``logprobs``: as in ``Delta``, of the whole answer.
+    Tokens that it was resumed after have the source "resumed" and no log-probabilities.
     ``finish_reason``: "stop" (EOS, a stop string or a stop id, which ``stopped_by`` names), "length", "cancelled",
     "deadline" or "error" (``error`` is its message, ``cause`` the exception where one was raised). ``prompt_tokens``:
     how many the prompt has. ``seed``: of the noise, drawn where none was given; the same request with it gets the same

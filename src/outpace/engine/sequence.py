@@ -17,10 +17,14 @@ from outpace.engine.request import Request
 from outpace.engine.results import Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats
 from outpace.engine.text import TextError, TextReader, TextState
-from outpace.errors import OutpaceError
+from outpace.errors import Argument, OutpaceError, ParameterError
+from outpace.exact.drafts import Draft
+from outpace.exact.rules import pruned
 from outpace.exact.sampling import Chooser, TokenLogprob
 
 BUNCH = 64  # steps that are counted together
+VERIFIED = 8  # tokens of a resumed answer that the target chooses again, where that is asked for
+RESUMED = "resumed"  # the source of tokens that an answer was resumed after
 
 
 class Extension(NamedTuple):
@@ -78,6 +82,10 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._reported = self._reported_text = 0
+        self.delivered: Delta | None = None  # what it was resumed after
+        self._again: list[int] = []  # of that: the tokens up to which the target must choose the same again
+        self._covered = 0  # characters that were delivered before it was resumed
+        self._unscored = self._rescored = 0  # tokens of those without log-probabilities, and with
         self._drafted = 0  # nodes verified since the last delta
         self._uncounted: list[Counted] = []
         self._first: float | None = None
@@ -114,11 +122,39 @@ class Sequence:
         """The most tokens that may still be committed."""
         return self.limit - self.length
 
+    def resume(self, tokens: list[int], verify: bool) -> None:
+        """Begin after output ``tokens``, which this very request has produced and delivered. ``verify``: the target
+        chooses the last few again. Raises ParameterError for tokens that cannot be this request's, or RuleError."""
+        if not tokens:
+            return
+        allowed = len(pruned(Draft.chain(tokens), self._chooser))
+        end = self.extended(tokens[:allowed]) if allowed else None
+        taken = 0 if end is None else len(end.tokens)
+        if end is None or taken < len(tokens):
+            why = f"token {tokens[taken]} at index {taken}, which a rule of this request forbids there"
+            if end is not None and end.finish_reason is not None:
+                why = f"{len(tokens)} tokens, but token {end.tokens[-1]} at index {taken - 1} ends the answer"
+            raise ParameterError(
+                Argument("resume"), f" has {why} (sample {self.sample}): give what this very request has produced"
+            )
+        self.delivered = Delta(
+            self.request.id, self.sample, end.shown, tuple(tokens), (RESUMED,) * taken, finish_reason=end.finish_reason
+        )
+        known = tokens[:-VERIFIED] if verify else tokens
+        if known:
+            self.commit(end if known is tokens else self.extended(known), [RESUMED] * len(known))
+        self._again = tokens if verify else []
+        self._reported, self._covered = len(tokens), len(end.shown)
+        self._unscored, self._rescored = len(known), len(tokens) - len(known)
+
     def extended(self, tokens: list[int]) -> Extension:
         """What ``tokens`` (at least one) would make of it: kept up to the first that ends it.
 
-        Raises RuleError or TextError when a rule or the tokenizer fails.
+        Raises RuleError or TextError when a rule or the tokenizer fails, ParameterError when it was resumed after
+        other tokens.
         """
+        if self._again:
+            self._check_again(tokens)
         if self.length + len(tokens) < self.limit and self._stop_ids.isdisjoint(tokens) and not self._chooser.states:
             added = self._reader.add_all(self._text, tokens)
             if added is not None:  # as nearly always: nothing of what follows
@@ -154,6 +190,15 @@ class Sequence:
         if self._chooser.states:  # nothing follows a token that ends it: a grammar need not take it
             chooser = self._chooser.after(given[:-1] if reason else given)
         return Extension(given, chooser, text, shown, reason, stopped_by)
+
+    def _check_again(self, tokens: list[int]) -> None:
+        done = self.length - self.prompt_length
+        for i, (token, given) in enumerate(zip(tokens, self._again[done:], strict=False), done):
+            if token != given:
+                raise ParameterError(
+                    Argument("resume"), f" has token {given} at index {i} (sample {self.sample}), where this request "
+                    f"chooses {token}: give what this very request has produced, with its seed",
+                )  # fmt: skip
 
     def spelled(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
         """The same, with the tokens' texts where there is a tokenizer. Raises TextError."""
@@ -225,12 +270,16 @@ class Sequence:
     @property
     def reported(self) -> bool:
         """Whether there is nothing new for a delta."""
-        return self._reported == self.length - self.prompt_length and self.finish_reason is None
+        return self._reported >= self.length - self.prompt_length and self.finish_reason is None
 
     def delta(self) -> Delta:
         """What was gained since the last delta; the last one carries the result."""
-        start, self._reported = self._reported, self.length - self.prompt_length
+        start = self._reported
+        self._reported = max(start, self.length - self.prompt_length)
         text, self._reported_text = "".join(self._shown[self._reported_text :]), len(self._shown)
+        if self._covered:
+            covered = min(self._covered, len(text))
+            text, self._covered = text[covered:], self._covered - covered
         drafted, self._drafted = self._drafted, 0
         now = time.perf_counter()
         gained = self._reported - start
@@ -248,8 +297,8 @@ class Sequence:
             text=text,
             token_ids=tuple(self.buffer[self.length - gained : self.length].tolist()),
             sources=tuple(self.sources[start:]),
-            logprobs=tuple(self.logprobs[start:]),
-            prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
+            logprobs=tuple(self.logprobs[start - self._unscored :]),
+            prompt_logprobs=tuple(self.prompt_logprobs) if first and self.delivered is None else (),
             drafted=drafted,
             finish_reason=self.finish_reason,
             result=self._result() if self.finish_reason else None,
@@ -271,7 +320,7 @@ class Sequence:
             drafter=request.drafter,
             acceptance=request.acceptance,
             stats=self.stats,
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(self.logprobs[self._rescored :]),
             prompt_logprobs=tuple(self.prompt_logprobs),
             stopped_by=self.stopped_by,
             error=self.error,

@@ -22,7 +22,7 @@ from outpace.engine.request import ChunkRecord, StepRecord
 from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.statistics import Counted
 from outpace.engine.text import TextError
-from outpace.errors import MemoryLimitError, RuleError
+from outpace.errors import MemoryLimitError, ParameterError, RuleError
 from outpace.exact.drafts import Verdicts
 from outpace.models.base import HiddenStates
 
@@ -102,13 +102,13 @@ def compute(step: Step, clock: Clock) -> None:
 
 
 def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extension:
-    """What row i's verdict makes of its sequence. A fault of its own rules or tokenizer ends it, here and alone."""
+    """What row i's verdict makes of its sequence. A fault of its own ends it, here and alone."""
     dead = step.dead.get(i)
     if dead is not None:  # what was accepted before the dead end stays
         tokens = tokens[:-1]
     try:
         extension = sequence.extended(tokens) if tokens else sequence.ended("error", dead)
-    except (RuleError, TextError) as error:
+    except (RuleError, TextError, ParameterError) as error:
         return sequence.ended("error", error)
     if dead is not None and extension.finish_reason is None:  # a stop before the dead end comes first
         extension = extension._replace(finish_reason="error", error=dead)
@@ -170,7 +170,8 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
     for sequence in plan.decoding:
         if sequence.row >= 0:
             core.clock(sequence, clock)
-            core.outbox.append(sequence.delta())
+            if not sequence.reported:
+                core.outbox.append(sequence.delta())
     if core.scheduler.pace.bounded:
         tokens = sum(chunk.count for chunk in plan.chunks)
         core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])

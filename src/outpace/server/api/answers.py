@@ -122,7 +122,8 @@ def chunk_fields(generation: Generation, part: Part, body: Parameters) -> dict[s
     """Fields of ``Chunk`` that belong to this part; the last chunk's are of the whole answer, too."""
     written = _written(part) if body.traced else None
     if part.result is None or len(generation.results) < generation.work.samples:
-        return {} if written is None else {"speculation": written}
+        seed = {"seed": generation.work.params.seed} if body.return_token_ids else {}
+        return seed if written is None else {**seed, "speculation": written}
     total = speculation(generation.in_order)
     last = total if written is None else WrittenAtLast(**total.to_dict(), **written.to_dict())
     return {"speculation": last, "seed": generation.work.params.seed}

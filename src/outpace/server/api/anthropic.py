@@ -141,7 +141,7 @@ async def messages(request: Request, body: MessagesRequest) -> MessageAnswer | E
         generation = await begun(request, body.model, "msg_", work)
     except (APIError, OutpaceError) as error:
         raise errors.of(error, NAMES) from error
-    making = Making(generation)
+    making = Making(generation, body)
     if body.stream:
         return _stream(request, making)
     await each_part(request, generation, making.add)
@@ -218,10 +218,14 @@ def _choice(choice: Choice) -> Any:
 class Making:
     """A message while it is made."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    def __init__(self, generation: Generation, body: MessagesRequest) -> None:
+        self.generation, self._body = generation, body
         self._content = Blocks()
         self._last: Part | None = None
+        self._unsaid: list[int] = []  # token ids that no event has brought yet
+        for part in generation.resumed.values():
+            self.add(part)
+        self._unsaid.clear()
 
     def add(self, part: Part) -> list[dict[str, Any]]:
         """Events of what came."""
@@ -229,6 +233,9 @@ class Making:
         if part.result is not None:
             self._last = part
             events += self._content.end()
+        self._unsaid.extend(part.token_ids)
+        if events and self._body.return_token_ids:
+            events[-1]["token_ids"], self._unsaid = self._unsaid, []
         return events
 
     def begun(self) -> MessageAnswer:
@@ -286,5 +293,6 @@ def _stream(request: Request, making: Making) -> EventStream:
     def failed(error: APIError) -> bytes:
         return event(errors.as_anthropic(error), "error")
 
-    first = sent({"type": "message_start", "message": making.begun().to_dict()})
+    resumed = bool(making.generation.resumed)
+    first = b"" if resumed else sent({"type": "message_start", "message": making.begun().to_dict()})
     return stream(request, making.generation, written, last, first=first, failed=failed)

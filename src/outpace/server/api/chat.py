@@ -160,7 +160,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
 
     return Work(
         prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
-        trace=body.traced, user=body.user,
+        trace=body.traced, user=body.user, **sampling.resumed(body, params.n),
     )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def _logprobs(generation: Generation, made: Whole | Part, body: ChatRequest) -> 
 
 def _stream(request: Request, generation: Generation, body: ChatRequest) -> EventStream:
     top = {**answers.head(generation, body), "object": "chat.completion.chunk"}
-    begun_: set[int] = set()
+    begun_ = set(generation.resumed)
 
     def first(index: int) -> bytes:
         begun_.add(index)

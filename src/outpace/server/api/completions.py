@@ -97,7 +97,7 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     )  # fmt: skip
     return Work(
         prompts=prompts, params=params, options=sampling.engine_options(body, settings, scope), trace=body.traced,
-        nothing=nothing, texts=texts if echo else [], user=body.user,
+        nothing=nothing, texts=texts if echo else [], user=body.user, **sampling.resumed(body, len(prompts) * params.n),
     )  # fmt: skip
 
 
@@ -141,8 +141,11 @@ class _Text:
         self._model, self._top, self._body = generation.model, body.logprobs, body
         self._echo = work.texts[prompt] if work.texts else ""
         self._first = int(work.prompts[prompt][0])
-        self._begun = False
+        self._begun = index in generation.resumed
         self._offset = 0
+        if self._begun:
+            before = generation.resumed[index].token_ids
+            self._offset = sum(map(self._width, [*(work.prompts[prompt].tolist() if work.texts else ()), *before]))
 
     def choice(self, made: Whole | Part) -> TextChoice:
         """What ``made`` adds."""
@@ -156,6 +159,9 @@ class _Text:
         logprobs = None if self._top is None else self._listed(entries, self._top)
         return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(made, self._body))
 
+    def _width(self, token: int) -> int:
+        return 0 if token in self._model.tokenizer.special_ids else len(self._model.text_of(token))
+
     def _listed(self, entries: Sequence[TokenLogprob | None], most: int) -> ListedLogprobs:
         """None stands for the prompt's first token, which follows nothing."""
         found = ListedLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -165,7 +171,7 @@ class _Text:
             found.tokens.append(text)
             found.token_logprobs.append(None if entry is None else entry.logprob)
             found.text_offset.append(self._offset)
-            self._offset += 0 if token in self._model.tokenizer.special_ids else len(text)
+            self._offset += self._width(token)
             if entry is None or not most:
                 found.top_logprobs.append(None)
                 continue

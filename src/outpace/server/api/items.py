@@ -185,6 +185,7 @@ _Start = type[Text] | type[Reasoning] | ToolStart
 class Event(Answer):
     type: str
     sequence_number: int
+    token_ids: list[int] | None = Field(default=None, description="That came since the last event that has some.")
 
 
 class ItemEvent(Event):

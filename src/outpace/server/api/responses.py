@@ -262,6 +262,10 @@ class Making:
         self.generation, self._body = generation, body
         self._output = Output(generation.id.partition("_")[2])
         self._last: Part | None = None
+        self._unsaid: list[int] = []  # token ids that no event has brought yet
+        for part in generation.resumed.values():
+            self.add(part)
+        self._unsaid.clear()
 
     def add(self, part: Part) -> list[Event]:
         """Events of what came."""
@@ -271,6 +275,9 @@ class Making:
         if part.result is not None:
             self._last = part
             events += self._output.finish("incomplete" if part.finish == "length" else "completed")
+        self._unsaid.extend(part.token_ids)
+        if events and body.return_token_ids:
+            events[-1].token_ids, self._unsaid = self._unsaid, []
         return events
 
     def event(self, response: ResponseObject, kind: str | None = None) -> bytes:
@@ -365,5 +372,6 @@ def _stream(request: Request, making: Making) -> EventStream:
         return making.event(making.response(error))
 
     begun_ = making.response()
-    first = b"".join(making.event(begun_, kind) for kind in ("created", "in_progress"))
+    kinds = () if making.generation.resumed else ("created", "in_progress")
+    first = b"".join(making.event(begun_, kind) for kind in kinds)
     return stream(request, making.generation, written, last, first=first, failed=failed)

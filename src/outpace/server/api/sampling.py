@@ -11,11 +11,12 @@ from pydantic import Field, create_model
 
 from outpace.common.arrays import I32
 from outpace.common.parameter import Parameter
+from outpace.engine.intake import check_resumable
 from outpace.params import PARAMETERS, Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
-from outpace.server.schema import KNOWN, Body
+from outpace.server.schema import KNOWN, Body, Items
 from outpace.server.settings import ServerSettings
 
 _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
@@ -34,6 +35,16 @@ class Speculation(Body):
     acceptance: Acceptance | None = None
     off: bool = False
     trace: bool = Field(default=False, description="Every chunk says who wrote its tokens.")
+
+
+class Resume(Body):
+    """Go on after tokens that this very request has produced: the answer has only what follows them, and the usage and
+    the end of the whole one."""
+
+    token_ids: Items[int] | Items[Items[int]] = Field(
+        description="Of all chunks that came; with several choices a list for each, by index."
+    )
+    verify: bool = Field(default=False, description="The target chooses the last 8 of them again; else it is an error.")
 
 
 class StreamOptions(Body):
@@ -79,7 +90,9 @@ class Parameters(SamplingFields, Formats):
     """The parameters of sampling, and of serving, that all requests for an answer share."""
 
     model: str | None = Field(default=None, description="Default: the server's first.")
-    return_token_ids: bool | None = Field(default=None, description="The answer has its token ids, and the prompt's.")
+    return_token_ids: bool | None = Field(
+        default=None, description="The answer has its token ids, and the prompt's; chunks have the seed."
+    )
     stream: bool | None = None
     user: str | None = Field(default=None, max_length=512, description="Named in the server's log.")
     speculation: Speculation | None = None
@@ -87,6 +100,7 @@ class Parameters(SamplingFields, Formats):
     deadline: float | None = Field(default=None, gt=0, description="Seconds; then the answer ends as it is.")
     reuse_prefix: bool | None = Field(default=None, description="False: KV is shared with no other request.")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=512, description="KV is shared within it.")
+    resume: Resume | None = None
 
     @property
     def traced(self) -> bool:
@@ -124,7 +138,10 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
     if body.seed is not None and -(2**63) <= body.seed < 0:
         given["seed"] = body.seed % 2**64
-    return SamplingParams(**given)
+    params = SamplingParams(**given)
+    if body.resume is not None and any(body.resume.token_ids):
+        check_resumable(params)
+    return params
 
 
 def _token_id(text: str) -> int:
@@ -153,6 +170,20 @@ def engine_options(body: Parameters, settings: ServerSettings, scope: str) -> di
         options["drafter"] = False if wish.off else wish.drafter
         options["size"], options["acceptance"] = wish.size, wish.acceptance
     return options
+
+
+def resumed(body: Parameters, choices: int) -> dict[str, Any]:
+    """Fields of ``Work``: what each of so many choices goes on after. Raises APIError."""
+    if body.resume is None:
+        return {}
+    given: list[Any] = body.resume.token_ids
+    each = given if given and isinstance(given[0], list) else [given]
+    if len(each) != choices:
+        raise APIError(
+            400, f"resume.token_ids is of {len(each)} choices, but the request has {choices}: give a list of ids for "
+            "each, [] where nothing came", param="resume.token_ids",
+        )  # fmt: skip
+    return {"resume": each, "verify": body.resume.verify}
 
 
 def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:

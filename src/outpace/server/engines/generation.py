@@ -36,7 +36,7 @@ class Work:
 
     ``options``: of ``Engine.prepare``; ``parser``: of a choice's text, by the choice's index; ``trace``: the answer
     says who wrote it; ``nothing``: only the prompts' log-probabilities are asked for; ``texts``: the prompts, where the
-    answer repeats them.
+    answer repeats them; ``resume``: token ids, by choice, that the answer goes on after, ``verify`` the last of them.
     """
 
     prompts: list[I32]
@@ -47,10 +47,19 @@ class Work:
     nothing: bool = False
     texts: list[str] = field(default_factory=list)
     user: str | None = None
+    resume: list[list[int]] | None = None
+    verify: bool = False
 
     @property
     def samples(self) -> int:
         return len(self.prompts) * self.params.n
+
+    def resumed(self, prompt: int) -> dict[str, Any]:
+        """Options of ``Engine.prepare`` that say what this prompt's answers go on after."""
+        if self.resume is None:
+            return {}
+        first = prompt * self.params.n
+        return {"resume": self.resume[first : first + self.params.n], "verify_resume": self.verify}
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
@@ -117,7 +126,7 @@ class Choice:
         if self.nothing:
             delta = replace(delta, text="", token_ids=(), sources=(), logprobs=())
         pieces = self.parser.feed(delta.text)
-        if delta.result is not None:
+        if delta.finish_reason is not None:
             pieces = [*pieces, *self.parser.finish()]
         self._called = self._called or any(isinstance(piece, ToolStart) for piece in pieces)
         written = () if self.colours is None else self.colours.of(delta)
@@ -207,6 +216,11 @@ class Generation:
             for sample in range(work.params.n)
         }
         self.results: dict[int, Result] = {}
+        self.resumed = {  # what was delivered before, by choice
+            index: choice.feed(delivered)
+            for index, (choice, delivered) in enumerate(zip(self._choices.values(), running.delivered, strict=True))
+            if delivered is not None
+        }
         self._abort: APIError | None = None
         self._error: APIError | None = None
         self._closed = False

@@ -75,8 +75,8 @@ class Service:
 
             def prepared() -> list[Any]:
                 return [
-                    engine.prepare(its.tolist(), work.params, owner=caller.scope, **work.options)
-                    for its in work.prompts
+                    engine.prepare(its.tolist(), work.params, owner=caller.scope, **work.options, **work.resumed(i))
+                    for i, its in enumerate(work.prompts)
                 ]
 
             requests = await self.work(prepared)
