@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from outpace.common.files import write_json
+from outpace.common.version import __version__
+from outpace.measure import machine
 
 STANDARD_OUTPUT = Path("-")
 
@@ -22,15 +28,24 @@ def add_json(parser: argparse.ArgumentParser, default: Path | None = None) -> No
     )  # fmt: skip
 
 
-def emit(given: argparse.Namespace, value: Any, *, partial: bool = False) -> None:
-    """Give the figures where ``--json`` asks for them. ``partial``: there will be more, so a file alone gets them."""
+def emit(given: argparse.Namespace, value: Mapping[str, Any], *, partial: bool = False) -> None:
+    """Give the figures where ``--json`` asks for them, and how they were made, for ``outpace report``. ``partial``:
+    there will be more, so a file alone gets them."""
     if given.json is None:
         return
+    value = {**made(), **value}
     if given.json != STANDARD_OUTPUT:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.json, value)
     elif not partial:
         print(json.dumps(value), file=given.standard_output, flush=True)
+
+
+def made() -> dict[str, Any]:
+    """Version, time, machine and command."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    return {"outpace": __version__, "time": now, "machine": machine.cpu(), "command": command}
 
 
 class Measuring:

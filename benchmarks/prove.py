@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import made
 from outpace.common.files import write_json
 from outpace.common.progress import progress
 from outpace.drafters.base import DraftContext, Drafter
@@ -90,7 +91,7 @@ def run(given: argparse.Namespace) -> int:
     }
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
-    known = {"settings": settings, "plain": {}, "cases": {}, **known}
+    known = {**made(), "settings": settings, "plain": {}, "cases": {}, **known}
     sizes, batches = given.size or SIZES, given.batch or BATCHES
     cases = [Case(*v) for v in product(given.drafter or DRAFTERS, given.temperature or TEMPERATURES, sizes, batches)]
     temperatures = list(dict.fromkeys(case.temperature for case in cases))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,10 +116,13 @@ def end(stopped: BaseException | None, found: Mapping[str, Any] | None) -> None:
 
 
 def _head(bench: Bench) -> dict[str, Any]:
+    from outpace.common.version import __version__
     from outpace.measure import machine
 
     model = bench.configurations[0].engine.model
     return {
+        "outpace": __version__,
+        "command": shlex.join(["outpace", *sys.argv[1:]]),
         "model": model.info.name,
         "backend": model.info.backend,
         "dtype": model.info.dtype,

@@ -18,7 +18,7 @@ INK = {
     "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#3fb950"),
 }
 _STYLE = """
-body { max-width: 62rem; margin: 0 auto; padding: 1.5rem; }
+body { max-width: 76rem; margin: 0 auto; padding: 1.5rem; }
 section { margin-top: 2rem; } h1 { font-size: 1.3rem; } h2 { font-size: 1rem; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; margin-top: .8rem; font-size: .85rem; }
 th, td { text-align: right; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }

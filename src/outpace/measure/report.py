@@ -1,0 +1,153 @@
+"""One page from what benchmarks wrote as JSON: figures, machine, versions, commands; several machines side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import ParameterError
+from outpace.measure.page import Bar, Section
+
+NAMES = {
+    "llamacpp-q4_1": "llama.cpp Q4_1",
+    "llamacpp-q4_0": "llama.cpp Q4_0",
+    "openvino": "OpenVINO",
+    "outpace": "Outpace",
+}
+DETAILS = ("answers", "prefill", "runs", "plain")  # of single answers: no part of a report
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A benchmark's file. ``figures``: text by row; ``bars``: what is drawn of it, ``counts`` what they count."""
+
+    kind: str
+    path: Path
+    value: Mapping[str, Any]
+    figures: Mapping[str, str]
+    counts: str = ""
+    bars: Sequence[Bar] = ()
+
+    @property
+    def machine(self) -> str:
+        machine = self.value.get("machine", {})
+        cores = f", {machine['cores']} cores" if "cores" in machine else ""
+        return f"{machine.get('model', 'unknown machine')}{cores}"
+
+    @property
+    def about(self) -> str:
+        """The setting in a line."""
+        value = self.value
+        prompts = {row["prompts"] for row in value.get("table", ())}
+        parts = [value.get("model"), *(f"{n} Spec-Bench prompts, greedy" for n in prompts)]
+        parts += [f"{value['threads']} threads"] if value.get("threads") else []
+        return ", ".join(str(part) for part in [*parts, self.machine] if part)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Version, time and commands, as far as the file has them."""
+        found = {name: str(self.value[name]) for name in ("outpace", "time", "command") if name in self.value}
+        return found | {f"server {name}": str(each) for name, each in self.value.get("commands", {}).items()}
+
+
+def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures, bars = {}, []
+    for row in sorted(value["table"], key=lambda row: float(row["decode_tokens_per_second"])):
+        engine, _, mode = row["config"].partition(" ")
+        plain = row["changed"] is None or mode in ("plain", "paged", "none")
+        label = f"{NAMES.get(engine, engine)}, {'plain' if mode == 'none' else mode}"
+        note = "" if plain else f"{row['changed']} of {row['prompts']} answers changed"
+        bars.append(Bar(label, row["decode_tokens_per_second"], note, engine == "outpace"))
+        figures[label] = f"{row['decode_tokens_per_second']:.0f} tokens/s{f' ({note})' if note else ''}"
+    return figures, "Decode speed, tokens/s", bars
+
+
+def _bench(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures, bars = {}, []
+    for row in value["configs"]:
+        speed = row["decode_tokens_per_second"]
+        note = f"{row['identical']} of {row['prompts']} identical"
+        bars.append(Bar(row["name"], speed, note))
+        figures[row["name"]] = f"{speed:.0f} tokens/s, {row['tokens_per_step']:.2f} a step, {note}"
+    return figures, "Decode speed, tokens/s", bars
+
+
+def _serving(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures, bars = {}, []
+    for name, server in value["servers"].items():
+        for readers, row in server["concurrency"].items():
+            label = f"{name}, {readers} at once"
+            bars.append(Bar(label, row["tokens_per_second"], ours=name == "outpace"))
+            figures[label] = (
+                f"{row['tokens_per_second']:.0f} tokens/s, first token {1e3 * row['first_p50']:.0f} ms (p50)"
+            )
+    return figures, "Throughput, tokens/s", bars
+
+
+def _invariance(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    scores = value["scores"].items()
+    figures = {
+        n: f"{f['changed']} of {f['answers']} answers changed, {f['bits']} more in bits alone" for n, f in scores
+    }
+    return figures, "Answers changed", [Bar(n, f["changed"], f"of {f['answers']}", n == "outpace") for n, f in scores]
+
+
+def _prove(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures = {}
+    for key, answers in {**value["cases"], "generate of transformers": value.get("generate", [])}.items():
+        if answers:
+            same = sum(answer["identical"] for answer in answers)
+            figures[key] = f"{same} of {len(answers)} answers identical"
+    return figures, "", []
+
+
+def _scores(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures = {}
+    for task, found in value["tasks"].items():
+        scores = ", ".join(f"{name} {score:g}" for name, score in found["scores"].items())
+        figures[task] = f"{scores}; plain and drafted {'the same' if found['same'] else 'DIFFER'} ({found['answers']})"
+    return figures, "", []
+
+
+_Reader = Callable[[Mapping[str, Any]], tuple[dict[str, str], str, list[Bar]]]
+_READERS: Mapping[str, tuple[str, _Reader]] = {  # by a field that only this kind has
+    "table": ("Beside other engines", _peers),
+    "servers": ("Serving", _serving),
+    "scores": ("Does an answer change with the load?", _invariance),
+    "cases": ("Does drafting change a token?", _prove),
+    "tasks": ("Scores of evaluations, plain and drafted", _scores),
+    "configs": ("Drafters", _bench),
+}
+
+
+def read(path: Path) -> Result:
+    """A file that a benchmark wrote. Raises ParameterError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        kind, reader = next(found for field, found in _READERS.items() if field in value)
+        return Result(kind, path, value, *reader(value))
+    except StopIteration:
+        raise ParameterError(
+            f"{path} is no result of peers, serving, invariance, prove, scores or outpace bench"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParameterError(f"{path} cannot be read ({error!r}): give what a benchmark wrote with --json") from error
+
+
+def sections(results: Sequence[Result]) -> list[Section]:
+    """Of each kind the results in a table, a column a machine, and each with its picture and how it was made."""
+    found = []
+    for kind, _ in _READERS.values():
+        own = [result for result in results if result.kind == kind]
+        if not own:
+            continue
+        rows = dict.fromkeys(row for result in own for row in result.figures)
+        lines = [[row, *(result.figures.get(row, "-") for result in own)] for row in rows]
+        found.append(Section(kind, "", heads=["", *(result.machine for result in own)], lines=lines))
+        for result in own:
+            made = [list(item) for item in result.provenance.items()]
+            found.append(Section(result.path.name, result.about, result.counts, result.bars, ["made with", ""], made))
+    return found

@@ -1,0 +1,68 @@
+"""The page of results: every kind of benchmark, machines side by side, nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.figures import made
+from outpace.cli import app
+from outpace.errors import ParameterError
+from outpace.measure.report import read, sections
+
+HERE = Path(__file__).parents[2]
+SPEED = {"tokens_per_second": 90.0, "first_p50": 0.02}
+COUNTS = {"changed": 1, "answers": 40, "bits": 2}
+KINDS: dict[str, Any] = {
+    "serving": {"servers": {"outpace": {"concurrency": {"4": SPEED}}}, "commands": {"outpace": "outpace serve"}},
+    "invariance": {"scores": {"outpace": {**COUNTS, "changed": 0}, "other": COUNTS}},
+    "prove": {"cases": {"ngram": [{"identical": True}, {"identical": False}]}},
+    "scores": {"tasks": {"copy": {"scores": {"exact": 0.25}, "same": True, "answers": 8}}},
+    "bench": {"configs": [{"name": "<none>", "decode_tokens_per_second": 80.0, "tokens_per_step": 1.0, "identical": 2,
+                           "prompts": 2}], "runs": [{"text": "of a user"}]},
+}  # fmt: skip
+
+
+def written(folder: Path, machine: str) -> list[Path]:
+    folder.mkdir()
+    paths = []
+    for name, value in KINDS.items():
+        paths.append(folder / f"{name}.json")
+        paths[-1].write_text(json.dumps({**value, **made(), "machine": {"model": machine, "cores": 2}}))
+    return paths
+
+
+def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
+    peers = HERE / "docs/results/peers.json"
+    results = [peers, *written(tmp_path / "a", "one & two"), *written(tmp_path / "b", "three")]
+    page, keep = tmp_path / "report.html", tmp_path / "kept" / "results"
+    chart = tmp_path / "speed"
+    run = app.parse(["report", *map(str, results), "-o", str(page), "--chart", str(chart), "--keep", str(keep)])
+    assert run() == 0
+    text = page.read_text()
+    for shown in ("one &amp; two, 2 cores", "three, 2 cores", "1 of 2 answers identical", "0 of 40 answers changed",
+                  "exact 0.25; plain and drafted the same", "90 tokens/s, first token 20 ms", "&lt;none&gt;",
+                  "server outpace", "AMD EPYC (Zen 4)"):  # fmt: skip
+        assert shown in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "runs" not in json.loads((keep / "bench.json").read_text())
+    for theme in ("light", "dark"):
+        drawn = Path(f"{chart}-{theme}.svg").read_text()
+        assert drawn == (HERE / f"docs/images/speed-{theme}.svg").read_text()  # the README's is of these results
+    table = sections([read(path) for path in results[1:]])[0]
+    assert table.heads == ["", "one & two, 2 cores", "three, 2 cores"]
+    assert len(table.lines[0]) == 3
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+    for text, why in (("{}", "is no result"), ("{", "cannot be read"), ('{"table": [{}]}', "cannot be read")):
+        path = tmp_path / "a.json"
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=why):
+            read(path)
+    path.write_text(json.dumps(KINDS["prove"]))
+    with pytest.raises(ParameterError, match="peers"):
+        app.parse(["report", str(path), "-o", str(tmp_path / "a.html"), "--chart", str(tmp_path / "b")])()
