@@ -16,6 +16,7 @@ import random
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
+from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -159,8 +160,9 @@ def _schemas(remote: Remote, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def valid(text: str, schema: Any) -> bool:
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)  # 0.03 is a multiple of 0.01, but not as floats
     try:
-        jsonschema.validators.validator_for(schema)(schema).validate(json.loads(text))
+        jsonschema.validators.validator_for(exact)(exact).validate(json.loads(text, parse_float=Decimal))
     except (ValueError, jsonschema.ValidationError):
         return False
     return True

@@ -37,3 +37,5 @@ def test_a_schema_accepts_only_what_it_describes() -> None:
     assert scores.valid('{"name": "a"}', OBJECT)
     assert not scores.valid('{"name": "c"}', OBJECT)
     assert not scores.valid('{"name"', OBJECT)
+    assert scores.valid("10000.89", {"type": "number", "multipleOf": 0.01, "minimum": 0.5})
+    assert not scores.valid("10000.895", {"type": "number", "multipleOf": 0.01})
