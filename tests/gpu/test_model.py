@@ -81,7 +81,7 @@ def test_the_pool_is_bounded_and_stays_on_the_card(device: str) -> None:
     kv.fork(row, other, 300)
     assert kv.bytes == kv.bytes_for(300)
     if device == "cuda":
-        assert kv.runs(row)[0].slab.tensors[0].is_cuda
+        assert kv.keys[0].is_cuda
         assert torch.cuda.memory_allocated() - before < kv.reserved + (64 << 20)
     room = kv.limit // kv.bytes_for(1) * kv.block - 300  # positions that are left
     with pytest.raises(MemoryLimitError, match="KV memory are in use"):

@@ -16,6 +16,7 @@ import torch
 from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch
+from outpace.models.torch import attention
 from outpace.models.torch.anatomy import max_length
 from outpace.models.torch.model import TransformersModel
 
@@ -44,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": MULTI_HEAD | {"rotary_pct": 0.5},
     "opt": {key: value for key, value in MULTI_HEAD.items() if key != "intermediate_size"}
     | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "bos_token_id": 3},
+    "gpt_oss": COMMON  # attention sinks, and a window in every other layer
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7},
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
     "deepseek_v3": COMMON  # keys and values of different widths
@@ -91,12 +94,9 @@ class Pair:
     def row(self) -> int:
         """A row of a cache whose free blocks hold NaN."""
         kv = self.model.kv
-        free = np.flatnonzero(kv._references == 0)
-        for slab in kv._slabs:
-            for block in free[(free >= slab.first) & (free < slab.first + slab.blocks)].tolist():
-                at = (block - slab.first) * kv.block
-                for tensor in slab.tensors:
-                    tensor[..., at : at + kv.block, :] = torch.nan
+        for block in kv._free:
+            for tensor in (*kv.keys, *kv.values):
+                tensor[:, block * kv.block : (block + 1) * kv.block] = torch.nan
         return kv.alloc()
 
     def run(self, chunks: dict[int, I32], parents: dict[int, I32] | None = None, **kw: Any) -> dict[int, F32]:
@@ -277,13 +277,17 @@ def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert (kv.length(row), kv.length(other), kv.bytes) == (4, 3, before)
     kv.check()
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+    attend = attention.attention
 
-    hook = pair.model._anatomy.layers[2].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    def fail(layer: int, *tensors: Any, **options: Any) -> Any:
+        if layer == 2:
+            raise torch.OutOfMemoryError
+        return attend(layer, *tensors, **options)
+
+    monkeypatch.setattr(attention, "attention", fail)
+    with pytest.raises(MemoryLimitError, match="cpu has no memory left for a forward of 2 tokens"):
         pair.run({row: t[4:6]}, layers=3)
-    hook.remove()
+    monkeypatch.undo()
     assert (kv.length(row), kv.bytes) == (4, before)
     kv.check()
     close(pair.run({row: t[4:]})[row], pair.own_logits(t)[4:])
@@ -330,8 +334,10 @@ def test_parts_end_where_the_model_ends(pair: Pair) -> None:
             parts.embed(t)
         return
     seen: list[Any] = []
-    hook = pair.model._anatomy.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    pair.run({pair.row(): t})
+    path = next(n for n, m in pair.model._module.named_modules() if m is pair.model._anatomy.layers[0])
+    first = pair.reference.get_submodule(path)
+    hook = first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    pair.own(t)
     hook.remove()
     close(parts.embed(t).numpy(), seen[0][0].numpy())
 
@@ -350,10 +356,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tiny("gemma3_text", use_bidirectional_attention=True), "neither causal nor a sliding window",
     ),
     "mamba": (lambda: tiny("mamba", state_size=4, expand=2), "recurrent state"),
-    "gpt_oss": (
-        lambda: tiny("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
-        "attention sinks",
-    ),
     "qwen3_next": (
         lambda: tiny("qwen3_next", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                      shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
@@ -429,3 +431,22 @@ def test_unstated_context_length_is_limited_aloud() -> None:
     longest, reason = max_length(Config())
     assert longest == 4096
     assert "limited to 4096" in str(reason)
+
+
+def test_a_module_is_given_back_as_it_was() -> None:
+    module = tiny("llama").train()
+    t = torch.from_numpy(text(9, 1).astype(np.int64))[None]
+    before = module(input_ids=t).logits
+    model = TransformersModel(module, name="m")
+    with pytest.raises(RuntimeError, match="outside of forward"):
+        module(input_ids=t)
+    model.close()
+    after = module(input_ids=t).logits
+    assert torch.equal(before, after)
+    assert module.training
+    after.sum().backward()
+    assert module.model.layers[0].mlp.up_proj.weight.grad is not None
+    refused = tiny("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ModelError, match="neither causal"):
+        TransformersModel(refused, name="m")
+    assert refused.config._attn_implementation == "eager"

@@ -24,10 +24,9 @@ from outpace.models.base import Batch
 from outpace.models.load import estimate, load, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.torch import gguf as gguf_transformers
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.kv import LayerShape, TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
-from outpace.models.torch.slabs import LayerShape
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from tests.exported import export
@@ -217,20 +216,19 @@ def cache(limit: int | None = None, *, kind: str = "even", block: int = BLOCK) -
 
 def write(kv: TorchKV, values: dict[int, list[int]]) -> None:
     """Put a number a slot behind the rows' ends, as a forward would."""
-    with kv.writing({row: len(its) for row, its in values.items()}) as runs:
+    with kv.writing({row: len(its) for row, its in values.items()}):
         for row, its in values.items():
-            for slot, value in enumerate(its, kv.length(row)):
-                run = next(run for run in runs[row] if slot < run.slot + run.count)
-                for tensor in (*run.slab.keys, *run.slab.values):
-                    tensor[:, run.at + slot - run.slot] = value
+            length = kv.length(row)
+            places = torch.from_numpy(kv.places(row, length + len(its))[length:])
+            for tensor in (*kv.keys, *kv.values):
+                tensor[:, places] = torch.tensor(its, dtype=tensor.dtype)[:, None]
 
 
 def held(kv: TorchKV, row: int) -> list[int]:
     """The numbers of a row's slots, which every layer has to agree on."""
     found = []
-    for slot in range(kv.length(row)):
-        run = next(run for run in kv.runs(row) if slot < run.slot + run.count)
-        values = {float(v) for t in (*run.slab.keys, *run.slab.values) for v in t[:, run.at + slot - run.slot].ravel()}
+    for place in kv.places(row, kv.length(row)).tolist():
+        values = {float(v) for t in (*kv.keys, *kv.values) for v in t[:, place].ravel()}
         assert len(values) == 1
         found.append(int(values.pop()))
     return found
@@ -242,38 +240,18 @@ def test_random_use() -> None:
     run_state_machine_as_test(rows, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
-def test_a_row_that_grows_stays_in_one_run() -> None:
-    """Rows that grow side by side, with drafts that are taken back, and one that goes on from a kept prefix."""
-    kv = cache(block=16)
-    rows = [kv.alloc() for _ in range(4)]
-    for _ in range(60):
-        write(kv, {row: [1] * 5 for row in rows})
-        for row in rows:
-            kv.truncate(row, kv.length(row) - 3)
-    assert [len(kv.runs(row)) for row in rows] == [1] * 4
-    goes_on = kv.alloc()
-    kv.fork(rows[3], goes_on, 117)
-    write(kv, {goes_on: [2] * 40})
-    assert len(kv.runs(goes_on)) == 1
-    assert held(kv, rows[3]) == [1] * 120
-    assert held(kv, goes_on) == [1] * 117 + [2] * 40
-    kv.check()
-
-
 def test_a_device_without_memory_is_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = cache()
     row = kv.alloc()
     write(kv, {row: [5] * 6})
-    left = 30 * BLOCK  # positions that the device still has
+    there = kv.reserved
+    most = there // kv.bytes_per_position + 30 * BLOCK  # positions of a pool that the device can hold
 
     def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
-        nonlocal left
-        if shape[-2] > left:
+        if shape[-2] > most:
             raise RuntimeError("[enforce fail] not enough memory")
-        left -= shape[-2]
         return torch.zeros(shape, **options)
 
-    there = kv.reserved
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(MemoryLimitError, match=r"5000 more positions of row 0 do not fit: the cpu has no 768 bytes"):
         write(kv, {row: [1] * 5000})

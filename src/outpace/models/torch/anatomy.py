@@ -13,7 +13,7 @@ import torch
 
 from outpace.errors import ModelError
 from outpace.models.torch.attention import NAME, Forward, Site, attend
-from outpace.models.torch.slabs import LayerShape
+from outpace.models.torch.kv import LayerShape
 
 # What models pass to attention besides what is handled, and what none of it means while no cache is kept.
 _HARMLESS = frozenset(
@@ -30,6 +30,7 @@ class _Call:
     dtype: torch.dtype
     mask: torch.Tensor | None
     window: int | None
+    scale: float
     extras: dict[str, Any]
 
 
@@ -42,6 +43,8 @@ class Anatomy:
     holder: torch.nn.Module  # the module that owns the list of decoder layers ...
     attribute: str  # ... under this name
     layers: torch.nn.ModuleList
+    windows: tuple[int | None, ...]
+    scales: tuple[float, ...]
 
 
 class Watch:
@@ -62,10 +65,12 @@ class Watch:
         scaling: float | None = None,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **extras: Any,
     ) -> tuple[torch.Tensor, None]:
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        self.calls.append(_Call(module, shape, key.dtype, attention_mask, sliding_window, extras))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self.calls.append(_Call(module, shape, key.dtype, attention_mask, sliding_window, scale, extras))
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
     def mask(
@@ -169,11 +174,13 @@ def _judge(model: Any, watch: Watch) -> Anatomy:
             raise ModelError("its attention is not causal")
         call.module._outpace = Site(shared, i, watch.window(call))
     model._outpace_forward = shared
-    return Anatomy(tuple(call.shape for call in calls), calls[0].dtype, holder, attribute, layers)
+    shapes, sites = tuple(call.shape for call in calls), [call.module._outpace for call in calls]
+    windows, scales = tuple(site.window for site in sites), tuple(call.scale for call in calls)
+    return Anatomy(shapes, calls[0].dtype, holder, attribute, layers, windows, scales)
 
 
 def _extra(name: str) -> str:
-    known = {"s_aux": "attention sinks (s_aux)", "position_bias": "a position bias", "alibi": "ALiBi"}
+    known = {"position_bias": "a position bias", "alibi": "ALiBi"}
     return known.get(name, name)
 
 

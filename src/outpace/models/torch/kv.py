@@ -1,7 +1,7 @@
-"""Keys and values of rows as torch tensors: blocks of a pool, taken as rows grow, shared by reference, copied on write.
+"""Keys and values of rows as torch tensors: one pool of blocks a layer, shared by reference, copied on write.
 
-Memory comes in slabs of many blocks. A row takes the block behind its last one where it can, so that its keys are
-mostly one view of one slab; a row in several runs is read run by run.
+Row r's slot s lies at position ``blocks[s // size] * size + s % size`` of the pool: everything is read and written by
+such positions, wherever a row's blocks are.
 """
 
 from __future__ import annotations
@@ -12,27 +12,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
-from outpace.models.torch.slabs import LayerShape, Run, Slab, run_of
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
-SLAB = 64  # blocks of the first slab; a later one doubles the pool
-LARGEST = 1 << 30  # bytes of a slab, unless one row needs more at once
-ROOM = 8  # blocks that a row's new run should be able to grow by before a slab is added
+FIRST = 64  # blocks of the pool at first; it doubles
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One attention layer's cache: key and value heads, and the widths of a key and of a value."""
+
+    heads: int
+    key: int
+    value: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.key + self.value)
 
 
 @dataclass(slots=True)
 class _Row:
     blocks: list[int] = field(default_factory=list)  # as many as its length takes
     length: int = 0
-    runs: list[Run] | None = None  # of ``blocks``; None: not known
 
 
 class TorchKV:
-    """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read."""
+    """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read.
+
+    ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool.
+    """
 
     def __init__(
         self,
@@ -50,10 +63,16 @@ class TorchKV:
         self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
         self._block_bytes: int = self._position_bytes * block
         self._rows: dict[int, _Row] = {}
-        self._slabs: list[Slab] = []
+        self._empty()
+
+    def _empty(self) -> None:
+        def nothing(heads: int, width: int) -> torch.Tensor:
+            return torch.zeros((heads, 0, width), dtype=self.dtype, device=self._device)
+
+        self.keys = [nothing(s.heads, s.key) for s in self._shapes]
+        self.values = [nothing(s.heads, s.value) for s in self._shapes]
         self._references = np.zeros(0, np.int32)  # how many rows hold a block
-        self._slab_of = np.zeros(0, np.int32)
-        self._used = 0  # blocks that some row holds
+        self._free: list[int] = []  # blocks that no row holds
 
     @property
     def block(self) -> int:
@@ -93,7 +112,8 @@ class TorchKV:
         moved = int((keep != np.arange(n)).argmax()) if n and int(keep[-1]) != n - 1 else n  # before it, all in place
         if moved < n:
             self._own(state, start + moved, start + n)
-            self._move(state, (keep[moved:] + start).tolist(), start + moved)
+            places = self.places(row, state.length)
+            self._copy(places[start + keep[moved:]], places[start + moved : start + n])
         self._cut(state, start + n)
 
     def fork(self, src: int, dst: int, n: int) -> None:
@@ -103,9 +123,8 @@ class TorchKV:
                 f"row {dst} (length {target.length}) cannot begin with {n} positions of row {src} "
                 f"(length {source.length})"
             )
-        shared = source.blocks[: self._count(n)]
-        self._references[shared] += 1
-        target.blocks, target.length, target.runs = shared, n, None
+        target.blocks, target.length = source.blocks[: self._count(n)], n
+        self._references[target.blocks] += 1
 
     def growth(self, row: int, n: int) -> int:
         state = self._state(row)
@@ -123,11 +142,11 @@ class TorchKV:
 
     @property
     def bytes(self) -> int:
-        return self._used * self._block_bytes
+        return (len(self._references) - len(self._free)) * self._block_bytes
 
     @property
     def reserved(self) -> int:
-        """Bytes of the slabs: what the device has given."""
+        """Bytes of the pool: what the device has given."""
         return len(self._references) * self._block_bytes
 
     @property
@@ -147,52 +166,45 @@ class TorchKV:
         for index, row in self._rows.items():
             assert len(row.blocks) == self._count(row.length), f"row {index}: {row.length} in {len(row.blocks)} blocks"
             np.add.at(counts, row.blocks, 1)
-            assert row.runs is None or row.runs == self._runs_of(row.blocks), (
-                f"row {index}: its runs are not its blocks"
-            )
         assert (counts == self._references).all(), "blocks are held by other rows than they are counted for"
-        assert self._used == np.count_nonzero(counts), "blocks in use are miscounted"
+        assert sorted(self._free) == np.flatnonzero(counts == 0).tolist(), "free blocks are miscounted"
         assert self._limit is None or self.bytes <= self.reserved <= self._limit, "KV memory is over its limit"
 
     def close(self) -> None:
         """Free every row, and give the memory back."""
         self._rows.clear()
-        self._slabs.clear()
-        self._references = self._slab_of = np.zeros(0, np.int32)
-        self._used = 0
+        self._empty()
 
     # What a forward does: take blocks behind the rows' ends, write, and lengthen when all went well.
 
     @contextmanager
-    def writing(self, more: Mapping[int, int]) -> Iterator[dict[int, list[Run]]]:
-        """Room for ``more[row]`` positions behind each row's end: where all of its slots lie, those too.
+    def writing(self, more: Mapping[int, int]) -> Iterator[None]:
+        """Room for ``more[row]`` positions behind each row's end.
 
         When the block under ``with`` ends, the rows are longer by them; when it raises, every row is as it was.
         Raises ValueError for a row that is not there, MemoryLimitError where there is no room.
         """
-        for row in more:
-            self._state(row)
-        before = {row: list(state.blocks) for row, state in self._rows.items()}
+        before = {row: (self._state(row), list(self._state(row).blocks)) for row in more}
         try:
             for row, n in more.items():
                 self._grow(row, n)
-            yield {row: self._runs(self._rows[row]) for row in more}
+            yield
         except BaseException:
-            for row, blocks in before.items():
-                state = self._rows[row]
-                if state.blocks != blocks:
-                    state.blocks, state.runs = blocks, None
+            for state, blocks in before.values():
+                state.blocks = blocks
             self._references[:] = 0
             for state in self._rows.values():
                 self._references[state.blocks] += 1
-            self._used = int(np.count_nonzero(self._references))
+            self._free = np.flatnonzero(self._references == 0)[::-1].tolist()
             raise
         for row, n in more.items():
             self._rows[row].length += n
 
-    def runs(self, row: int) -> list[Run]:
-        """Where the row's slots lie, in order; the last run may go on beyond the row's end."""
-        return self._runs(self._state(row))
+    def places(self, row: int, n: int) -> npt.NDArray[np.int64]:
+        """Where the row's first ``n`` slots lie in the pool."""
+        blocks = np.array(self._state(row).blocks[: self._count(n)], np.int64)
+        places: npt.NDArray[np.int64] = (blocks[:, None] * self._size + np.arange(self._size)).reshape(-1)[:n]
+        return places
 
     # Blocks
 
@@ -207,12 +219,11 @@ class TorchKV:
 
     def _cut(self, state: _Row, n: int) -> None:
         keep = self._count(n)
-        if keep < len(state.blocks):
-            gone = state.blocks[keep:]
-            del state.blocks[keep:]
-            state.runs = None
-            self._references[gone] -= 1
-            self._used -= int((self._references[gone] == 0).sum())
+        for block in state.blocks[keep:]:
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free.append(block)
+        del state.blocks[keep:]
         state.length = n
 
     def _grow(self, row: int, n: int) -> None:
@@ -221,10 +232,7 @@ class TorchKV:
         try:
             self._own(state, state.length, state.length + n)
             missing = self._count(state.length + n) - len(state.blocks)
-            while missing > 0:
-                state.blocks.append(self._take(state.blocks[-1] if state.blocks else -1, missing))
-                state.runs = None
-                missing -= 1
+            state.blocks += [self._take(missing - i) for i in range(missing)]
         except MemoryLimitError as error:
             raise MemoryLimitError(f"{n} more positions of row {row} do not fit: {error}") from error
 
@@ -233,79 +241,46 @@ class TorchKV:
         for i in range(start // self._size, min(self._count(end), len(state.blocks))):
             old = state.blocks[i]
             if self._references[old] > 1:
-                stays = self._follows(old) and i + 1 == len(state.blocks)
-                new = self._take(-1 if stays or not i else state.blocks[i - 1], len(state.blocks) - i)
-                source, target = self._slabs[self._slab_of[old]], self._slabs[self._slab_of[new]]
-                a, b = (old - source.first) * self._size, (new - target.first) * self._size
-                for shared, own in zip(source.tensors, target.tensors, strict=True):
-                    own[..., b : b + self._size, :] = shared[..., a : a + self._size, :]
-                # The row that goes on keeps the place with room behind it; it moves where another goes on there.
-                movers = [row for row in self._rows.values() if row is not state and old in row.blocks]
-                for row in movers if stays else [state]:
-                    row.blocks[row.blocks.index(old)], row.runs = new, None
-                    self._references[old] -= 1
-                    self._references[new] += 1
-                self._references[new] -= 1  # what taking it counted
+                state.blocks[i] = self._take(1)
+                self._references[old] -= 1
+                inside = np.arange(self._size)
+                self._copy(old * self._size + inside, state.blocks[i] * self._size + inside)
 
-    def _follows(self, block: int) -> bool:
-        """Whether the block behind this one is free."""
-        after = block + 1
-        return (
-            after < len(self._references)
-            and self._slab_of[after] == self._slab_of[block]
-            and not self._references[after]
-        )
+    def _take(self, missing: int) -> int:
+        """A free block; ``missing``: how many will be asked for now."""
+        if not self._free:
+            self._extend(missing)
+        block = self._free.pop()
+        self._references[block] = 1
+        return block
 
-    def _take(self, last: int, missing: int) -> int:
-        """A free block, the one behind ``last`` if it can be; ``missing``: how many the row will ask for now."""
-        found = last + 1
-        if last < 0 or not self._follows(last):
-            found, room = self._place()
-            if room < max(missing, ROOM) and self._extend(missing):
-                found, _ = self._place()
-            elif found < 0:
-                raise MemoryLimitError(self._full())
-        self._references[found] = 1
-        self._used += 1
-        return found
+    def _extend(self, missing: int) -> None:
+        """Make the pool larger: twice as large, or what the limit or the device allows. Raises MemoryLimitError.
 
-    def _place(self) -> tuple[int, int]:
-        """Where a new run begins, and how many blocks it can have there; (-1, 0) when none is free.
-
-        Behind a block in use a run begins half-way through the free ones: the row before it may grow, too.
+        On a card with a limit it has its full size from the first: addresses stay, so that graphs may keep them.
         """
-        free = self._references == 0
-        edge = np.ones(len(free) + 1, bool)
-        edge[1:-1] = (free[1:] != free[:-1]) | (self._slab_of[1:] != self._slab_of[:-1])
-        edges = np.flatnonzero(edge)
-        best = (-1, 0)
-        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            if free[begin]:
-                taken = begin > 0 and self._slab_of[begin - 1] == self._slab_of[begin]
-                start = begin + (end - begin) // 2 if taken else begin
-                if end - start > best[1]:
-                    best = (start, end - start)
-        return best
-
-    def _extend(self, missing: int) -> bool:
-        """Add a slab; whether that was possible. One of fewer blocks where the limit or the device demands it."""
         there = len(self._references)
-        blocks = max(missing, min(max(SLAB, there), LARGEST // self._block_bytes))
-        if self._limit is not None:
-            blocks = min(blocks, self._limit // self._block_bytes - there)
-        while blocks > 0:
+        most = self._limit // self._block_bytes if self._limit is not None else max(FIRST, 2 * there, there + missing)
+        wanted = most if self._device.type != "cpu" else min(most, max(FIRST, 2 * there, there + missing))
+        while wanted > there:
             try:
-                with torch.inference_mode(False):  # what a forward allocates is written outside of forwards, too
-                    slab = Slab(self._shapes, there, blocks, self._size, self.dtype, self._device)
+                for pool in (self.keys, self.values):
+                    for i, old in enumerate(pool):
+                        if old.shape[1] < wanted * self._size:
+                            pool[i] = self._larger(old, wanted * self._size)
                 break
             except (MemoryError, RuntimeError):  # what torch raises where memory is short
-                blocks //= 2
+                wanted = there + (wanted - there) // 2
         else:
-            return False
-        self._slab_of = np.append(self._slab_of, np.full(blocks, len(self._slabs), np.int32))
-        self._references = np.append(self._references, np.zeros(blocks, np.int32))
-        self._slabs.append(slab)
-        return True
+            raise MemoryLimitError(self._full())
+        self._free += range(wanted - 1, there - 1, -1)
+        self._references = np.append(self._references, np.zeros(wanted - there, np.int32))
+
+    def _larger(self, old: torch.Tensor, positions: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # what a forward allocates is written outside of forwards, too
+            new = torch.empty((old.shape[0], positions, old.shape[2]), dtype=self.dtype, device=self._device)
+            new[:, : old.shape[1]] = old
+            return new
 
     def _full(self) -> str:
         if self._limit is not None and self._limit // self._block_bytes <= len(self._references):
@@ -318,34 +293,8 @@ class TorchKV:
             f"shorten the request, or bound the KV memory so that requests wait"
         )
 
-    def _runs(self, state: _Row) -> list[Run]:
-        if state.runs is None:
-            state.runs = self._runs_of(state.blocks)
-        return state.runs
-
-    def _runs_of(self, blocks: list[int]) -> list[Run]:
-        runs: list[Run] = []
-        begin = 0
-        for i in range(1, len(blocks) + 1):
-            ends = i == len(blocks) or blocks[i] != blocks[i - 1] + 1
-            if ends or self._slab_of[blocks[i]] != self._slab_of[blocks[i - 1]]:
-                slab = self._slabs[self._slab_of[blocks[begin]]]
-                at = (blocks[begin] - slab.first) * self._size
-                runs.append(Run(slab, begin * self._size, at, (i - begin) * self._size))
-                begin = i
-        return runs
-
-    def _move(self, state: _Row, sources: list[int], start: int) -> None:
-        """Copy slots ``sources`` (ascending, none below where it goes) to ``start`` and on."""
-        runs = self._runs(state)
-        only = next((run for run in runs if run.slot <= start and sources[-1] < run.slot + run.count), None)
-        if only is not None:
-            shift = only.at - only.slot
-            index = torch.tensor(sources, dtype=torch.int64, device=self._device) + shift
-            for tensor in only.slab.tensors:
-                tensor[..., start + shift : start + shift + len(sources), :] = tensor.index_select(-2, index)
-            return
-        for target, source in enumerate(sources, start):
-            a, b = run_of(runs, source), run_of(runs, target)
-            for old, own in zip(a.slab.tensors, b.slab.tensors, strict=True):
-                own[..., b.at, :] = old[..., a.at, :]
+    def _copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Copy positions of every layer's pool."""
+        both = torch.from_numpy(np.stack([sources, targets])).to(self._device, non_blocking=True)
+        for tensor in (*self.keys, *self.values):
+            tensor[:, both[1]] = tensor[:, both[0]]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.common.arrays import I32
-from outpace.errors import ModelError
+from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
-from outpace.models.torch.attention import Forward, counts, layout
+from outpace.models.torch.attention import Forward, Plan, counts, plan
+from outpace.models.torch.decoder import OwnDecoder, described
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.parts import TorchParts, find
@@ -23,7 +23,8 @@ from outpace.models.torch.probe import Reference, agree
 
 
 class TransformersModel:
-    """A transformers model behind the ``Model`` seam. It runs on packed tokens [1, N] without a cache of its own."""
+    """A transformers model behind the ``Model`` seam, on packed tokens: our own forward where the family is described
+    (``decoder.described``), else the module's with our attention in it."""
 
     def __init__(
         self,
@@ -36,12 +37,30 @@ class TransformersModel:
         kv_block: int = BLOCK,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Take over ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
+        """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
-        blocks of ``kv_block`` positions. ``warn`` is called with what had to be limited.
-        Raises ModelError with the reason when the model cannot be served exactly.
+        blocks of ``kv_block`` positions. ``warn`` is called with what had to be limited. Weights are read here: what
+        changes in them later does not count. Raises ModelError with the reason when the model cannot be served exactly;
+        the module is then, as after ``close``, what it was.
         """
+        self._restore = _as_it_is(module)
+        try:
+            self._take(module, name, eos_ids, longest, kv_memory, kv_block, warn)
+        except BaseException:
+            self._restore.close()
+            raise
+
+    def _take(
+        self,
+        module: Any,
+        name: str,
+        eos_ids: Sequence[int],
+        longest: int | None,
+        kv_memory: int | None,
+        kv_block: int,
+        warn: Callable[[str], None],
+    ) -> None:
         module.requires_grad_(False).eval()
         self._module = module
         self._device = next(module.parameters()).device
@@ -58,12 +77,18 @@ class TransformersModel:
                 raise ModelError("it is an encoder-decoder model")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
+            if len(devices := {str(p.device) for p in module.parameters()}) > 1:
+                raise ModelError(
+                    f"its weights lie on several devices ({', '.join(sorted(devices))}): load it on one, or run "
+                    f"`outpace export vllm` for several cards"
+                )
             with torch.inference_mode():
                 reference = Reference.of(module, config.vocab_size, self._device)
                 anatomy = dissect(module, claimed, reference.tokens[:1])
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self._anatomy = anatomy
+        self._windows = tuple(dict.fromkeys(anatomy.windows))
         self._forward: Forward = module._outpace_forward
         self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
@@ -81,10 +106,11 @@ class TransformersModel:
             weight_bytes=sum(weights.values()),
             kv_bytes_per_position=self.kv.bytes_per_position,
         )
+        self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
         try:
             trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
             with torch.inference_mode():
-                agree(lambda batch: self._run(batch, trial), trial, reference)
+                agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
 
@@ -102,58 +128,72 @@ class TransformersModel:
             batch = Batch.pack([trial.alloc()], [tokens], [0], [True])
             with torch.inference_mode():
                 module, layers = self._live(), self._anatomy.layers
-                self._parts = find(self.info.name, module, layers, lambda: self._run(batch, trial).on_device)
+                self._parts = find(self.info.name, module, layers, lambda: self._run(batch, trial, None).on_device)
         return self._parts
 
     def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
+        self._live()
         if len(batch) and int(batch.position.max()) >= self.info.max_length:
             raise ValueError(
                 f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
             )
         with torch.inference_mode():
-            return self._run(batch, self.kv)
+            return self._run(batch, self.kv, self._own)
 
     def _live(self) -> Any:
         if self._module is None:
             raise ModelError(f"{self.info.name} is closed: load it again")
         return self._module
 
-    def _run(self, batch: Batch, kv: TorchKV) -> TorchOutput:
-        module = self._live()
+    def _run(self, batch: Batch, kv: TorchKV, own: OwnDecoder | None) -> TorchOutput:
         layers = self.info.layers if batch.layers is None else batch.layers
         if not 1 <= layers <= self.info.layers or any(not 0 <= layer < layers for layer in batch.hidden_layers):
             raise ValueError(
                 f"layers={batch.layers}, hidden_layers={batch.hidden_layers}: the model has {self.info.layers} layers"
             )
+        features = None if batch.features is None else self._features(batch)
+        try:
+            with kv.writing(counts(batch)):
+                planned = plan(batch, kv, self._windows, self._device)
+                if own is None:
+                    logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
+                else:
+                    logits, hidden_states = own(planned, layers, features, batch.hidden_layers)
+        except torch.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"{self._device} has no memory left for a forward of {len(batch)} tokens: bound the KV memory, or give "
+                f"fewer tokens a step"
+            ) from error
+        return TorchOutput(batch, logits, [hidden_states[layer] for layer in batch.hidden_layers])
+
+    def _through_module(
+        self, planned: Plan, layers: int, features: torch.Tensor | None, kept: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """As ``OwnDecoder.__call__``, by transformers' own modules."""
         hidden_states: dict[int, torch.Tensor] = {}
-        wanted = None if len(batch.wanted) == len(batch) else self._indices(batch.wanted)
+        wanted = planned.wanted
         with ExitStack() as undo:
-            self._forward.rows = layout(batch, kv, undo.enter_context(kv.writing(counts(batch))))
-            undo.callback(self._idle)
+            self._forward.plan = planned
+            undo.callback(setattr, self._forward, "plan", None)
             if layers < self.info.layers:
                 self._shorten(layers, undo)
-            if batch.features is not None:
-                entry = _add_features(self._features(batch))
+            if features is not None:
+                entry = _add_features(features)
                 undo.callback(self._anatomy.layers[0].register_forward_pre_hook(entry, with_kwargs=True).remove)
-            for layer in set(batch.hidden_layers):
+            for layer in set(kept):
                 undo.callback(
                     self._anatomy.layers[layer].register_forward_hook(_keep_output(hidden_states, layer)).remove
                 )
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
-            tokens, positions = self._indices(np.stack([batch.token, batch.position]))
-            result = module(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **keep
-            )
-            logits = result.logits[0]
-            if wanted is not None and not self._keeps_logits:
-                logits = logits[wanted]
-            if self._device.type == "cuda":  # what follows waits for it anyway; a failure shows before anything is kept
-                torch.cuda.current_stream(self._device).synchronize()
-        return TorchOutput(batch, logits, [hidden_states[layer] for layer in batch.hidden_layers])
-
-    def _indices(self, values: I32) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+            logits = self._module(
+                input_ids=planned.tokens[None],
+                position_ids=planned.positions[None],
+                use_cache=False,
+                return_dict=True,
+                **keep,
+            ).logits[0]
+        return (logits if wanted is None or self._keeps_logits else logits[wanted]), hidden_states
 
     def _features(self, batch: Batch) -> torch.Tensor:
         """The batch's features [N, H] where they are needed. Raises ValueError for another shape."""
@@ -165,9 +205,6 @@ class TransformersModel:
             )
         return features
 
-    def _idle(self) -> None:
-        self._forward.rows = self._forward.scratch = None
-
     def _shorten(self, layers: int, undo: ExitStack) -> None:
         """Let the model see only its first so many layers until ``undo`` runs."""
         holder, name = self._anatomy.holder, self._anatomy.attribute
@@ -177,18 +214,38 @@ class TransformersModel:
         setattr(holder, name, self._short[layers])
 
     def close(self) -> None:
-        """Forget the weights and the cache. Calling twice is allowed."""
+        """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
-        self._parts = None
+        self._parts = self._own = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
         self._short.clear()
         self._module = None
+        self._restore.close()
+
+
+def _as_it_is(module: Any) -> ExitStack:
+    """What gives ``module`` its own attention, mode and gradients back."""
+    undo, attention = ExitStack(), module.config._attn_implementation
+    undo.callback(module.train, module.training)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            undo.callback(parameter.requires_grad_, True)
+
+    def restore() -> None:
+        if module.config._attn_implementation != attention:
+            module.set_attn_implementation(attention)
+        for part in module.modules():
+            for name in ("_outpace", "_outpace_forward"):
+                part.__dict__.pop(name, None)
+
+    undo.callback(restore)
+    return undo
 
 
 def _keep_output(into: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
     def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        into[layer] = output[0] if isinstance(output, tuple) else output
+        into[layer] = output[0][0] if isinstance(output, tuple) else output[0]
 
     return hook
 

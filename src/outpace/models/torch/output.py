@@ -19,7 +19,7 @@ from outpace.models.base import Batch, choose_on_host, logprobs_on_host
 
 @dataclass(frozen=True, slots=True)
 class TorchHiddenStates:
-    """See ``HiddenStates``: tokens ``index`` int32 [n] of T layers' outputs, each [1, N, H] on the model's device."""
+    """See ``HiddenStates``: tokens ``index`` int32 [n] of T layers' outputs, each [N, H] on the model's device."""
 
     tensors: tuple[torch.Tensor, ...]
     index: I32
@@ -36,7 +36,7 @@ class TorchHiddenStates:
     @property
     def native(self) -> torch.Tensor:
         index = torch.from_numpy(self.index.astype(np.int64)).to(self.tensors[0].device)
-        return torch.stack([layer[0].index_select(0, index) for layer in self.tensors], dim=1)
+        return torch.stack([layer.index_select(0, index) for layer in self.tensors], dim=1)
 
     def numpy(self) -> F32:
         values: F32 = self.native.float().cpu().numpy()
@@ -49,7 +49,7 @@ class TorchOutput:
     def __init__(self, batch: Batch, logits: torch.Tensor, hidden_states: Sequence[torch.Tensor] = ()) -> None:
         self._batch = batch
         self._logits = logits  # [M, V]
-        self._hidden_states = tuple(hidden_states)  # each [1, N, H]
+        self._hidden_states = tuple(hidden_states)  # each [N, H]
         self._host: F32 | None = None
         self._on_device = logits.device.type != "cpu"  # so that every look at it is a copy
 

@@ -1,0 +1,190 @@
+"""Our own forward of the families that ``models.families`` describes, on the weights of a transformers module.
+
+Few, large operations on packed tokens [N]: fused projections, repacked for the CPU's matrix kernels where torch has
+them, so that a step of few tokens costs little more than reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.models import families
+from outpace.models.families import KEYS, OUTER, SPELLINGS
+from outpace.models.torch import attention
+from outpace.models.torch.attention import Plan
+
+REPACKED = (torch.float32, torch.bfloat16)
+TOKENS = 8  # the width that weights are repacked for
+
+
+class Projection:
+    """One product with the rows of several linear modules, in their order."""
+
+    def __init__(self, modules: Sequence[torch.nn.Linear]) -> None:
+        weights, biases = [m.weight for m in modules], [m.bias for m in modules if m.bias is not None]
+        self.rows = [len(weight) for weight in weights]
+        self._bias = torch.cat(list(biases)) if biases else None
+        self._packed: Tensor | None = None
+        weight = weights[0].detach() if len(weights) == 1 else torch.cat(list(weights))
+        mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        if weight.device.type == "cpu" and weight.dtype in REPACKED and mkldnn:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
+            return
+        self._weight = weight
+        if len(modules) > 1:  # the modules read the same memory
+            for module, part in zip(modules, weight.split(self.rows), strict=True):
+                module.weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x, self._weight, self._bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class _Norm:
+    def __init__(self, module: Any, offset: float, eps: float) -> None:
+        weight = module.weight.detach()
+        self._weight = weight.float() + offset if offset else weight
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
+        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+class _Layer:
+    """One layer's parts: its norms by ``families.NORMS``, None where it has none."""
+
+    def __init__(self, module: Any, index: int, family: families.Family, eps: float) -> None:
+        def find(part: str) -> Any:
+            return module.get_submodule(SPELLINGS[1].format(index, family.layer[part][1]))
+
+        def norm(part: str) -> _Norm | None:
+            return _Norm(find(part), family.norm_offset, eps) if part in family.layer else None
+
+        def together(*parts: str) -> Projection:
+            names = dict.fromkeys(family.layer[part][1] for part in parts)
+            return Projection([module.get_submodule(SPELLINGS[1].format(index, name)) for name in names])
+
+        self.qkv, self.o = together("q", "k", "v"), together("o")
+        self.gate_up, self.down = together("gate", "up"), together("down")
+        self.attn_norm, self.post_attn_norm = norm("attn_norm"), norm("post_attn_norm")
+        self.ffn_norm, self.post_ffn_norm = norm("ffn_norm"), norm("post_ffn_norm")
+        self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
+
+
+class OwnDecoder:
+    """The forward of a module that ``described`` takes. ``windows``, ``scales``: by layer, as its attention has them.
+
+    Weights are read when this is made.
+    """
+
+    def __init__(self, module: Any, windows: Sequence[int | None], scales: Sequence[float]) -> None:
+        family = families.of_class(type(module).__name__)
+        assert family is not None
+        config = module.config
+        self._family, self._windows, self._scales = family, windows, scales
+        self._heads = int(config.num_attention_heads)
+        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
+        eps = float(getattr(config, KEYS["eps"][1]))
+        self._embedding, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
+        scale = 1.0 if family.width_scales_embedding else getattr(config, KEYS["embedding_scale"][1], 1.0)
+        self._embedding_scale = float(scale)  # beyond what the embedding's module does
+        self._residual = float(getattr(config, KEYS["residual_scale"][1], 1.0))
+        self._divisor = float(getattr(config, KEYS["logit_divisor"][1], 1.0))
+        kinds = getattr(config, "layer_types", None) or []
+        self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(windows)
+        self._rotated = getattr(config, "no_rope_layers", None) or [1] * len(windows)
+        self._layers = [_Layer(module, i, family, eps) for i in range(len(windows))]
+        self._norm = _Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
+        self._head = Projection([module.get_output_embeddings()])
+
+    def __call__(
+        self, plan: Plan, layers: int, features: Tensor | None, kept: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [M, V] of the plan's wanted tokens, and the outputs [N, H] of the layers in ``kept``.
+
+        ``layers``: run the first so many. ``features`` [N, H]: added to what enters the first one.
+        """
+        x = self._embedding(plan.tokens)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if features is not None:
+            x = x + features.to(x.dtype)
+        tables = {kind: self._table(x, plan.positions, kind) for kind in set(self._kinds)}
+        found: dict[int, Tensor] = {}
+        for i, layer in enumerate(self._layers[:layers]):
+            mixed = self._attend(i, layer, plan, _applied(layer.attn_norm, x), tables)
+            x = self._branch(x, mixed, layer.post_attn_norm)
+            gate, up = layer.gate_up(_applied(layer.ffn_norm, x)).chunk(2, -1)
+            gate = F.silu(gate) if self._family.activation == "silu" else F.gelu(gate, approximate="tanh")
+            x = self._branch(x, layer.down(gate * up), layer.post_ffn_norm)
+            if i in kept:
+                found[i] = x
+        if plan.wanted is not None:
+            x = x.index_select(0, plan.wanted)
+        logits = self._head(self._norm(x))
+        return (logits if self._divisor == 1.0 else logits / self._divisor), found
+
+    def _branch(self, x: Tensor, out: Tensor, norm: _Norm | None) -> Tensor:
+        return torch.add(x, _applied(norm, out), alpha=self._residual)
+
+    def _table(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [N, 1, width] for ``_rotate``."""
+        cos, sin = self._rotary(x[None], positions[None], *([] if kind is None else [kind]))
+        half = sin.shape[-1] // 2
+        return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+
+    def _attend(self, i: int, layer: _Layer, plan: Plan, x: Tensor, tables: dict[str | None, Any]) -> Tensor:
+        qkv = layer.qkv(x)
+        heads, kv = self._heads, self._kv_heads
+        width = qkv.shape[1] // (heads + 2 * kv)
+        if layer.q_norm is None or layer.k_norm is None:
+            both = qkv[:, : (heads + kv) * width].view(len(x), heads + kv, width)
+        else:
+            q, k = qkv[:, : heads * width], qkv[:, heads * width : (heads + kv) * width]
+            if not self._family.norms_over_heads:
+                q, k = q.reshape(len(x), heads, width), k.reshape(len(x), kv, width)
+            q, k = layer.q_norm(q).view(len(x), heads, width), layer.k_norm(k).view(len(x), kv, width)
+            both = torch.cat([q, k], 1)
+        if self._rotated[i]:
+            both = _rotate(both, *tables[self._kinds[i]])
+        mixed = attention.attention(
+            i, plan, both[:, :heads], both[:, heads:], qkv[:, (heads + kv) * width :].view(len(x), kv, width),
+            scale=self._scales[i], window=self._windows[i],
+        )  # fmt: skip
+        return layer.o(mixed.reshape(len(x), heads * width))
+
+
+def _applied(norm: _Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [N, heads, d], the first values of each rotated half against half."""
+    width = cos.shape[-1]
+    turned = x[..., :width]
+    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin)
+    return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
+
+
+def described(module: Any) -> bool:
+    """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain linear layers, nobody's hooks."""
+    family = families.of_class(type(module).__name__)
+    config = module.config
+    if family is None or getattr(config, "final_logit_softcapping", None):
+        return False
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "hf_quantizer", None) is not None:
+        return False
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]
+    plain = all(type(m) is torch.nn.Linear or type(m).__module__.startswith("transformers.models.") for m in inside)
+    one = len({p.device for p in module.parameters()}) == 1
+    return plain and one and not hooked and type(module.get_output_embeddings()) is torch.nn.Linear
