@@ -177,3 +177,19 @@ def test_verifying_finds_the_last_tokens_changed(engine: Engine) -> None:
             assert list(unverified.token_ids[:16]) == other
     assert engine.idle
     engine.check()
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 4, "presence_penalty": 0.5, "logprobs": True}])
+def test_a_drafter_that_reads_the_model_goes_on(asked: dict[str, Any]) -> None:
+    """With the demo model's own drafters, a learned one among them."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **asked)
+    with Engine.load("demo", max_length=512) as engine:
+        whole = engine.generate("Write about a river.", params, drafter=False)
+        for k in (0, 1, 13, 32, 39, 40):
+            for verify in (False, True):
+                again = engine.generate(
+                    "Write about a river.", params, resume=whole.token_ids[:k], verify_resume=verify
+                )
+                assert (again.token_ids, again.text) == (whole.token_ids, whole.text)
+                assert again.logprobs == whole.logprobs[k:]
+        engine.check()

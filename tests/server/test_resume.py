@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 
 from tests.server import formats
 from tests.server.serving import Running
+from tests.server.test_exact import EACH
 from tests.server.test_families import STRICT, TOOLS, use
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -79,13 +81,15 @@ def delivered(events: list[Any], choices: int) -> Any:
     return ids if choices > 1 else ids[0]
 
 
-def check_every_cut(demo: Running, path: str, body: dict[str, Any], *, choices: int = 1, every: int = 1) -> Any:
+def check_every_cut(
+    demo: Running, path: str, body: dict[str, Any], *, choices: int = 1, every: int = 1, least: int = 4
+) -> Any:
     """The answer, which was resumed after every chunk that brought tokens, or every so manieth."""
     body = {**asked(body), "stream_options": {"include_usage": True}}
     events = demo.events(path, body)
     whole, spent = put_together(events), cost(events)
     cuts = [at + 1 for at, chunk in enumerate(events) if any(c.get("token_ids") for c in chunk["choices"])]
-    assert len(cuts) > 3
+    assert len(cuts) >= least
     for at in [0, *cuts[::every], cuts[-1]]:
         for more in ({"speculation": None}, {"speculation": PLAIN}):
             ids = delivered(events[:at], choices)
@@ -102,6 +106,19 @@ def test_chats(demo: Running, kind: str) -> None:
     whole = check_every_cut(demo, CHAT, {"messages": ASK, **CHATS[kind]}, choices=n, every=3)
     assert len(whole) == n
     assert all(choice["roles"] == 1 for choice in whole.values())
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_anything_with_anything(demo: Running, turn: int) -> None:
+    drawn = random.Random(turn)
+    names = drawn.sample(sorted(EACH.keys() - {"speculation"}), 7)
+    more = {name: drawn.choice(EACH[name]) for name in names}
+    if "grammar" in more:
+        more["grammar"] = {"type": "regex", "value": more["grammar"]}
+    if "top_logprobs" in more:
+        more["logprobs"] = True
+    body = {"messages": ASK, "temperature": 0.9, "max_tokens": 12, **more}
+    check_every_cut(demo, CHAT, body, choices=more.get("n", 1), every=4, least=1)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "gemma3", "smollm2"])
@@ -214,6 +231,14 @@ def test_an_answer_that_is_not_streamed_has_what_follows(demo: Running) -> None:
     assert rest["choices"][0]["logprobs"]["content"] == whole["choices"][0]["logprobs"]["content"][5:]
     assert whole["choices"][0]["message"]["content"].endswith(rest["choices"][0]["message"]["content"])
     assert (rest["usage"]["completion_tokens"], rest["seed"]) == (12, 7)
+
+
+def test_a_stream_that_is_not_this_requests_begins_with_the_error(demo: Running) -> None:
+    body = {"messages": ASK, "temperature": 0, "max_tokens": 20, "resume": {"token_ids": [57] * 12, "verify": True}}
+    [refused] = demo.events(CHAT, body)
+    assert refused["error"]["param"] == "resume"
+    assert "at index 4" in refused["error"]["message"]  # the first of the last eight
+    demo.at_rest()
 
 
 def test_every_chunk_has_the_seed_that_was_drawn(demo: Running) -> None:

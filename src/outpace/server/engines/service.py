@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from outpace.common import allocator
@@ -84,7 +85,8 @@ class Service:
                 raise _ending()
             running = await model.serving.open(requests)
             held.callback(running.close)
-            generation = Generation(model, work, running, caller, self.observers)
+            made = partial(Generation, model, work, running, caller, self.observers)
+            generation = made() if work.resume is None else await self.work(made)  # it reads what was delivered
             self._generations.add(generation)
             held.callback(self._generations.discard, generation)
             if self.traces is not None:
