@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError, ModelError, NoTokenAllowedError
@@ -319,3 +320,40 @@ def test_demo_says_what_its_own_forward_says() -> None:
         )
         found.append(out.logits(batch.wanted))
     assert float(np.abs(np.concatenate(found) - expected).max()) < 2e-4
+
+
+# -- what a forward asks of the device ---------------------------------------------------------------------------------
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "item")  # sizes or values on the host
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations for which the host would wait for a card."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indexed = [i for i in args[1] if i is not None] if name == "index" else []
+        if name in WAITS or any(i.dtype == torch.bool for i in indexed):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # our own forward, and the module's
+def test_a_forward_waits_for_nothing(family: str) -> None:
+    model = TransformersModel(tiny(family), name="m")
+    rows = [model.kv.alloc() for _ in range(3)]
+    parents = [None, np.array([-1, 0, 0, 1], np.int32), None]
+    first = Batch.pack(rows, [text(n, n) for n in (5, 17, 40)], [0] * 3, [True] * 3, last_only=True)
+    then = Batch.pack(rows, [text(n, n) for n in (1, 4, 7)], [5, 17, 40], [True] * 3, parents, hidden_layers=(1,))
+    with Waits() as waits:
+        model.forward(first)
+        out = model.forward(then)
+        assert waits.seen == []
+        assert out.hidden_states(then.wanted).native.shape == (12, 1, 32)
+        assert waits.seen == []
+        float(out.on_device.sum())
+    assert waits.seen == ["_local_scalar_dense"]
