@@ -32,7 +32,7 @@ HEALTH = 0.2  # seconds: the 99th percentile of /health
 _REFUSED = {503}  # a limit of connections
 _HEAD = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 _WORST = (b"1", b"[]", b"{}", b'"a"', b'{"role":"user","content":"a"}', b'"a":0')
-_GRAMMARS = (
+GRAMMARS = (
     {"type": "regex", "value": "(a|b|c){1,800}(x|y){1,900}"},
     {"type": "regex", "value": "(.*a){12}.{200}"},
     {"type": "lark", "value": 'start: e\ne: e e e | e e | "a"'},
@@ -114,7 +114,7 @@ class Attack(soak.Soak):
         body = soak.tiny(dice.randrange(soak.DIFFERENT))
         more: Mapping[str, Any] = dice.choice(
             (
-                {"grammar": dice.choice(_GRAMMARS)},
+                {"grammar": dice.choice(GRAMMARS)},
                 {"bad_words": [f"word{i}" for i in range(1024)]},
                 {"messages": [{"role": "user", "content": "word " * dice.choice((100, 10_000, 1_000_000))}]},
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _deep(2000)}}},

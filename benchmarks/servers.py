@@ -32,14 +32,15 @@ class Started:
 
 
 @contextmanager
-def started(command: str, log: Path) -> Iterator[Started]:
-    """``command`` with its {port}, running, until the block ends. Raises RemoteError when it does not start."""
+def started(command: str, log: Path, key: str | None = None) -> Iterator[Started]:
+    """``command`` with its {port}, running, until the block ends. ``key``: where the server asks for one. Raises
+    RemoteError when it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with log.open("ab") as out:
         process = subprocess.Popen(shlex.split(command.replace("{port}", str(port))), stdout=out, stderr=out)
-    remote = Remote(f"http://127.0.0.1:{port}")
+    remote = Remote(f"http://127.0.0.1:{port}", key)
     try:
         begun = time.monotonic()
         while True:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attack, soak
+from benchmarks import attack, fairness, soak
+from benchmarks.servers import OURS, started
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read in /proc")
 
@@ -58,3 +59,13 @@ def test_an_attack_breaks_nothing(tmp_path: Path) -> None:
     assert {leak for leak in found["leaks"] if not leak.startswith("memory")} == set()
     assert set(found["counts"]) >= {"worst", "half", "crumbs", "prepared", "documented", "sequences"}
     assert found["health"]["asked"] > 0
+
+
+def test_one_keys_flood_is_timed_beside_another_keys_chat(tmp_path: Path) -> None:
+    """The short form: the chats get their answers, and the flood's connections close with it. Whether the bound was
+    kept is for the long form: here others may have the processor."""
+    command = f"env OUTPACE_API_KEYS={','.join(fairness.KEYS)} {OURS}"
+    with started(command, tmp_path / "log", fairness.KEYS[1]) as server:
+        found = fairness.measured(int(server.remote.url.rpartition(":")[2]), "bad_words", 2)
+    assert 0 < found["median"] <= found["worst"]
+    assert found["bound"] >= 3 * found["alone"] > 0

@@ -48,6 +48,12 @@ def test_a_misspelt_folder_stays_here(here: Path, name: str, says: str) -> None:
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["demmo", "demo-gema"])
+def test_a_misspelt_built_in_model_stays_here(here: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="did you mean demo"):
+        resolve(name)
+
+
 def test_a_hubs_models_are_asked_for(here: Path) -> None:
     for name, options in (
         ("Qwen/Qwen3-1.7B", LoadOptions(revision="main")),

@@ -82,6 +82,10 @@ def run(
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"a server needs {', '.join(missing)}: {install('outpace[serve]')}")
+    if common.json is not None:
+        raise ParameterError(
+            Argument("json", str(common.json)), " is for figures, of which a server has none: leave it out"
+        )
     from outpace.common.allocator import few_arenas
     from outpace.server.settings import ServerSettings
 

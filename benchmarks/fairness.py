@@ -1,0 +1,168 @@
+"""How long one API key's chat of one token takes beside a flood of another's.
+
+    python -m benchmarks fairness                    # every load, in turn, each between times of the chat alone
+
+Two keys ask one ``outpace serve``. The chat beside a load may take three times what it takes alone, and one step: the
+median time between two tokens of a stream of the flood. The flood is a process of its own, so its connections close
+when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attack import GRAMMARS
+from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.servers import OURS, started
+
+KEYS = ("key-of-the-flood", "key-of-the-other")
+TIMES = 3  # what the chat may take beside a load, over what it takes alone, before a step is added
+SETTLES = 2.0  # seconds until a load is there
+_CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "ignore_eos": True}
+_LONG = {**_CHAT, "max_tokens": 2000, "stream": True, "priority": 2**31 - 1}
+_WORDS = "several words that nobody has asked for before, number {} and "
+
+
+def _body(load: str, number: int) -> tuple[str, dict[str, Any]]:
+    """A request of the flood, unlike those before."""
+    chat, text = "/v1/chat/completions", _WORDS.format(number)
+    match load:
+        case "chats":
+            return chat, _LONG
+        case "prompts":
+            return chat, {**_CHAT, "messages": [{"role": "user", "content": (text * 400)[:6000]}]}
+        case "texts":
+            return "/tokenize", {"prompt": (text * 40_000)[: 2 << 20]}
+        case "grammars":
+            return chat, {**_CHAT, "grammar": GRAMMARS[number % len(GRAMMARS)]}
+    return chat, {**_CHAT, "bad_words": [f"{text}{i}" * 3 for i in range(1024)]}
+
+
+LOADS = {"chats": 40, "prompts": 16, "texts": 12, "grammars": 12, "bad_words": 12}  # requests at once
+
+
+def asked(port: int, key: str, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    """The answer, as it comes. Raises OSError and HTTPException."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK and key == KEYS[1]:
+            raise http.client.HTTPException(f"HTTP {response.status}: {response.read()[:300]!r}")
+        while piece := response.read1():
+            yield piece
+    finally:
+        connection.close()
+
+
+def flood(port: int, load: str, gaps: Any) -> None:
+    """Ask without end; a stream beside that gives the seconds between its tokens to ``gaps``."""
+
+    def one(first: int) -> None:
+        number = first
+        while True:
+            number += 1000
+            with suppress(OSError, http.client.HTTPException):
+                for _ in asked(port, KEYS[0], *_body(load, number)):
+                    pass
+
+    numbers = [*range(LOADS[load])]
+    while True:
+        last = 0.0
+        for piece in asked(port, KEYS[0], "/v1/chat/completions", _LONG):
+            if last and b"data: {" in piece:
+                gaps.put(time.perf_counter() - last)
+            while numbers:
+                threading.Thread(target=one, args=(numbers.pop(),), daemon=True).start()
+            last = time.perf_counter()
+
+
+@contextmanager
+def flooded(port: int, load: str) -> Iterator[list[float]]:
+    """Beside a load; afterwards the list has its stream's gaps in seconds."""
+    context, gaps = multiprocessing.get_context("spawn"), list[float]()
+    queue = context.SimpleQueue()
+    process = context.Process(target=flood, args=(port, load, queue), daemon=True)
+    process.start()
+
+    def gather() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                gaps.append(queue.get())
+
+    threading.Thread(target=gather, daemon=True).start()
+    try:
+        time.sleep(SETTLES)
+        yield gaps
+    finally:
+        process.kill()
+        process.join()
+
+
+def timed(port: int, count: int) -> list[float]:
+    """Seconds of so many chats of one token, one after the other."""
+    found = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        for _ in asked(port, KEYS[1], "/v1/chat/completions", _CHAT):
+            pass
+        found.append(time.perf_counter() - begun)
+        time.sleep(0.05)
+    return found
+
+
+def measured(port: int, load: str, count: int) -> dict[str, Any]:
+    """The chat alone, and beside ``load``."""
+    timed(port, 3)
+    alone = statistics.median(timed(port, count))
+    with flooded(port, load) as gaps:
+        beside = timed(port, count)
+    time.sleep(SETTLES)
+    step = statistics.median(gaps) if gaps else 0.0
+    bound, middle = TIMES * alone + step, statistics.median(beside)
+    return {
+        "load": load, "alone": alone, "median": middle, "worst": max(beside), "step": step, "bound": bound,
+        "within": sum(each <= bound for each in beside) / count, "kept": middle <= bound,
+    }  # fmt: skip
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--chats", type=int, default=30, help="timed alone, and beside each load")
+    parser.add_argument("--log", type=Path, default=Path("fairness.log"), help="where the server's log goes")
+    add_json(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """1 where the chat's median beside a load is above the bound."""
+    found = list[dict[str, Any]]()
+    with (
+        started(f"env OUTPACE_API_KEYS={','.join(KEYS)} {OURS}", given.log, KEYS[1]) as server,
+        Measuring() as measuring,
+    ):
+        port = int(server.remote.url.rpartition(":")[2])
+        for load in given.loads:
+            found.append(measured(port, load, given.chats))
+            print("  ".join(f"{name} {1000 * value:.1f} ms" if name in _TIMES else f"{name} {value}"
+                            for name, value in found[-1].items()), flush=True)  # fmt: skip
+            emit(given, {"loads": found}, partial=True)
+    emit(given, {"loads": found})
+    for each in found:
+        if not each["kept"]:
+            print(f"FAILED: beside {each['load']} the chat took {each['median']:.3f} s", file=sys.stderr)
+    return measuring.end(0 if all(each["kept"] for each in found) else 1)
+
+
+_TIMES = ("alone", "median", "worst", "step", "bound")
