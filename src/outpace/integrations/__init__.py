@@ -1,0 +1,1 @@
+"""Outpace inside other systems."""

@@ -1,0 +1,263 @@
+"""An engine as a worker of NVIDIA Dynamo (``ai-dynamo`` 1.6): ``python -m outpace.integrations.dynamo --model demo``.
+
+Dynamo's frontend tokenizes, routes and detokenizes. When a worker dies in mid-stream, the frontend asks another one:
+with the delivered tokens appended to the prompt and taken off ``max_tokens``. Such a request is told from a new one by
+its ``migration_link``, which the frontend copies from the first chunk that a worker sends (``worker_trace_link``): the
+worker writes there where the prompt ends, and the seed. So the answer goes on with the tokens it would have had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.run import run
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
+
+from outpace.common.files import cache_dir, write_json
+from outpace.engine.aio import AsyncEngine, Running
+from outpace.engine.engine import Engine
+from outpace.engine.grammar import Grammars
+from outpace.engine.results import Delta
+from outpace.errors import OutpaceError
+from outpace.models.load import Source, resolve
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.params import SamplingParams
+
+MARK = 0x6F757470616365_01  # the upper half of a trace id that stands for no trace: "outpace", and a version
+RESUME = "outpace.resume:"  # an annotation (nvext.annotations): delivered token ids as JSON
+BLOCK = 16  # positions; Dynamo's routers count in blocks, and our cache knows none
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "include_stop_str_in_output",
+)  # fmt: skip
+STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+OURS = {"include_stop_str_in_output": "include_stop", "stop_token_ids": "stop_ids"}
+UNKNOWN = ("n", "best_of", "use_beam_search", "length_penalty")  # Dynamo ends a request with its first choice
+
+
+class Asked(NamedTuple):
+    """What a request asks of ``Engine.prepare``."""
+
+    prompt: list[int]
+    params: SamplingParams
+    resume: list[int] | None  # delivered token ids
+
+
+class Outpace(LLMEngine):
+    """Dynamo's backend interface over an ``AsyncEngine``."""
+
+    def __init__(self, model: str, served: str, options: Mapping[str, Any]) -> None:
+        self._model, self._served, self._options = model, served, options
+        self._engine: AsyncEngine | None = None
+        self._grammars: Grammars | None = None
+        self._running: dict[str, Running] = {}  # by Dynamo's request id
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Outpace, Any]:
+        """The engine, not yet loaded, and how Dynamo registers it. Raises ModelError for a model that is not there."""
+        parser = argparse.ArgumentParser("outpace.integrations.dynamo", description="A worker of NVIDIA Dynamo.")
+        parser.add_argument("--model", "-m", default="demo", help="As outpace serve takes it.")
+        parser.add_argument("--served-name", help="What requests call it. Default: the model's name.")
+        parser.add_argument("--drafter", "-d", default="auto", help="As outpace serve takes it.")
+        for name, kind in (("size", str), ("threads", int), ("kv-memory", str), ("max-rows", int)):
+            parser.add_argument(f"--{name}", type=kind, help="As outpace serve takes it.")
+        parser.add_argument("--namespace", default="dynamo", help="Dynamo's.")
+        parser.add_argument(
+            "--discovery-backend", default=os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), help="Dynamo's."
+        )
+        parser.add_argument("--request-plane", default=os.environ.get("DYN_REQUEST_PLANE", "tcp"), help="Dynamo's.")
+        given = vars(parser.parse_args(argv))
+        options = {name: given[name] for name in ("drafter", "threads", "kv_memory", "max_rows")}
+        size = given["size"]
+        options["size"] = int(size) if size and size.isdigit() else size
+        served = given["served_name"] or given["model"]
+        config = WorkerConfig(
+            namespace=given["namespace"], component="outpace", model_name=str(card_of(resolve(given["model"]))),
+            served_model_name=served, discovery_backend=given["discovery_backend"],
+            request_plane=given["request_plane"], enable_kv_routing=False,
+        )  # fmt: skip
+        return cls(
+            given["model"], served, {name: value for name, value in options.items() if value is not None}
+        ), config
+
+    async def start(self, worker_id: int) -> Any:
+        """Load the engine. Raises as ``Engine.load`` does."""
+        self._engine = await AsyncEngine.load(self._model, **self._options)
+        engine = self._engine.engine
+        registered = LlmRegistration(
+            context_length=engine.model.info.max_length, kv_cache_block_size=BLOCK, max_num_seqs=engine.options.max_rows
+        )
+        return EngineConfig(model=self._model, served_model_name=self._served, llm=registered)
+
+    async def generate(self, request: Any, context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Chunks of the answer. Raises InvalidArgument for a request that cannot be, EngineShutdown where the engine
+        is gone: Dynamo then asks another worker."""
+        engine, name = self._engine, context.id()
+        if engine is None:
+            raise EngineShutdown("the engine is not loaded")
+        try:
+            asked = read(request)
+            rules = self._rules(engine.engine, request["sampling_options"].get("guided_decoding"))
+            params = asked.params.with_(rules=rules)
+            prepared = await asyncio.to_thread(engine.engine.prepare, asked.prompt, params, resume=asked.resume)
+        except OutpaceError as error:
+            raise InvalidArgument(str(error)) from error
+        first: dict[str, Any] = {"worker_trace_link": link(len(asked.prompt), prepared.request.seed)}
+        async with contextlib.aclosing(await engine.open([prepared])) as running:
+            self._running[name] = running
+            try:
+                while running.left:
+                    for delta in await running.get():
+                        yield {**chunk(delta, params, len(asked.prompt)), **first}
+                        first = {}
+            except OutpaceError as error:
+                raise EngineShutdown(str(error)) from error
+            finally:
+                del self._running[name]
+
+    def _rules(self, engine: Engine, guided: Mapping[str, Any] | None) -> list[Any]:
+        """The grammar that ``guided_decoding`` asks for. Raises ParameterError."""
+        wanted = {kind: what for kind, what in (guided or {}).items() if what is not None}
+        if not wanted:
+            return []
+        self._grammars = self._grammars or Grammars.of(engine)
+        (kind, what), *more = wanted.items()
+        if not more and kind == "json":
+            return [self._grammars.json_schema(json.loads(what) if isinstance(what, str) else what)]
+        if not more and kind in ("regex", "choice"):
+            return [self._grammars.regex(what if kind == "regex" else "|".join(map(re.escape, what)))]
+        if not more and kind == "grammar":
+            return [self._grammars.lark(what)]
+        raise InvalidArgument(f"guided_decoding has {', '.join(wanted)}: give one of json, regex, choice, grammar")
+
+    async def abort(self, context: Any) -> None:
+        """End a request whose client is gone."""
+        running = self._running.get(context.id())
+        if running is not None:
+            running.close()
+
+    async def is_quiescent(self) -> bool:
+        return not self._running
+
+    async def cleanup(self) -> None:
+        """End what runs and give the memory back. Calling twice is allowed."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+
+
+def card_of(source: Source) -> Path:
+    """The folder from which Dynamo's frontend takes tokenizer, chat template and context: the model's own, or for a
+    GGUF file one that is made in the cache. Raises ModelError or OSError."""
+    if source.gguf is None:
+        return source.path
+    folder, tokenizer = cache_dir() / "dynamo" / source.path.stem, Tokenizer.from_gguf(source.gguf)
+    family = source.gguf.text("general.architecture", "llama")
+    longest = source.gguf.metadata.get(f"{family}.context_length", 2048)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    write_json(
+        folder / "config.json",
+        {
+            "model_type": family, "architectures": ["LlamaForCausalLM"], "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": list(tokenizer.eos_ids), "bos_token_id": tokenizer.bos_id,
+            "max_position_embeddings": longest,
+        },
+    )  # fmt: skip
+    return folder
+
+
+def read(request: Mapping[str, Any]) -> Asked:
+    """What Dynamo's preprocessed ``request`` asks for. Raises ParameterError, or InvalidArgument for what Dynamo has
+    and we do not."""
+    sampling, stopping = request["sampling_options"], request["stop_conditions"]
+    for name in UNKNOWN:
+        if sampling.get(name) not in (None, False, 1, 1.0):
+            raise InvalidArgument(f"{name}={sampling[name]} is not served by this worker: leave it out")
+    given: dict[str, Any] = {"temperature": 1.0}
+    for options, names in ((sampling, SAMPLING), (stopping, STOPPING)):
+        given |= {OURS.get(name, name): decimal(options[name]) for name in names if options.get(name) is not None}
+    if sampling.get("seed") is not None:
+        given["seed"] = sampling["seed"] % 2**64
+    wanted = (request.get("output_options") or {}).get("logprobs")
+    if wanted is not None:
+        given |= {"logprobs": True, "top_logprobs": wanted}
+    tokens, resume = list(request["token_ids"]), annotated(request.get("annotations") or ())
+    if request.get("migration_link") is not None:
+        end, seed = linked(request["migration_link"])
+        tokens, resume = tokens[:end], tokens[end:]
+        given["seed"] = seed
+        if "max_tokens" in given:
+            given["max_tokens"] += len(resume)
+    return Asked(tokens, SamplingParams(**{"max_tokens": None, **given}), resume or None)
+
+
+def annotated(annotations: Sequence[str]) -> list[int] | None:
+    """The token ids of an annotation ``outpace.resume``, if there is one. Raises InvalidArgument."""
+    for each in annotations:
+        if each.startswith(RESUME):
+            try:
+                return list(json.loads(each.removeprefix(RESUME)))
+            except (ValueError, TypeError):
+                raise InvalidArgument(f"the annotation {each!r} has no token ids: give JSON, such as [1, 2]") from None
+    return None
+
+
+def decimal(value: Any) -> Any:
+    """Dynamo has numbers in float32: 0.8 arrives as 0.800000011920929, and is 0.8 again."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def link(prompt: int, seed: int) -> dict[str, str]:
+    """Where an answer begins and what it is drawn with, as hexadecimal ids of a trace and a span."""
+    return {"trace_id": f"{MARK:016x}{seed:016x}", "span_id": f"{prompt:016x}"}
+
+
+def linked(found: Mapping[str, str]) -> tuple[int, int]:
+    """``prompt`` and ``seed`` of ``link``. Raises InvalidArgument for a link that another program made."""
+    mark, seed, prompt = (int(found[name][part], 16) for name, part in (
+        ("trace_id", slice(16)), ("trace_id", slice(16, None)), ("span_id", slice(None)),
+    ))  # fmt: skip
+    if mark != MARK:
+        raise InvalidArgument(
+            "this request was begun by a worker that is no outpace, or whose tracing is on (OTEL_EXPORT_ENABLED), so "
+            "where its answer began is not known: ask again from the beginning"
+        )
+    return prompt, seed
+
+
+def chunk(delta: Delta, params: SamplingParams, prompt: int) -> dict[str, Any]:
+    """A delta as Dynamo has it. Raises OutpaceError where it ends in an error."""
+    made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": delta.sample}
+    if params.wants_logprobs:
+        made["log_probs"] = [each.logprob for each in delta.logprobs]
+        made["top_logprobs"] = [
+            [ranked(i, *a) for i, a in enumerate(each.top or [(each.token, each.logprob, each.text)], 1)]
+            for each in delta.logprobs
+        ]
+    if delta.result is not None:
+        delta.result.raise_for_error()
+        written = delta.result.completion_tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        reason = {"deadline": "cancelled"}.get(delta.result.finish_reason, delta.result.finish_reason)
+        made |= {"finish_reason": reason, "completion_usage": usage}
+    return made
+
+
+def ranked(rank: int, token: int, logprob: float, text: str | None) -> dict[str, Any]:
+    """An alternative as Dynamo has it."""
+    return {"rank": rank, "token_id": token, "token": text, "logprob": logprob}
+
+
+if __name__ == "__main__":
+    run(Outpace)

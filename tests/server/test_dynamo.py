@@ -1,0 +1,180 @@
+"""Real Dynamo on this machine, without etcd or NATS: a frontend and two workers (scripts/scale installs it)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace import Engine, SamplingParams
+
+PYTHON = Path(__file__).parents[2] / ".venv" / "dynamo" / "bin" / "python"
+CHAT = [{"role": "user", "content": "Count to thirty."}]
+LENGTH = 240
+
+
+@dataclass
+class Dynamo:
+    url: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # the frontend, then the workers
+
+    def ask(self, **body: Any) -> Any:
+        return urllib.request.urlopen(self._request(body), timeout=60)
+
+    def _request(self, body: dict[str, Any]) -> urllib.request.Request:
+        data = json.dumps({"model": "demo", "messages": CHAT, **body}).encode()
+        return urllib.request.Request(f"{self.url}/v1/chat/completions", data, {"content-type": "application/json"})
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    @property
+    def workers(self) -> int:
+        """How many the frontend knows, once it serves the model."""
+        try:
+            return self.get("/health").count('"endpoint":"generate"') if '"demo"' in self.get("/v1/models") else 0
+        except OSError:
+            return 0
+
+    @property
+    def migrations(self) -> float:
+        lines = re.findall(r"^dynamo_frontend_model_migration_total\{.*\} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(map(float, lines))
+
+
+@pytest.fixture(scope="module")
+def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
+    if not PYTHON.exists():
+        pytest.skip("ai-dynamo is not installed: scripts/scale does it")
+    home = tmp_path_factory.mktemp("dynamo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(home / "discovery"),
+        "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    worker = ["outpace.integrations.dynamo", "--model", "demo", "--threads", "1", "--drafter", "ngram"]
+    front = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--migration-limit", "3"]
+    made = Dynamo(f"http://127.0.0.1:{port}")
+    try:
+        for i, command in enumerate((front, worker, worker)):
+            with (home / f"{i}.log").open("wb") as log:
+                run = [str(PYTHON), "-m", *command]
+                made.processes.append(subprocess.Popen(run, env=env, cwd=home, stdout=log, stderr=subprocess.STDOUT))
+        until = time.monotonic() + 120
+        while made.workers < 2:
+            ended = [i for i, process in enumerate(made.processes) if process.poll() is not None]
+            assert (ended, time.monotonic() < until) == ([], True), "".join(
+                p.read_text() for p in sorted(home.glob("*.log"))
+            )
+            time.sleep(0.2)
+        yield made
+    finally:
+        for process in made.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.load("demo", drafter="none", threads=1) as engine:
+        yield engine
+
+
+@dataclass(eq=False)
+class Stream(threading.Thread):
+    """Reads an answer as it comes."""
+
+    dynamo: Dynamo
+    body: dict[str, Any]
+    pieces: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # what came that is no chunk of the answer
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def run(self) -> None:
+        with self.dynamo.ask(stream=True, **self.body) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    found = json.loads(line[6:])
+                    if found.get("choices"):
+                        self.pieces.append(found["choices"][0]["delta"].get("content") or "")
+                    else:
+                        self.others.append(line.decode())
+                elif line.strip() not in (b"", b"data: [DONE]"):
+                    self.others.append(line.decode())
+
+
+def refused(dynamo: Dynamo, **body: Any) -> str:
+    with pytest.raises(urllib.error.HTTPError) as error, dynamo.ask(**body):
+        pass
+    assert error.value.code == 400
+    return error.value.read().decode()
+
+
+def test_what_cannot_be_is_refused_with_its_reason(dynamo: Dynamo) -> None:
+    assert "temperature=1e-05 is too close to 0" in refused(dynamo, temperature=1e-5)
+    assert "n=2 is not served by this worker" in refused(dynamo, n=2)
+    wrong = {"annotations": ["outpace.resume:one"]}
+    assert "has no token ids" in refused(dynamo, temperature=0, nvext=wrong)
+
+
+SCHEMA = {
+    "type": "object", "properties": {"fruit": {"type": "string"}}, "required": ["fruit"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_an_answer_with_a_grammar_goes_on_where_the_client_says(dynamo: Dynamo) -> None:
+    wished = {"type": "json_schema", "json_schema": {"name": "fruit", "schema": SCHEMA}}
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "response_format": wished, "logprobs": True}
+    with dynamo.ask(**body) as answer:
+        whole = json.load(answer)["choices"][0]
+    tokens = [each["token_id"] for each in whole["logprobs"]["content"]]
+    assert json.loads(whole["message"]["content"]).keys() == {"fruit"}
+    with dynamo.ask(**body, nvext={"annotations": [f"outpace.resume:{json.dumps(tokens[:4])}"]}) as answer:
+        rest = json.load(answer)["choices"][0]
+    assert rest["logprobs"]["content"] == whole["logprobs"]["content"][4:]
+    assert whole["message"]["content"].endswith(rest["message"]["content"])
+
+
+def test_streams_of_a_killed_worker_go_on_with_the_same_tokens(dynamo: Dynamo, engine: Engine) -> None:
+    """The last test: afterwards there is one worker."""
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.3, "presence_penalty": 0.4},
+        {"temperature": 0.7, "seed": 11, "top_p": 0.9},
+    ]
+    streams = [Stream(dynamo, {**wish, "max_tokens": LENGTH, "min_tokens": LENGTH}) for wish in wishes]
+    for stream in streams:
+        stream.start()
+    until = time.monotonic() + 60
+    while any(len(stream.pieces) < 8 for stream in streams):
+        assert time.monotonic() < until, [stream.others for stream in streams]
+        time.sleep(0.01)
+    dynamo.processes[1].send_signal(signal.SIGKILL)
+    for stream in streams:
+        stream.join(120)
+    assert dynamo.migrations > 0
+    whole = engine.generate_many(
+        [CHAT] * len(wishes), [SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, **wish) for wish in wishes]
+    )
+    for stream, result in zip(streams, whole, strict=True):
+        assert ("".join(stream.pieces), stream.others) == (result.text, [])
