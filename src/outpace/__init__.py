@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RuleError,
     )
     from outpace.exact.sampling import TokenLogprob
+    from outpace.integrations.transformers import generate, patch, unpatch
     from outpace.params import GrammarRule, LogitRule, SamplingParams
 
 
@@ -46,6 +47,9 @@ _HOME = {
     "SamplingParams": "params",
     "Stats": "engine.statistics",
     "TokenLogprob": "exact.sampling",
+    "generate": "integrations.transformers",
+    "patch": "integrations.transformers",
+    "unpatch": "integrations.transformers",
 }
 __all__ = [
     "AsyncEngine",
@@ -67,6 +71,9 @@ __all__ = [
     "Stats",
     "TokenLogprob",
     "__version__",
+    "generate",
+    "patch",
+    "unpatch",
 ]
 
 

@@ -56,7 +56,8 @@ def parameters(made: Any) -> list[str]:
 
 def text(made: Any, owner: type | None, seen: set[str]) -> str:
     """Its docstring, its owner's, and those of methods that they point to as ``name`` or ``Class.name``."""
-    docs = [inspect.getdoc(made) or "", *(inspect.getdoc(base) or "" for base in inspect.getmro(owner or type(None)))]
+    bases = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    docs = [inspect.getdoc(made) or "", *(inspect.getdoc(base) or "" for base in bases)]
     for name in re.findall(r"``(?:(\w+)\.)?(\w+)``", docs[0]):
         place = getattr(outpace, name[0], None) if name[0] in outpace.__all__ else owner
         other = getattr(place, name[1], None)

@@ -53,7 +53,7 @@ class AsyncEngine:
 
     @classmethod
     async def load(
-        cls, model: str = "demo", *, drafter: str | None = "auto", drafters: Sequence[str] = (), **options: Any
+        cls, model: Any = "demo", *, drafter: str | None = "auto", drafters: Sequence[str] = (), **options: Any
     ) -> AsyncEngine:
         """``Engine.load`` off the event loop, with the same arguments and errors."""
         return cls(await asyncio.to_thread(Engine.load, model, drafter=drafter, drafters=drafters, **options))

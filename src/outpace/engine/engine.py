@@ -101,11 +101,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str = "demo", *, drafter: str | None = "auto", drafters: SequenceOf[str] = (), **options: Any
+        cls, model: Any = "demo", *, drafter: str | None = "auto", drafters: SequenceOf[str] = (), **options: Any
     ) -> Engine:
         """Load a model by name, folder or file, with its tokenizer and drafters.
 
-        ``model``: "demo", a Hugging Face id, a folder, or a .gguf file. ``drafter``: a spec such as "auto", "ngram" or
+        ``model``: "demo", a Hugging Face id, a folder, or a .gguf file; or a transformers model in memory, with its
+        ``tokenizer`` (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
         "model:PATH" (docs/drafters.md); "none" or None decodes plainly. ``drafters``: more that requests may choose.
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.

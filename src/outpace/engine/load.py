@@ -14,7 +14,7 @@ from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.intake import EngineOptions
 from outpace.errors import ParameterError
-from outpace.models.load import Source, estimate, load, resolve
+from outpace.models.load import Source, estimate, live, load, resolve
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
 
@@ -27,12 +27,19 @@ OWN = ("on_step", "cost")  # of the engine, passed through as they are
 
 
 def load_engines(
-    make: Callable[..., E], model: str, drafters: Sequence[str], options: dict[str, Any], more: Sequence[str] = ()
+    make: Callable[..., E],
+    model: Any,
+    drafters: Sequence[str],
+    options: dict[str, Any],
+    more: Sequence[str] = (),
 ) -> list[E]:
     """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
+    ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``.
 
     Raises ModelError, DrafterError, ParameterError or MemoryLimitError; then nothing stays loaded.
     """
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None)
     if options.get("kv_memory") is not None:
         options = {**options, "kv_memory": parse_bytes(options["kv_memory"])}
     known = {field.name for field in fields(LoadOptions)}
@@ -46,13 +53,19 @@ def load_engines(
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
     beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
-    source = resolve(model, load_options)
-    device, weights = _announce(source, beside, load_options)
+    if isinstance(model, str):
+        if tokenizer is not None:
+            raise ParameterError("a tokenizer goes with a model in memory: one that is loaded by name has its own")
+        found = resolve(model, load_options)
+        source: Source | None = found
+        device, weights = _announce(found, beside, load_options)
+    else:
+        source, device, weights = None, str(model.device), 0
     limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
     load_options = replace(load_options, kv_memory=limit)
     if len(specs) > 1:  # used in turn: what one keeps would be another's loss
         sized = [{"prefix_rows": 0, **own} for own in sized]
-    target, tokenizer = load(source, load_options)
+    target, tokenizer = live(model, tokenizer, load_options) if source is None else load(source, load_options)
     with ExitStack() as undo:
         undo.callback(target.close)
         engines: list[E] = []

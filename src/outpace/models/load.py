@@ -113,7 +113,32 @@ def load(
         return _load_gguf(source, gguf, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
     with _readable(source):
-        return _serve(_folder_module(source, options), source, tokenizer, options), tokenizer
+        return _serve(_folder_module(source, options), source.name, tokenizer, options), tokenizer
+
+
+def live(module: Any, tokenizer: Any = None, options: LoadOptions | None = None) -> tuple[Model, Tokenizer | None]:
+    """The model and the tokenizer for transformers objects in memory: a PreTrainedModel in evaluation mode, which stays
+    the caller's, and a PreTrainedTokenizer (None: prompts are token ids).
+
+    Raises ModelError when the model cannot be served exactly; ParameterError for options that say how to load weights.
+    """
+    options = options or LoadOptions()
+    for name in ("dtype", "device", "quantize", "revision", "kv_dtype", "threads"):
+        if getattr(options, name) != LoadOptions.__dataclass_fields__[name].default:
+            raise ParameterError(Argument(name, getattr(options, name)), " says how to load, but this model is loaded")
+    if options.backend == "native" or not hasattr(module, "get_output_embeddings"):
+        raise ModelError(f"a {type(module).__name__} in memory cannot be served: give a transformers PreTrainedModel")
+    if module.training:
+        raise ModelError(
+            f"this {type(module).__name__} is in training mode, where dropout is on: call its eval() first"
+        )
+    from outpace.models.torch.model import TransformersModel
+
+    own = None if tokenizer is None else Tokenizer.from_transformers(tokenizer, module.generation_config)
+    name = getattr(module.config, "_name_or_path", "") or type(module).__name__
+    ends = () if own is None else own.eos_ids
+    longest, memory = options.max_length, options.kv_memory
+    return TransformersModel(module, name=name, eos_ids=ends, longest=longest, kv_memory=memory, warn=log.warning), own
 
 
 def estimate(spec: str | Source, options: LoadOptions | None = None) -> MemoryEstimate:
@@ -234,7 +259,7 @@ def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Mo
     if options.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     with _readable(source):
-        return _serve(reader.build(gguf, dtype, device), source, tokenizer, options), tokenizer
+        return _serve(reader.build(gguf, dtype, device), source.name, tokenizer, options), tokenizer
 
 
 def _folder_module(source: Source, options: LoadOptions) -> Any:
@@ -271,13 +296,13 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     return module.to(device)
 
 
-def _serve(module: Any, source: Source, tokenizer: Tokenizer, options: LoadOptions) -> Model:
+def _serve(module: Any, name: str, tokenizer: Tokenizer | None, options: LoadOptions) -> Model:
     from outpace.models.torch.model import TransformersModel
 
     return TransformersModel(
         module,
-        name=source.name,
-        eos_ids=tokenizer.eos_ids,
+        name=name,
+        eos_ids=() if tokenizer is None else tokenizer.eos_ids,
         longest=options.max_length,
         kv_memory=options.kv_memory,
         warn=log.warning,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import DraftContext, RowView
@@ -11,6 +12,9 @@ from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache
 from outpace.drafters.spec import DrafterSpec, draft_models
 from outpace.models.base import Model, Output
+
+if TYPE_CHECKING:
+    from outpace.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -71,15 +75,20 @@ def build(spec: DrafterSpec, context: DraftContext) -> ChainDrafter:
 
     Raises ModelError or DrafterError; then nothing stays loaded.
     """
-    from outpace.drafters.forward.translated import TranslatedDrafter
     from outpace.models import load as loader
-    from outpace.models.text.tokenizer import differences
 
     ((source, options),) = draft_models(spec, context.options)
     model, tokenizer = loader.load(source, options, beside=context.target)
-    name = f"model:{source}"
+    return drafting_with(model, tokenizer, f"model:{source}", context)
+
+
+def drafting_with(model: Model, tokenizer: Tokenizer | None, name: str, context: DraftContext) -> ChainDrafter:
+    """The drafter that owns ``model``, as ``build``; without a tokenizer its token ids are the target's."""
+    from outpace.drafters.forward.translated import TranslatedDrafter
+    from outpace.models.text.tokenizer import differences
+
     try:
-        if context.tokenizer is None or not differences(context.tokenizer, tokenizer, 1):
+        if context.tokenizer is None or tokenizer is None or not differences(context.tokenizer, tokenizer, 1):
             return ModelDrafter(model, name, context.target.info.vocab_size)
         translated = TranslatedDrafter(model, tokenizer, name, context.tokenizer, context.target.info.vocab_size)
         translated.check_acceptance(context.acceptance)

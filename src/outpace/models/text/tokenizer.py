@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -115,6 +116,18 @@ class Tokenizer:
             chat_template=_folder_template(folder, config),
             template_tokens=texts,
         )
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any, generation_config: Any = None) -> Tokenizer:
+        """From a PreTrainedTokenizer in memory; ``generation_config``: of its model, for ids that end a turn. Raises
+        ModelError."""
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            if generation_config is not None:
+                generation_config.save_pretrained(folder)
+            own = cls.from_folder(Path(folder))
+        own.name = tokenizer.name_or_path or type(tokenizer).__name__
+        return own
 
     def save(self, folder: Path) -> None:
         """Write the files from which ``from_folder`` makes this tokenizer again. Raises OSError."""

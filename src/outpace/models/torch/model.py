@@ -14,7 +14,7 @@ import torch
 from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
-from outpace.models.torch.attention import Forward, Plan, counts, plan
+from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
 from outpace.models.torch.decoder import OwnDecoder, described
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
@@ -38,6 +38,8 @@ class TransformersModel:
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
+
+        Its own forward works in between: it attends in its own way whenever it does not run here.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``warn`` is called with what had to be limited. Weights are read here: what
@@ -63,6 +65,8 @@ class TransformersModel:
     ) -> None:
         module.requires_grad_(False).eval()
         self._module = module
+        configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
+        self._own_attention = [(config, config._attn_implementation) for config in configs.values()]
         self._device = next(module.parameters()).device
         config = module.config.get_text_config(decoder=True)
         claimed, reason = max_length(config)
@@ -87,6 +91,8 @@ class TransformersModel:
                 anatomy = dissect(module, claimed, reference.tokens[:1])
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
+        finally:
+            self._attend_as_before()
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
         self._forward: Forward = module._outpace_forward
@@ -176,6 +182,9 @@ class TransformersModel:
         with ExitStack() as undo:
             self._forward.plan = planned
             undo.callback(setattr, self._forward, "plan", None)
+            undo.callback(self._attend_as_before)
+            for config, _ in self._own_attention:
+                config._attn_implementation = NAME
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
@@ -205,6 +214,10 @@ class TransformersModel:
             )
         return features
 
+    def _attend_as_before(self) -> None:
+        for config, own in self._own_attention:
+            config._attn_implementation = own
+
     def _shorten(self, layers: int, undo: ExitStack) -> None:
         """Let the model see only its first so many layers until ``undo`` runs."""
         holder, name = self._anatomy.holder, self._anatomy.attribute
@@ -220,6 +233,7 @@ class TransformersModel:
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
         self._short.clear()
+        self._own_attention.clear()
         self._module = None
         self._restore.close()
 

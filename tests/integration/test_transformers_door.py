@@ -1,0 +1,239 @@
+"""The door for transformers' users: a patched ``generate`` gives what the model's own gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+
+import outpace
+from outpace.errors import ModelError, ParameterError
+
+from .test_architectures import tiny
+
+FAMILIES = ("llama", "qwen3", "gpt_neox")
+PROMPT = torch.tensor([[3, 5, 9, 4, 5, 9, 4]])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    made = tiny(request.param)
+    made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 2
+    return made
+
+
+@pytest.fixture
+def patched(model: Any) -> Iterator[Any]:
+    with outpace.patch(model, size=4):
+        yield model
+
+
+def own(model: Any, *args: Any, **named: Any) -> Any:
+    """What the model's own generate gives."""
+    return type(model).generate(model, *args, **named)
+
+
+def doubled(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that depends on the last token."""
+    scores = scores.clone()
+    scores[torch.arange(len(ids)), (ids[:, -1] + 1) % scores.shape[1]] += 1.5
+    return scores
+
+
+def early(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    """A stopping criterion of its own for every row."""
+    return (ids[:, -1] % 7 == 3) & (ids.shape[1] > 12)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"min_new_tokens": 16, "suppress_tokens": [5, 6, 7]},
+        {"bad_words_ids": [[4, 5], [9]]},
+        {"no_repeat_ngram_size": 2, "renormalize_logits": True},
+        {"logits_processor": LogitsProcessorList([doubled]), "repetition_penalty": 1.2},
+        {"stopping_criteria": StoppingCriteriaList([early])},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [3 + row, 8, 11, int(ids[-1]) % 40]},
+    ],
+)
+def test_greedy_tokens_are_the_models_own(model: Any, asked: dict[str, Any]) -> None:
+    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT])
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    asked = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, **asked}
+    expected = own(model, ids, **asked)
+    with outpace.patch(model, size=4):
+        assert torch.equal(model.generate(ids, **asked), expected)
+    assert torch.equal(model.generate(ids, **asked, custom_generate=outpace.generate), expected)
+    outpace.unpatch(model)
+
+
+def test_drafters_that_a_call_names(patched: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    expected = own(patched, PROMPT, **asked)
+    for how in (
+        {"assistant_model": tiny("llama")},
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2},
+        {"assistant_early_exit": 1},
+    ):
+        assert torch.equal(patched.generate(PROMPT, **asked, **how), expected), how
+
+
+def test_dict_outputs_have_the_scores_of_every_token(patched: Any) -> None:
+    asked: dict[str, Any] = {
+        "max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.3, "return_dict_in_generate": True,
+        "output_scores": True, "output_logits": True,
+    }  # fmt: skip
+    expected, found = own(patched, PROMPT, **asked), patched.generate(PROMPT, **asked)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(expected.scores) == len(found.logits)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+
+
+def test_sampled_tokens_follow_torchs_seed(patched: Any) -> None:
+    asked: dict[str, Any] = {
+        "max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "top_k": 30, "top_p": 0.9
+    }  # fmt: skip
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(patched.generate(PROMPT, **asked))
+    assert found[0].shape[0] == 3
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_sampled_tokens_are_distributed_as_the_models_own(patched: Any) -> None:
+    draws = 3000
+    torch.manual_seed(5)
+    asked: dict[str, Any] = {
+        "max_new_tokens": 1, "do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.95,
+        "num_return_sequences": draws, "return_dict_in_generate": True, "output_scores": True,
+    }  # fmt: skip
+    reference = own(patched, PROMPT, **asked)
+    p = reference.scores[0][0].softmax(-1)
+    asked.update(return_dict_in_generate=False, output_scores=False)
+    count = torch.bincount(patched.generate(PROMPT, **asked)[:, -1], minlength=len(p)).float()
+    assert set(torch.nonzero(count).flatten().tolist()) <= set(torch.nonzero(p).flatten().tolist())
+    kept = p > 0
+    chi_square = float(((count[kept] - draws * p[kept]) ** 2 / (draws * p[kept])).sum())
+    assert chi_square < 30  # 4 degrees of freedom: a chance of 5e-6
+
+
+def test_streamers_get_every_token(patched: Any) -> None:
+    class Words(list[int]):
+        ended = False
+
+        def put(self, tokens: torch.Tensor) -> None:
+            self.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            self.ended = True
+
+    words = Words()
+    found = patched.generate(PROMPT, max_new_tokens=20, do_sample=False, streamer=words)
+    assert words == found[0].tolist()
+    assert words.ended
+
+
+def test_the_models_own_forward_works_beside_it(model: Any) -> None:
+    expected = model(PROMPT).logits
+    with outpace.patch(model, size=4):
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model(PROMPT).logits, expected)
+        copied = copy.deepcopy(model)
+    assert "generate" not in model.__dict__
+    assert torch.equal(model(PROMPT).logits, expected)
+    assert torch.equal(
+        copied.generate(PROMPT, num_beams=2, max_new_tokens=4), own(model, PROMPT, num_beams=2, max_new_tokens=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]])}, "attention_mask"),
+        ({"max_new_tokens": 4000}, "max_new_tokens"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(patched: Any, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(ParameterError, match=named):
+        patched.generate(PROMPT, **{"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **asked})
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"eval\(\)"):
+        outpace.patch(tiny("llama").train())
+
+
+def test_engine_load_takes_objects_in_memory(model: Any) -> None:
+    expected = own(model, PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, PROMPT.shape[1] :]
+    with outpace.Engine.load(model=model, size=4) as engine:
+        assert list(engine.generate(PROMPT[0].tolist(), max_tokens=12).token_ids) == expected.tolist()
+        with pytest.raises(ParameterError, match="no tokenizer"):
+            engine.generate("text")
+    assert torch.equal(own(model, PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, -12:], expected)
+    with pytest.raises(ParameterError, match="dtype"):
+        outpace.Engine.load(model=model, dtype="bfloat16")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:60]
+    words = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    fast = Tokenizer(models.BPE(vocab=words, merges=[]))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def test_the_assisted_decoding_page(tmp_path: Any) -> None:
+    """What transformers' page on assisted decoding does, anew and with small models: one line more than there."""
+    words = tokenizer()
+    size = len(words)
+    for name, layers in (("target", 3), ("assistant", 1)):
+        made = tiny("llama", vocab_size=size, num_hidden_layers=layers)
+        made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 2
+        made.save_pretrained(tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "assistant")
+    inputs = words("3+4=7, 4+3=", return_tensors="pt", return_token_type_ids=False)
+    asked: dict[str, Any] = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**asked)
+
+    outpace.patch(model, size=4)  # the one line
+
+    assert torch.equal(model.generate(**asked, assistant_model=assistant), expected)
+    assert torch.equal(model.generate(**asked, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(model.generate(**asked, assistant_early_exit=1), expected)
+    sampled = model.generate(**{**asked, "do_sample": True}, assistant_model=assistant, temperature=0.5)
+    assert sampled.shape[1] > inputs["input_ids"].shape[1]
+    text = words.decode(expected[0, inputs["input_ids"].shape[1] :])
+    stop = text[5:7]
+    found = model.generate(**asked, tokenizer=words, stop_strings=stop)
+    assert torch.equal(found, own(model, **asked, tokenizer=words, stop_strings=stop))
+    streamer = TextIteratorStreamer(words, skip_prompt=True)
+    thread = Thread(target=model.generate, kwargs={**asked, "streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == text
+    thread.join()
+    outpace.unpatch(model)
+    assert "generate" not in model.__dict__
