@@ -235,6 +235,17 @@ def test_calls_come_back_as_they_were_written(kind: Kind, arguments: list[dict[s
     ]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "smollm2", "gemma3"])
+def test_beside_a_format_only_an_answer_that_begins_with_a_call_has_calls(kind: str) -> None:
+    def parser() -> OutputParser:
+        return parser_for(TEMPLATES[kind], tools=True, reasoning=False, tool_id="c{}".format, formatted=True)
+
+    for text in (f' {{"note": "{BOTH[kind]}"}}', f'"{BOTH[kind]}"', " ", ""):
+        assert told(parser(), list(text)) == told(parser(), [text]) == Joined(text)
+    calls = Joined(calls=[weather(), Call("c1", "now", "{}")])
+    assert told(parser(), list("\n" + BOTH[kind])) == told(parser(), ["\n" + BOTH[kind]]) == calls
+
+
 def test_nothing_said_is_kept_longer_than_needed() -> None:
     """A parser holds what is undecided, not the answer; words leave as they come."""
     parser = make("qwen3")

@@ -134,14 +134,14 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
     after = thoughts_end(template, prompt) if thinks else None
-    found = formats.wanted(body, body.response_format)
+    wish = formats.wanted(body, body.response_format)
     offered = bool(tools) and choice != "none"
     if offered:
         parallel = body.parallel_tool_calls is not False
-        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=found is not None)
-        rules = [] if text is None else [formats.rule_of_calls(text, found, model, after)]
+        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None)
+        rules = [] if text is None else [formats.rule_of_calls(text, wish, model, after)]
     else:
-        rules = formats.rules(found, model, after)
+        rules = formats.rules(wish, model, after)
     params = seeded(
         sampling.parameters(
             body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
@@ -156,7 +156,10 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
             return f"call_{found.hexdigest()[:24]}"
 
         names = names_of(tools) if offered else None
-        return parser_for(template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt, names=names)
+        return parser_for(
+            template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt, names=names,
+            formatted=wish is not None,
+        )  # fmt: skip
 
     return Work(
         prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,

@@ -9,7 +9,16 @@ from typing import Literal
 
 from outpace.models.text.chat_template import variables_of
 from outpace.server.conversation.calls import BareCalls, FencedCalls, TaggedCalls
-from outpace.server.conversation.pieces import Incremental, OutputParser, Piece, Plain, Reading, Reasoning
+from outpace.server.conversation.pieces import (
+    FIRST,
+    SPACE,
+    Incremental,
+    OutputParser,
+    Piece,
+    Plain,
+    Reading,
+    Reasoning,
+)
 
 THINK, THINK_END = "<think>", "</think>"
 Kind = Literal["llama3", "qwen3", "gemma3", "smollm2", "none"]
@@ -48,10 +57,13 @@ def parser_for(
     tool_id: Callable[[int], str],
     prompt: str = "",
     names: Collection[str] | None = None,
+    formatted: bool = False,
 ) -> OutputParser:
     """A parser for one answer.
 
     ``tools``: look for calls, of ``names`` alone if those are given; ``tool_id``: a call's id from its index.
+    ``formatted``: an answer that is no call has a format that was asked for, such as JSON, whose strings may contain
+    what begins a call elsewhere.
     ``reasoning``: look for thoughts; ``prompt``: the rendered prompt, which may have begun them.
     """
     found = format_of(template)
@@ -66,6 +78,8 @@ def parser_for(
                 answer = FencedCalls(tool_id, names)
             case "none":
                 pass
+        if formatted and found.kind not in ("llama3", "none"):
+            answer = CallsOrText(answer)
     if reasoning and found.thinks:
         return ReasoningParser(answer, opened=thoughts_opened(prompt))
     return answer
@@ -95,6 +109,30 @@ def _kind(template: str) -> Kind:
     if "<|im_start|>" in template:  # ChatML without tools of its own: Hermes's way was made for it
         return "smollm2" if "SmolLM" in template else "qwen3"
     return "none"
+
+
+class CallsOrText:
+    """Reads an answer that is calls from its beginning, or text to its end. Calls begin with one of ``FIRST``."""
+
+    def __init__(self, calls: OutputParser) -> None:
+        self._calls = calls
+        self._held = ""
+        self._chosen: OutputParser | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._chosen is None:
+            text, self._held = self._held + text, ""
+            start = text.lstrip(SPACE)
+            if not start:
+                self._held = text
+                return []
+            self._chosen = self._calls if start[0] in FIRST else Plain()
+        return self._chosen.feed(text)
+
+    def finish(self) -> list[Piece]:
+        if self._chosen is None:
+            return Plain().feed(self._held)
+        return self._chosen.finish()
 
 
 class ReasoningParser(Incremental):
