@@ -77,6 +77,10 @@ def run(
     control_tokens: Annotated[
         bool, option("--control-tokens", help="Texts of chats may spell control tokens, such as <|im_end|>.")
     ] = False,
+    replicas: Annotated[
+        str | None, option("--replicas", metavar="N", help="So many servers behind one address; 1-4: as load asks.")
+    ] = None,
+    ray: Annotated[str | None, option("--ray", metavar="ADDRESS", help="Of the cluster on which they run.")] = None,
 ) -> int:
     """Serve a model with OpenAI's API."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
@@ -95,6 +99,12 @@ def run(
         raise ParameterError(Argument("record", str(record)), " keeps answers of one model: leave out --also")
     if reload_every is not None and not 0 < reload_every < float("inf"):
         raise ParameterError(Argument("reload_every", reload_every), " is out of range: give seconds above 0")
+    if replicas is not None or ray is not None:
+        if find_spec("ray") is None:
+            raise MissingExtraError(f"replicas need Ray: {install('outpace[ray]')}")
+        from outpace.integrations.ray.start import run as run_replicas
+
+        return run_replicas(sys.argv[2:], replicas or "1", ray)
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),

@@ -1,0 +1,238 @@
+"""Replicas under Ray Serve: servers are killed in mid-stream, and every stream goes on with the same tokens.
+
+``--rounds`` streams of every kind of request are each whole once; then each is asked for again while the server that
+writes it gets SIGKILL (with ``--stop``: SIGSTOP) after a random chunk. Prints how many were the same, and the longest
+gap between two chunks. It needs an environment with Ray (``scripts/scale`` makes .venv/scale).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "steps": {"type": "array"}},
+    "required": ["name", "steps"],
+}
+KINDS: dict[str, dict[str, Any]] = {  # what a request has beside its messages
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 5},
+    "unseeded": {"temperature": 0, "stream_options": {"include_usage": True}},
+    "penalties": {"seed": 6, "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1},
+    "stop": {"seed": 7, "stop": ["the end of the", "\n\n\n"]},
+    "grammar": {"seed": 8, "guided_regex": "[a-z ,.]{140,160}"},
+    "schema": {
+        "seed": 9, "response_format": {"type": "json_schema", "json_schema": {"name": "recipe", "schema": _SCHEMA}},
+    },
+    "tools": {"seed": 10, "tools": [_TOOL], "tool_choice": "required"},
+    "several": {"seed": 11, "n": 3},
+    "logprobs": {"seed": 12, "logprobs": True, "top_logprobs": 3, "return_token_ids": True},
+}  # fmt: skip
+
+
+class Replicas:
+    """``outpace serve --replicas``. ``url``: of the ingress."""
+
+    def __init__(self, python: str, count: str, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [python, "-m", "outpace", "serve", "--replicas", count, "--port", str(port), *options]
+        variables = {**os.environ, "OUTPACE_API_KEYS": "", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
+        assert self.process.stderr is not None
+        text = ""
+        for line in self.process.stderr:
+            text += line
+            if " replicas at http" in line:
+                break
+        else:
+            raise OSError(f"outpace serve --replicas ended with {self.process.wait()}:\n{text}")
+        self._reading = threading.Thread(target=self.process.stderr.read, daemon=True)  # nobody blocks on a full pipe
+        self._reading.start()
+
+    def servers(self) -> dict[int, str]:
+        """URLs of the replicas' servers by process id; they are descendants of this process."""
+        found = {}
+        for pid in _descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"serve" in command and b"--replicas" not in command and (port := _listens(pid)):
+                    found[pid] = f"http://127.0.0.1:{port}"
+        return found
+
+    def busy(self) -> int:
+        """The server that writes the one answer there is."""
+        for pid, url in self.servers().items():
+            with contextlib.suppress(httpx.HTTPError):
+                text = httpx.get(f"{url}/metrics", timeout=2).text
+                if float(re.findall(r"^outpace_requests_inside (.+)", text, re.MULTILINE)[0]) > 0:
+                    return pid
+        raise OSError("no server writes an answer")
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._reading.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def replicas(python: str, count: str = "2", *options: str) -> Iterator[Replicas]:
+    running = Replicas(python, count, *options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _descendants(parent: int) -> list[int]:
+    """Ray's processes have other parents; all belong to the session of the process that began them, or below it."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found = list(children.get(parent, []))
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def _listens(pid: int) -> int | None:
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(link))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            return int(fields[1].partition(":")[2], 16)
+    return None
+
+
+def stream(url: str, body: dict[str, Any], at: int = -1, act: Callable[[], None] | None = None) -> tuple[Any, float]:
+    """What a stream adds up to, and its longest gap in seconds; ``act`` is called before chunk ``at`` is read."""
+    total: dict[str, Any] = {"ids": set(), "choices": {}, "usage": None, "error": None, "chunks": 0}
+    last, gap = time.monotonic(), 0.0
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=120) as answer:
+        if answer.status_code != 200:
+            raise OSError(answer.read().decode())
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if total["chunks"]:
+                gap = max(gap, time.monotonic() - last)
+            if total["chunks"] == at and act is not None:
+                act()
+            last = time.monotonic()
+            _add(total, json.loads(line[6:]))
+    return total, gap
+
+
+def _add(total: dict[str, Any], chunk: dict[str, Any]) -> None:
+    total["chunks"] += 1
+    if "error" in chunk:
+        total["error"] = chunk["error"]
+        return
+    total["ids"].add(chunk["id"])
+    total["usage"] = (chunk.get("usage") or {}).get("completion_tokens", total["usage"])
+    for choice in chunk["choices"]:
+        one = total["choices"].setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "calls": {}})
+        delta = choice["delta"]
+        one["text"] += delta.get("content") or ""
+        one["ids"] += choice.get("token_ids") or []
+        one["logprobs"] += (choice["logprobs"] or {}).get("content") or []
+        one["role"] = one.get("role", 0) + ("role" in delta)
+        for call in delta.get("tool_calls") or []:
+            known = one["calls"].setdefault(call["index"], {"id": call.get("id"), "name": "", "arguments": ""})
+            known["name"] += call["function"].get("name") or ""
+            known["arguments"] += call["function"]["arguments"]
+        one["finish"] = choice["finish_reason"]
+
+
+def request(kind: str, number: int = 0) -> dict[str, Any]:
+    words = f"Tell a long story about {number} friends who bake bread in a mountain village."
+    return {"messages": [{"role": "user", "content": words}], "max_tokens": 160, **KINDS[kind]}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether two streams are one answer, each unbroken."""
+    return found["error"] is None and len(found["ids"]) == 1 and all(
+        found[name] == wanted[name] for name in ("choices", "usage")
+    )  # fmt: skip
+
+
+def broken(
+    running: Replicas, kind: str, wanted: dict[str, Any], number: int, sent: signal.Signals
+) -> tuple[bool, float]:
+    """A stream whose server gets a signal: whether it was the same, and its longest gap in seconds; below 0: it was
+    written before its server could be found."""
+    at = random.Random(number).randrange(1, max(2, wanted["chunks"] // 2))
+    hit: list[int] = []
+
+    def act() -> None:
+        with contextlib.suppress(OSError):  # it may have been written, but not read
+            hit.append(running.busy())
+            os.kill(hit[0], sent)
+
+    found, gap = stream(running.url, request(kind, number % 7), at, act)
+    if hit and sent == signal.SIGSTOP:
+        with contextlib.suppress(OSError):
+            os.kill(hit[0], signal.SIGCONT)
+    if not same(found, wanted):
+        print(f"round {number}, {kind}, chunk {at}: NOT THE SAME\n{found}\n{wanted}")
+    return same(found, wanted), gap if hit else -1.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--python", default=".venv/scale/bin/python", help="an environment with outpace[ray]")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
+
+
+def run(given: argparse.Namespace) -> int:
+    sent = signal.SIGSTOP if given.stop else signal.SIGKILL
+    gaps, differ = [], 0
+    with replicas(given.python, "3", "--max-length", "1024", "--drafter", "ngram") as running:
+        wanted = {(kind, i): stream(running.url, request(kind, i))[0] for kind in KINDS for i in range(7)}
+        for number in range(given.rounds):
+            kind = list(KINDS)[number % len(KINDS)]
+            while len(running.servers()) < 2:
+                time.sleep(0.1)
+            equal, gap = broken(running, kind, wanted[kind, number % 7], number, sent)
+            differ += not equal
+            gaps += [gap] if gap >= 0 else []
+    gaps.sort()
+    hits = f"{len(gaps)} of whose servers got {sent.name}"
+    print(f"{given.rounds} streams, {hits}: {given.rounds - differ} the same")
+    if gaps:
+        p99 = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+        print(f"longest gap: median {statistics.median(gaps):.2f} s, p99 {p99:.2f} s, most {gaps[-1]:.2f} s")
+    return int(differ > 0)
