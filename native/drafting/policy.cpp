@@ -124,7 +124,8 @@ void Policy::plan_levels() {
     }
     if (rows.empty()) return;
     double level = 0.0;
-    for (const auto& [drafter, its] : drafters) level += asking_[drafter].forward(its);
+    bool behind = false;
+    for (const auto& [drafter, its] : drafters) level += asking_[drafter].forward(its), behind = behind || asking_[drafter].behind;
     if (level <= 0) most = 1;  // until a level's time is known
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
@@ -144,7 +145,8 @@ void Policy::plan_levels() {
         if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
             best = worth, levels = l;
     }
-    if (!levels && fits(1, level) && may_try(level + more(1), levels_at_) && bearable({}, 0, level + more(1)) == 0) levels = 1;
+    const bool tries = (behind && budget_ >= 0) || may_try(level + more(1), levels_at_);  // one that had to read told no time
+    if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
     for (const size_t i : rows) {
         Step& step = steps_[i];
         step.levels = std::min(levels, step.nodes);

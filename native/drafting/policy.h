@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -87,6 +88,7 @@ private:
         double value = 0.0;            // plain steps that asking saves, lately
         int rests = 0;                 // steps before its drafter is asked again
         bool drawn = false;            // its nodes are sampled, and may not be dropped
+        double read = -HUGE_VAL;       // positions that its network has read
     };
     struct Whole {  // drafts that are verified whole, of one drafter and kind of sampling: decayed sums
         double drafts = 0.0, gained = 0.0, nodes = 0.0;
@@ -96,6 +98,8 @@ private:
         std::array<Ratios, 8> level;  // a level, by doublings of the rows
         double value = 0.05;          // plain steps that a row's asking saves, lately
         int rows = 0, levels = 0;     // in this step
+        bool behind = false;          // when last asked, it had to read more than what a step or two add
+        bool guessed = false;         // a level's time was taken when it was behind, for want of a better one
         double forward(int rows) const;
         double all() const { return rows * each.median() + levels * forward(rows); }
     };
@@ -143,6 +147,7 @@ private:
     void count(Step& step, const std::vector<int32_t>& path);
     void count_levels(Step& step, const std::vector<bool>& good, int last, size_t accepted);
     void settle(const std::vector<const std::vector<int32_t>*>& paths);
+    void read();
     void time_drafting(const Seconds& seconds);
 
     StepCosts costs_;

@@ -11,6 +11,7 @@ namespace {
 constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
+constexpr double kUnread = 16.0;                     // tokens that a network reads on the way, whatever it drafts
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
 }  // namespace
@@ -21,6 +22,7 @@ void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const 
     if (!count_) return;
     for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i]);
     settle(paths);
+    read();
     time_drafting(seconds);
     costs_.learn(verified_, seconds.body);
     count_ = 0;  // a step is learned from once
@@ -98,6 +100,18 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, s
     if (static_cast<int>(accepted) < step.levels) levels[std::min(accepted, levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
 }
 
+// A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
+void Policy::read() {
+    for (auto& [drafter, asking] : asking_) asking.behind = asking.behind && !asking.levels;
+    for (size_t i = 0; i < count_; ++i) {
+        const Step& step = steps_[i];
+        if (!step.row || step.kind.levels < 0 || !step.nodes || step.levels <= 0) continue;
+        Asking& asking = asking_[step.kind.drafter];
+        asking.behind = asking.behind || step.view.context - step.row->read > kUnread;
+        step.row->read = step.view.context;
+    }
+}
+
 // Splits the draft phase among those that were asked, by what they were expected to take. Both phases are of one moment, so
 // their ratio is not disturbed.
 void Policy::time_drafting(const Seconds& seconds) {
@@ -108,10 +122,16 @@ void Policy::time_drafting(const Seconds& seconds) {
     for (auto& [drafter, asking] : asking_) {
         if (!asking.rows) continue;
         const double its = askers > 1 && expected > 0 ? spent * asking.all() / expected : spent / askers;
-        if (asking.levels)
-            asking.level[doublings(asking.rows)].add(std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels);
-        else
+        if (!asking.levels) {
             asking.each.add(its / asking.rows);
+            continue;
+        }
+        const double level = std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels;
+        if (asking.behind && (asking.guessed || asking.forward(asking.rows) > 0)) continue;
+        if (asking.guessed)
+            for (Ratios& times : asking.level) times.forget(0);
+        asking.guessed = asking.behind;
+        asking.level[doublings(asking.rows)].add(asking.guessed ? std::min(level, kUnknown) : level);
     }
 }
 

@@ -273,6 +273,31 @@ def test_levels_that_were_not_drafted_teach_nothing_of_what_one_takes(level: flo
     assert levels(False) > 3
 
 
+@pytest.mark.parametrize("reading", [0.0, 3.0, 12.0])
+def test_what_a_network_takes_to_read_a_prompt_is_not_what_a_level_takes(reading: float) -> None:
+    """It reads a row's prompt, or what it has missed of the answer, when it is asked: ``reading`` plain steps."""
+    rng, policy = np.random.default_rng(0), adaptive(TWO_CORES)
+    machine, tokens, steps, asked = Machine(TWO_CORES), 0, 0, 0
+    for request in range(12):
+        its, at, read = view(request=request, cost=DraftCost(levels="net", nodes=True)), 100, 0
+        while at < 160:
+            sizes = policy.plan([its], [8], Load([at]))
+            drafted = min(sizes.levels[0], sizes.nodes[0])
+            drafts = replace(chains([drafted], [0.75], "net"), levels=np.array([drafted], np.int32))
+            kept, _ = policy.trim([its], drafts, Load([at]))
+            width = int(kept.widths[0])
+            good = min(width, int(rng.geometric(0.3)) - 1)
+            draft = 0.1 * drafted + (reading if drafted and at - read > 40 else 0.0)
+            read = at if drafted else read
+            body = machine.seen(machine.body(1, width, 300.0, 0), rng)
+            seconds = {"draft": draft * TWO_CORES.width(1), "target": body, "verify": 0.0, "other": 0.0}
+            policy.learn([its], kept, verdicts([good]), seconds)
+            at, tokens, steps, asked = at + good + 1, tokens + good + 1, steps + 1, asked + (drafted > 0)
+        policy.release(0)
+    assert asked > 0.85 * steps
+    assert tokens > 1.8 * steps
+
+
 @pytest.mark.parametrize(("chance", "said"), [(0.0, 0.9), (0.0, 0.3), (0.2, 0.6), (0.8, 0.8)])
 @pytest.mark.parametrize("lookups", [0.0, 0.8])
 def test_a_network_does_not_cost_the_lookups_beside_it(chance: float, said: float, lookups: float) -> None:
