@@ -61,3 +61,14 @@ def test_a_whole_answer_whose_server_is_killed_comes_from_another(ray: Replicas)
         os.kill(pid, signal.SIGKILL)
     answer = httpx.post(f"{ray.url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["message"]["content"] == wanted["choices"][0]["text"]
+
+
+def test_a_stream_goes_on_when_every_server_that_there_was_is_killed(ray: Replicas) -> None:
+    wanted, _ = stream(ray.url, request("seeded", 6))
+
+    def act() -> None:
+        for pid in ray.servers():
+            os.kill(pid, signal.SIGKILL)
+
+    found, _ = stream(ray.url, request("seeded", 6), 5, act)
+    assert same(found, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -23,7 +24,10 @@ class PrefixRouter(RequestRouter):
         begins, avoid = pending_request.args[:2] if pending_request is not None else ([], [])
         there = {each.replica_id.unique_id: each for each in candidate_replicas}
         chosen = self._routes.choose(begins, {name: self._running[name] for name in there}, avoid)
-        return [] if chosen is None else [[there[chosen]]]
+        if chosen is not None:
+            return [[there[chosen]]]
+        await asyncio.sleep(0.05)  # Ray asks again at once: a loop without a pause would keep news of new replicas out
+        return []
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._running[replica_id.unique_id] += 1
