@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,17 +147,7 @@ class Tokenizer:
         text such as ``<|im_end|>`` become special tokens; off, it stays plain text. Raises ParameterError for text
         with half a surrogate pair, which stands for bytes that were not UTF-8.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ParameterError(
-                f"the text is not valid Unicode at character {error.start}: write it in UTF-8"
-            ) from error
-        fast, ids = self._fast if parse_special else self._plain, list[int]()
-        if len(text) < LONG:
-            ids = fast.encode(text, add_special_tokens=add_special).ids
-        else:
-            ids = fast.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        ids = _encoded(self._fast if parse_special else self._plain, text, add_special)
         if add_special and self._add_bos is not None and self.bos_id is not None:
             starts = bool(ids) and ids[0] == self.bos_id
             if self._add_bos and not starts:
@@ -167,6 +157,17 @@ class Tokenizer:
         if add_special and self._add_eos and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
             ids.append(self.eos_ids[0])
         return np.array(ids, np.int32)
+
+    def respelled(self, spell: Callable[[str], str]) -> Callable[[str], I32]:
+        """Encodes texts in which special tokens are spelled as ``spell`` says, and their own names are plain text.
+
+        What it gives is token ids int32 [n], with no start or end tokens. Raises ParameterError as ``encode`` does.
+        """
+        twin = _twin(self._fast, spell)
+        added = self._fast.get_added_tokens_decoder()
+        spelled = {i: spell(token.content) if token.special else token.content for i, token in added.items()}
+        own = {twin.token_to_id(text): i for i, text in spelled.items()}
+        return lambda text: np.array([own.get(i, i) for i in _encoded(twin, text, False)], np.int32)
 
     def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str:
         """Text of token ids. Never raises: an id beyond the vocabulary is no text, a broken character is U+FFFD."""
@@ -216,17 +217,38 @@ def differences(a: Tokenizer, b: Tokenizer, limit: int = 5) -> list[tuple[int, s
     return found
 
 
-def _twin(fast: Any) -> Any:
-    """Another tokenizer that encodes alike, over the same vocabulary in memory: added tokens have ids in order."""
+def _encoded(fast: Any, text: str, add_special: bool) -> list[int]:
+    """Raises ParameterError for half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ParameterError(f"the text is not valid Unicode at character {error.start}: write it in UTF-8") from error
+    if len(text) < LONG:
+        ids: list[int] = fast.encode(text, add_special_tokens=add_special).ids
+    else:
+        ids = fast.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    return ids
+
+
+def _twin(fast: Any, spell: Callable[[str], str] | None = None) -> Any:
+    """Another tokenizer that encodes alike, over the same vocabulary in memory: added tokens have ids in order.
+    ``spell``: other names of its special tokens, which get other ids; no normalizer makes them something else."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
     twin = Fast(fast.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(fast, part) is not None:
             setattr(twin, part, getattr(fast, part))
+
+    def named(token: Any) -> Any:
+        if spell is None or not token.special:
+            return token
+        return AddedToken(**token.__getstate__() | {"content": spell(token.content), "normalized": False})
+
     added = fast.get_added_tokens_decoder()
     for special, tokens in groupby((added[i] for i in sorted(added)), key=lambda token: token.special):
-        (twin.add_special_tokens if special else twin.add_tokens)(list(tokens))
+        (twin.add_special_tokens if special else twin.add_tokens)([named(token) for token in tokens])
     return twin
 
 

@@ -1,17 +1,16 @@
 """Control tokens that clients' texts spell stay text: only a template writes the model's own.
 
 A conversation's texts are marked before they are rendered: within each spelling of a control token stands a character
-that no text has. What the template writes is then what is spelled without one, and becomes tokens; the rest is encoded
-as plain text, piece by piece between them. Texts that spell none are encoded with their surroundings, as ever.
+that no text has. What the template writes is then what is spelled without one, and becomes tokens. To be encoded, a
+prompt is marked the other way round and stays whole: tokens, and the start of a text, bear on the spaces beside them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.models.text.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ class ControlTokens:
         if self._allowed:
             return value
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", value)
+            return self._spelled.sub(lambda found: _marked(found[0]), value)
         if isinstance(value, Mapping):
             return {self.marked(name): self.marked(inner) for name, inner in value.items()}
         return [self.marked(inner) for inner in value] if isinstance(value, Sequence) else value
@@ -42,12 +41,16 @@ class ControlTokens:
         """Token ids int32 [n] of a rendered conversation."""
         if MARK not in prompt:
             return self._tokenizer.encode(prompt, add_special=False, parse_special=True)
-        ids = [
-            self._tokenizer.encode(unmarked(piece), add_special=False, parse_special=bool(i % 2))
-            for i, piece in enumerate(self._spelled.split(prompt))
-            if piece
-        ]
-        return np.concatenate(ids)
+        pieces = self._spelled.split(prompt)
+        return self._encode_marked("".join((_marked if i % 2 else unmarked)(piece) for i, piece in enumerate(pieces)))
+
+    @cached_property
+    def _encode_marked(self) -> Callable[[str], I32]:
+        return self._tokenizer.respelled(_marked)
+
+
+def _marked(token: str) -> str:
+    return f"{token[:1]}{MARK}{token[1:]}"
 
 
 def unmarked(text: str) -> str:
