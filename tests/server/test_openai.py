@@ -150,6 +150,7 @@ def said(demo: Running, **more: Any) -> str:
         ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
         ({"guided_grammar": 'start: "x" | "y"'}, "x|y"),
         ({"structured_outputs": {"grammar": 'start: "x" | "y"', "json": None}}, "x|y"),
+        ({"guided_grammar": 'root ::= "x" | more\nmore ::= [y-z]{2}'}, "x|[yz]{2}"),
         ({"guided_json": COLOUR}, r'\{"colour": "(red|blue)"\}'),
         ({"structured_outputs": {"json": json.dumps(COLOUR)}}, r'\{"colour": "(red|blue)"\}'),
         ({"structured_outputs": {"json_object": True}}, r"\{(.|\n)*"),
@@ -164,6 +165,8 @@ def test_formats_as_vllm_spells_them(demo: Running, more: dict[str, Any], patter
     [
         ({"guided_choice": ["a"], "grammar": {"type": "regex", "value": "a"}}, "guided_choice"),
         ({"structured_outputs": {"regex": "(", "choice": None}}, "structured_outputs.regex"),
+        ({"guided_grammar": "root ::= gone"}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),

@@ -77,9 +77,10 @@ COMPLETIONS = ["".join(c) for n in range(4) for c in itertools.product("[]1,", r
     [
         lambda g: g.regex(r"\[(1(,1)*)?\]"),
         lambda g: g.lark('start: "[" list? "]"\nlist: "1" | "1" "," list'),
+        lambda g: g.lark('root ::= "[" a-list? "]"  # either\na-list ::= "\\u0031" | [\\u0031] "," a-list'),
         lambda g: g.regex(r"\[(1(,1)*)?\]", after="x"),
     ],
-    ids=["regex", "lark", "after"],
+    ids=["regex", "lark", "ebnf", "after"],
 )
 def test_masks_are_the_language_itself(compiled: Any) -> None:
     """By enumeration: a token is allowed after a text if and only if some text of the language goes on so."""
@@ -219,6 +220,13 @@ def test_the_switch_lies_wherever_the_text_ends(made: Grammars) -> None:
         (lambda g: g.regex(b"a"), "is a bytes"),
         (lambda g: g.lark("start: nothing"), "nothing"),
         (lambda g: g.lark('begin: "a"'), "start"),
+        (lambda g: g.lark("root ::= gone"), "Rule 'gone' not found"),
+        (lambda g: g.lark('root ::= "a" )'), "Expected name at line 1"),
+        (lambda g: g.lark('root ::= "\\'), "EBNF grammar cannot be used"),
+        (lambda g: g.lark("root ::= " + "(" * 3000), "recursion"),
+        (lambda g: g.lark("root ::= [\\ud800]"), "grammar cannot be used"),
+        (lambda g: g.lark('root ::= "a"\n' * 257), "has 257 rules"),
+        (lambda g: g.lark('root ::= "' + "a" * 20_000), "in 20010 characters"),
         (lambda g: g.json_object(after=""), "after=''"),
     ],
 )

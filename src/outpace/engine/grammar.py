@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.common.installing import install
+from outpace.engine import ebnf
 from outpace.engine.grammar_rule import Grammar, reason
 from outpace.engine.grammar_tokens import Vocabulary
 from outpace.errors import GrammarError, MissingExtraError
@@ -106,9 +107,9 @@ class Grammars:
     def lark(
         self, text: str, *, after: str | None = None, items: int = MOST_ITEMS, part: Source | None = None
     ) -> Grammar:
-        """Texts of ``text``, a context-free grammar in Lark's syntax, with llguidance's extensions. ``items``: most of
-        the parses that may go on at once, after which a request ends with an error; an ambiguous grammar has many.
-        ``part``: what ``@part`` in the text stands for."""
+        """Texts of ``text``, a context-free grammar in Lark's syntax, with llguidance's extensions, or in EBNF
+        (``root ::= "a" | b``). ``items``: most of the parses that may go on at once, after which a request ends with an
+        error; an ambiguous grammar has many. ``part``: what ``@part`` in the text stands for."""
         return self._compiled(("lark", text), after, items=items, part=part)
 
     def _compiled(
@@ -163,7 +164,9 @@ class Grammars:
             return {"json_schema": _schema(what, text, whitespace)}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
-        if (rules := len(_RULE.findall(_checked(what, text)))) > MOST_RULES:
+        if ebnf.is_ebnf(_checked(what, text)):
+            text = ebnf.to_lark(text)
+        if (rules := len(_RULE.findall(text))) > MOST_RULES:
             raise GrammarError(f"the grammar has {rules} rules: at most {MOST_RULES} are taken")
         return {"lark_grammar": text + "\n" + _OPTIONS}  # errors name the text's own lines
 

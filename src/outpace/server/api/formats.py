@@ -38,7 +38,7 @@ class Grammar(Body):
 
 
 class StructuredOutputs(Body):
-    """As vLLM spells what an answer must match; ``grammar``: of llguidance's Lark."""
+    """As vLLM spells what an answer must match; ``grammar``: of llguidance's Lark, or EBNF."""
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
