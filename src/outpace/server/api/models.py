@@ -183,7 +183,12 @@ class EmbeddingsRequest(Body):
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Answer:
     """Refused: the models here write text."""
     name = service_of(request).models.names()[0] if body.model is None else body.model
-    raise APIError(
+    raise no_embeddings(name)
+
+
+def no_embeddings(name: str) -> APIError:
+    """The refusal of what no model here has."""
+    return APIError(
         400, f"the model {name!r} writes text and has no embeddings: ask a server of an embedding model", param="model",
         code="unsupported_model",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from outpace.errors import OutpaceError
 from outpace.server import errors
 from outpace.server.api import answers, chat, completions
 from outpace.server.api.answers import ChosenToken
-from outpace.server.api.models import leased
+from outpace.server.api.models import leased, no_embeddings
 from outpace.server.api.ollama_shapes import (
     OllamaAnswer,
     OllamaAnswerCall,
@@ -23,6 +23,7 @@ from outpace.server.api.ollama_shapes import (
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaDetails,
+    OllamaEmbedRequest,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaModel,
@@ -101,6 +102,13 @@ async def show(request: Request, body: OllamaShowRequest) -> OllamaShown:
     return await leased(request, _name(service_of(request), body.model), shown)
 
 
+@bodies.post("/api/embed", response_model=errors.OllamaRefusal)
+@bodies.post("/api/embeddings", response_model=errors.OllamaRefusal)
+async def embed(request: Request, body: OllamaEmbedRequest) -> Answer:
+    """Refused: the models here write text."""
+    raise no_embeddings(body.model)
+
+
 @bodies.post("/api/chat", response_model=OllamaChatAnswer, responses=STREAMED)
 async def ollama_chat(request: Request, body: OllamaChatRequest) -> OllamaChatAnswer | EventStream:
     """Answer a conversation, as Ollama's clients ask."""
@@ -142,6 +150,8 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: Kind
     service = service_of(request)
     name = _name(service, body.model)
     if work is None:
+        if body.keep_alive in (0, "0", "0s") and name in service.models.names():  # it goes when another needs the room
+            return _made(kind, body.model, "", "", [], done=True, done_reason="unload")
         await leased(request, name, lambda model: None)
         return _made(kind, body.model, "", "", [], done=True, done_reason="load")
     try:

@@ -67,6 +67,7 @@ class OllamaFunction(Body):
 
 class OllamaCall(Body):
     id: str | None = None
+    index: int | None = _HARMLESS
     type: Literal["function"] | None = None
     function: OllamaFunction
 
@@ -106,7 +107,7 @@ class OllamaAnswer(Answer):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None
@@ -169,7 +170,18 @@ class OllamaModels(Answer):
 
 class OllamaShowRequest(Body):
     model: str
+    name: str | None = Field(default=None, description="Changes nothing: model is what it was once called.")
     verbose: bool | None = _HARMLESS
+
+
+class OllamaEmbedRequest(Body):
+    model: str
+    input: Any = None
+    prompt: Any = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = _HARMLESS
 
 
 class OllamaShown(Answer):
