@@ -14,6 +14,7 @@ import http.client
 import json
 import multiprocessing
 import random
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import soak
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.servers import started
 
 PARTS = 5
@@ -53,21 +55,26 @@ class Attack(soak.Soak):
 
     def go_on(self, seconds: float, clients: int) -> None:
         """Let so many clients do at random what they can."""
-        end = time.monotonic() + seconds
+        self._end = time.monotonic() + seconds
         kinds = ("generations", "malformed", "disconnects", "slow", "silent", "half", "crumbs", "worst", "prepared",
                  "strange", "pipelined")  # fmt: skip
 
         def client(seed: int) -> None:
             dice = random.Random(seed)
-            while time.monotonic() < end:
+            while time.monotonic() < self._end:
                 self._one(dice.choice(kinds), dice.getrandbits(32))
 
         threads = [threading.Thread(target=client, args=(self._random.getrandbits(32),)) for _ in range(clients)]
-        threads.append(threading.Thread(target=self._documented, args=(end,)))
+        threads.append(threading.Thread(target=self._documented))
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._end = 0.0  # of Ctrl-C
+            for thread in threads:
+                thread.join()
 
     def silent(self, dice: random.Random) -> str | None:
         """Connections that say nothing."""
@@ -144,14 +151,14 @@ class Attack(soak.Soak):
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * dice.randrange(1, 200))
             return self._looked_at(connection.recv(dice.randrange(1, 4096)))
 
-    def _documented(self, end: float) -> None:
+    def _documented(self) -> None:
         """Schemathesis, over and over."""
         import schemathesis
         from hypothesis import HealthCheck, given, seed, settings
 
         document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
         operations: list[Any] = [found.ok() for found in document.get_all_operations() if hasattr(found, "ok")]
-        while time.monotonic() < end:
+        while time.monotonic() < self._end:
             operation = self._random.choice(operations)
             mode = self._random.choice(list(schemathesis.GenerationMode))
 
@@ -159,7 +166,7 @@ class Attack(soak.Soak):
             @settings(max_examples=5, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(operation.as_strategy(generation_mode=mode))
             def check(case: Any) -> None:
-                if time.monotonic() < end:
+                if time.monotonic() < self._end:
                     response = case.call(timeout=120)
                     wrong = self._answered(response.status_code, response.content)
                     if wrong is not None:
@@ -209,8 +216,9 @@ def _deep(levels: int) -> dict[str, Any]:
 
 def watch(port: int, times: Any, stop: Any) -> None:
     """Seconds that /health takes, 20 times a second, each over a connection of its own."""
-    found = []
-    while not stop.is_set():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it goes to the benchmark, too
+    found = list[float]()
+    while not (found and stop.is_set()):
         begun = time.perf_counter()
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -235,11 +243,12 @@ def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], 
         times, stop = context.Queue(), context.Event()
         watcher = context.Process(target=watch, args=(port, times, stop), daemon=True)
         watcher.start()
-        for part in range(PARTS):
-            run.go_on(seconds / PARTS, clients)
-            run.sequences(max(int(seconds / PARTS / 10), 1))
-            states.append(soak.at_rest(port))
-            say(f"part {part + 1}: {states[-1]}, {len(run.failures)} failures")
+        with Measuring() as measuring:
+            for part in range(PARTS):
+                run.go_on(seconds / PARTS, clients)
+                run.sequences(max(int(seconds / PARTS / 10), 1))
+                states.append(soak.at_rest(port))
+                say(f"part {part + 1}: {states[-1]}, {len(run.failures)} failures")
         stop.set()
         health = times.get(timeout=60)
         watcher.join()
@@ -248,7 +257,8 @@ def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], 
         "statuses": dict(sorted(run.statuses.items())),
         "failures": run.failures,
         "states": states,
-        "leaks": soak.leaks(states),
+        "leaks": soak.leaks(states) if states else [],
+        "interrupted": measuring.stopped is not None,
         "health": {
             "asked": len(health), "median": health[len(health) // 2], "p99": health[len(health) * 99 // 100],
             "max": health[-1],
@@ -261,6 +271,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=8, help="at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("attack.log"), help="where the server's log goes")
+    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -274,4 +285,7 @@ def run(given: argparse.Namespace) -> int:
         wrong.append(f"/health took {found['health']['p99']:.3f} s (99th percentile)")
     for line in wrong[:20]:
         print(f"FAILED: {line}")
+    emit(given, found)
+    if found["interrupted"]:
+        raise KeyboardInterrupt
     return 1 if wrong else 0

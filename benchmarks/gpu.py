@@ -69,11 +69,11 @@ def run(given: argparse.Namespace) -> int:
                 for batch in given.batch or BATCHES:
                     params = SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=1)
                     bench = Bench([Configuration(n, e) for n, e in zip(drafters, engines, strict=True)], params)
-                    bench.run(prompts, batch, lambda n: None)
-                    report = bench.report()
-                    plain = report[0]["end_to_end_tokens_per_second"]
+                    with Measuring() as running:
+                        bench.run(prompts, batch, lambda n: None)
+                    report = bench.report() if bench.runs else []
                     for entry in report:
-                        speed = entry["end_to_end_tokens_per_second"]
+                        speed, plain = (row["end_to_end_tokens_per_second"] for row in (entry, report[0]))
                         rows.append({"dtype": dtype, "temperature": temperature, "batch": batch, **entry})
                         print(
                             f"{dtype:<9} {temperature:>4} {batch:>5} {entry['name']:<16} {speed:>9.1f} "
@@ -81,6 +81,7 @@ def run(given: argparse.Namespace) -> int:
                             f"{entry['identical']:>2}/{entry['prompts']:<2} {entry['near_ties']:>5}",
                             flush=True,
                         )
+                    running.end(0)
             engines[0].close()  # the target, which they share
     device = _device_name(given.device)
     settings = {"model": given.model, "device": device, "max_tokens": given.max_tokens, "size": given.size}

@@ -25,6 +25,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.figures import Measuring
+
 _TOOL = {
     "type": "function",
     "function": {
@@ -219,20 +221,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     sent = signal.SIGSTOP if given.stop else signal.SIGKILL
-    gaps, differ = [], 0
+    gaps, rounds, differ = [], 0, 0
     with replicas(given.python, "3", "--max-length", "1024", "--drafter", "ngram") as running:
         wanted = {(kind, i): stream(running.url, request(kind, i))[0] for kind in KINDS for i in range(7)}
-        for number in range(given.rounds):
-            kind = list(KINDS)[number % len(KINDS)]
-            while len(running.servers()) < 2:
-                time.sleep(0.1)
-            equal, gap = broken(running, kind, wanted[kind, number % 7], number, sent)
-            differ += not equal
-            gaps += [gap] if gap >= 0 else []
+        with Measuring() as measuring:
+            for number in range(given.rounds):
+                kind = list(KINDS)[number % len(KINDS)]
+                while len(running.servers()) < 2:
+                    time.sleep(0.1)
+                equal, gap = broken(running, kind, wanted[kind, number % 7], number, sent)
+                rounds += 1
+                differ += not equal
+                gaps += [gap] if gap >= 0 else []
     gaps.sort()
     hits = f"{len(gaps)} of whose servers got {sent.name}"
-    print(f"{given.rounds} streams, {hits}: {given.rounds - differ} the same")
+    print(f"{rounds} streams, {hits}: {rounds - differ} the same")
     if gaps:
         p99 = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
         print(f"longest gap: median {statistics.median(gaps):.2f} s, p99 {p99:.2f} s, most {gaps[-1]:.2f} s")
-    return int(differ > 0)
+    return measuring.end(int(differ > 0))

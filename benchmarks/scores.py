@@ -23,7 +23,7 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.figures import add_json, emit
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.servers import OURS, started
 from outpace.errors import ParameterError
 from outpace.measure.remote import Remote, RemoteError
@@ -41,6 +41,7 @@ filter_list: [{{name: said, filter: [{{function: regex, regex_pattern: '{pattern
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "ivory", "jade"]
+_SAME = {True: "the same", False: "DIFFER", None: "not compared"}
 COPY = f"((?:{'|'.join(WORDS)})(?: (?:{'|'.join(WORDS)}))+)"  # the first run of words
 
 
@@ -72,7 +73,7 @@ def run(given: argparse.Namespace) -> int:
         raise ParameterError("there is nothing to score: give --lm-eval, --schemas or both")
     commands = {name: f"{OURS} {given.options} --drafter {name}" for name in ("none", given.drafter)}
     answers: dict[str, dict[str, Any]] = {name: {} for name in commands}
-    with ExitStack() as stack:
+    with Measuring() as measuring, ExitStack() as stack:
         for name, command in commands.items():
             remote = stack.enter_context(started(command, given.log)).remote
             if given.lm_eval is not None:
@@ -83,17 +84,17 @@ def run(given: argparse.Namespace) -> int:
     tasks = {
         task: {
             "scores": found["scores"],
-            "drafted": drafted[task]["scores"],
+            "drafted": drafted[task]["scores"] if task in drafted else None,
             "answers": len(found["texts"]),
-            "same": found == drafted[task],
+            "same": found == drafted[task] if task in drafted else None,  # None: Ctrl-C came before
         }
         for task, found in plain.items()
     }
     for task, found in tasks.items():
         print(f"{task}: plain {found['scores']}, drafted {found['drafted']}, "
-              f"{found['answers']} answers {'the same' if found['same'] else 'DIFFER'}")  # fmt: skip
+              f"{found['answers']} answers {_SAME[found['same']]}")  # fmt: skip
     emit(given, {"tasks": tasks, "commands": commands})
-    return 0 if all(found["same"] for found in tasks.values()) else 1
+    return measuring.end(1 if any(found["same"] is False for found in tasks.values()) else 0)
 
 
 def _lm_eval(remote: Remote, given: argparse.Namespace) -> dict[str, Any]:

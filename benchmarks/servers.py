@@ -39,7 +39,9 @@ def started(command: str, log: Path, key: str | None = None) -> Iterator[Started
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with log.open("ab") as out:
-        process = subprocess.Popen(shlex.split(command.replace("{port}", str(port))), stdout=out, stderr=out)
+        arguments = shlex.split(command.replace("{port}", str(port)))
+        # a group of its own: Ctrl-C in a terminal is for the benchmark, which ends the server
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, process_group=0)
     remote = Remote(f"http://127.0.0.1:{port}", key)
     try:
         begun = time.monotonic()

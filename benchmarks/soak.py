@@ -291,28 +291,30 @@ def soak(
         if warm:
             run.warm()
         states: list[State] = []
+        found: dict[str, Any] = {}
+        lost: list[str] = []
         with Measuring() as measuring:
             for part in range(PARTS):
                 run.run({kind: (part + 1) * n // PARTS - part * n // PARTS for kind, n in counts.items()}, readers)
                 states.append(at_rest(port))
                 say(f"part {part + 1}: {time.monotonic() - begun:.0f} s, {states[-1]}, {len(run.failures)} failures")
-        if measuring.stopped is not None:
-            found = {"seconds": time.monotonic() - begun, "counts": dict(run.counts), "failures": run.failures}
-            return {**found, "states": states, "leaks": leaks(states) if states else [], "interrupted": True}
-        ends = stopped_under_load(port, server.pid)
-        code = server.process.wait(REST)
-    lost = [f"stopped under load, one was {end}" for end in ends if end.startswith("lost")]
-    lost += [f"it ended with {code}"] if code else []
-    again, other = killed(log)
-    lost += [other] if other else []
+            found["stopped"] = stopped_under_load(port, server.pid)
+            code = server.process.wait(REST)
+            lost += [f"stopped under load, one was {end}" for end in found["stopped"] if end.startswith("lost")]
+            lost += [f"it ended with {code}"] if code else []
+        counted, lost = dict(run.counts), [*run.failures, *lost]  # before the server ends, which Ctrl-C's last may see
+    if measuring.stopped is None:
+        with measuring:
+            found["again"], other = killed(log)
+            lost += [other] if other else []
     return {
         "seconds": time.monotonic() - begun,
-        "counts": dict(run.counts),
-        "failures": [*run.failures, *lost],
+        "counts": counted,
+        "failures": lost,
         "states": states,
-        "leaks": leaks(states),
-        "stopped": ends,
-        "again": again,
+        "leaks": leaks(states) if states else [],
+        "interrupted": measuring.stopped is not None,
+        **found,
     }
 
 
@@ -331,9 +333,19 @@ def run(given: argparse.Namespace) -> int:
     counts = {name: getattr(given, name) for name in ("generations", "malformed", "disconnects", "slow")}
     found = soak(counts, given.readers, given.drafter, given.log, lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{found['counts']} in {found['seconds']:.0f} s")
-    if "interrupted" in found:
-        emit(given, found)
+    if not found["interrupted"]:
+        _show(found)
+        if found["again"] > AGAIN:
+            found["failures"].append(f"that is more than {AGAIN:g} s")
+    for wrong in (found["failures"] + found["leaks"])[:20]:
+        print(f"FAILED: {wrong}")
+    emit(given, found)
+    if found["interrupted"]:
         raise KeyboardInterrupt
+    return 1 if found["failures"] or found["leaks"] else 0
+
+
+def _show(found: dict[str, Any]) -> None:
     first, last = found["states"][0], found["states"][-1]
     for name in first:
         print(f"{name:10} after a tenth {first[name]:>12} at the end {last[name]:>12}")
@@ -341,9 +353,3 @@ def run(given: argparse.Namespace) -> int:
         f"memory at the end: {last['memory'] / first['memory'] - 1:+.1%}; told to stop under load: {found['stopped']}"
     )
     print(f"killed, it answered again after {found['again']:.1f} s")
-    if found["again"] > AGAIN:
-        found["failures"].append(f"that is more than {AGAIN:g} s")
-    for wrong in (found["failures"] + found["leaks"])[:20]:
-        print(f"FAILED: {wrong}")
-    emit(given, found)
-    return 1 if found["failures"] or found["leaks"] else 0

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import forward, paired, serving
+from benchmarks import forward, gpu, paired, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
+from outpace.engine.engine import Engine
+from outpace.engine.load import load_engines
+from outpace.measure.report import read
 
 
 def test_benchmarks_are_listed_and_run_by_name() -> None:
@@ -74,3 +79,60 @@ def test_ctrl_c_after_a_round_of_forwards(
     assert call("forward", [*sizes, "--json", str(tmp_path / "out.json")]) == 130
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == len(forward.WIDTHS)
     assert "| context 8 |" in capsys.readouterr().out
+
+
+def test_ctrl_c_between_two_servers_leaves_the_first_ones_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([{"JSON schemas": {"scores": {"valid": 1.0}, "texts": ["{}"]}}])
+
+    def asked(*_: Any) -> dict[str, Any]:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(scores, "started", lambda *_: nullcontext(SimpleNamespace(remote=None)))
+    monkeypatch.setattr(scores, "_schemas", asked)
+    out = tmp_path / "out.json"
+    assert call("scores", ["--schemas", str(tmp_path), "--json", str(out)]) == 130
+    found = json.loads(out.read_text())["tasks"]["JSON schemas"]
+    assert (found["scores"], found["drafted"], found["same"]) == ({"valid": 1.0}, None, None)
+    assert "not compared" in capsys.readouterr().out
+    assert "not compared" in read(out).figures["JSON schemas"]
+
+
+def test_ctrl_c_leaves_the_prompts_that_a_gpu_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prompt of the second temperature is interrupted: that temperature counts one prompt."""
+    engines = load_engines(Engine, "demo", ["none"], {"threads": 1, "max_length": 256})
+    turn, turns = gpu.Bench._group, iter(range(9))
+
+    def group(bench: gpu.Bench, rows: Any) -> None:
+        if next(turns) == 3:
+            raise KeyboardInterrupt
+        turn(bench, rows)
+
+    monkeypatch.setattr(gpu, "load_engines", lambda *_: engines)
+    monkeypatch.setattr(gpu, "DRAFTERS", ("none",))
+    monkeypatch.setattr(gpu.Bench, "_group", group)
+    out = tmp_path / "out.json"
+    sizes = ("--device", "cpu", "--limit", "2", "--max-tokens", "2", "--batch", "1")
+    assert call("gpu", [*sizes, "--json", str(out)]) == 130
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["temperature"], row["prompts"]) for row in rows] == [(0.0, 2), (0.8, 1)]
+    engines[0].close()
+
+
+def test_ctrl_c_leaves_the_streams_that_were_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(running: Any, kind: str, wanted: Any, number: int, sent: signal.Signals) -> tuple[bool, float]:
+        if number == 2:
+            raise KeyboardInterrupt
+        return True, 0.5
+
+    monkeypatch.setattr(scale, "replicas", lambda *_: nullcontext(SimpleNamespace(url="", servers=lambda: [1, 2])))
+    monkeypatch.setattr(scale, "stream", lambda *_: ({}, 0.0))
+    monkeypatch.setattr(scale, "broken", broken)
+    assert call("scale", []) == 130
+    assert "2 streams, 2 of whose servers got SIGKILL: 2 the same" in capsys.readouterr().out

@@ -108,7 +108,8 @@ def _scores(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
     figures = {}
     for task, found in value["tasks"].items():
         scores = ", ".join(f"{name} {score:g}" for name, score in found["scores"].items())
-        figures[task] = f"{scores}; plain and drafted {'the same' if found['same'] else 'DIFFER'} ({found['answers']})"
+        same = {True: "the same", False: "DIFFER", None: "not compared"}[found["same"]]
+        figures[task] = f"{scores}; plain and drafted {same} ({found['answers']})"
     return figures, "", []
 
 
