@@ -22,7 +22,6 @@ ONE_PART = "--generations 500 --malformed 0 --disconnects 0 --slow 0"
     ("command", "file", "sign", "kept"),
     [
         (f"soak {ONE_PART}", "text", "part 1:", lambda found: found["counts"]["generations"] >= 50),
-        ("attack --minutes 0.25 --clients 2", "text", "part 1:", lambda found: found["health"]["asked"] > 0),
         ("fairness --loads bad_words chats chats chats --chats 1", "text", "load bad_words",
          lambda found: found["loads"][0]["load"] == "bad_words"),
         ("invariance --prompts prompts.jsonl --tokens 4 --journal journal", "journal", "outpace asked 0",
