@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from outpace.server import bodies
 from outpace.server.api.chat import ChatRequest
+from outpace.server.api.replay import ReplayRequest
 from outpace.server.bodies import check_values, understood
 from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
@@ -50,6 +51,21 @@ def test_the_worst_json_is_refused_unread(demo: Running, monkeypatch: pytest.Mon
     monkeypatch.setattr(bodies, "parsed", None)
     body = b'{"messages":[%s]}' % b",".join([item] * (8_000_000 // (len(item) + 1)))
     answer = demo.post("/v1/chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_long_answers_are_replayed_and_more_is_refused_unread(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(tokens: int) -> bytes:
+        entry = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+        choice = {"message": {"content": "a" * tokens}, "logprobs": {"content": [entry] * tokens}}
+        request = {"messages": [{"role": "user", "content": "a"}]}
+        answer = {"object": "chat.completion", "choices": [choice]}
+        return json.dumps({"request": request, "answer": answer}).encode()
+
+    read = understood(ReplayRequest, body(10_000), 1 << 17)
+    assert len(read.answer.choices[0]["logprobs"]["content"]) == 10_000
+    monkeypatch.setattr(bodies, "parsed", None)
+    answer = demo.post("/v1/replay", body(22_000))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 

@@ -12,7 +12,7 @@ import pytest
 from outpace import Engine, Grammars, SamplingParams
 from outpace.engine.grammar_tokens import MARK
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.server.api import route
+from outpace.server.api import replay, route
 from outpace.server.api.chat import ChatCompletion
 from tests.interpreter import lets_others_run
 from tests.server.serving import Running, serving
@@ -78,6 +78,30 @@ def test_requests_are_read_and_answers_written_in_threads_of_their_own(
     assert where.keys() == {"encode", "render_chat", "_compiled", "prepare", "understood", "to_json"}
     for name, threads in where.items():
         assert all(thread.startswith("outpace-request") for thread in threads), (name, threads)
+
+
+def test_recorded_answers_are_read_and_told_of_in_threads_of_their_own(
+    its: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have up to a million values."""
+    where: dict[str, str] = {}
+
+    def watch(name: str) -> None:
+        original = getattr(replay, name)
+
+        def call(*arguments: Any) -> Any:
+            where[name] = threading.current_thread().name
+            return original(*arguments)
+
+        monkeypatch.setattr(replay, name, call)
+
+    for name in ("_recorded", "_recorded_response", "_other", "_told"):
+        watch(name)
+    text = {"input": "Count to ten.", "max_output_tokens": 4, "temperature": 0}
+    for path, asked in (("/v1/chat/completions", CHAT), ("/v1/responses", text)):
+        its.answer("/v1/replay", {"request": asked, "answer": its.answer(path, asked)})
+    assert where.keys() == {"_recorded", "_recorded_response", "_other", "_told"}
+    assert all(thread.startswith("outpace-request") for thread in where.values()), where
 
 
 def test_forwards_and_compiling_let_others_run(its: Running) -> None:

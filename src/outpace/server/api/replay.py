@@ -112,10 +112,7 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
     """Generate an answer again and compare."""
     service = service_of(request)
     asks = _asks(body)
-    if isinstance(asks, ResponsesRequest):
-        then, recorded = [_bare(body.answer.output)], [_recorded_response(body.answer)]
-    else:
-        then, recorded = body.answer.choices, [_recorded(i, each) for i, each in enumerate(body.answer.choices)]
+    then, recorded = await service.work(_kept, body.answer)
     wish = body.request.speculation
     acceptance = (wish and wish.acceptance) or "coupled"
 
@@ -157,19 +154,22 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
                 for i, (departure, result) in enumerate(zip(found, results, strict=True))
             ]
         )
+    tokens = sum(len(result.token_ids) for result in results)
+    prints = Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint)
+    return await service.work(_told, found, tokens, prints)
+
+
+def _told(found: Sequence[Departure | None], tokens: int, prints: Fingerprints) -> Replayed:
+    choices = [
+        ReplayedChoice(
+            index=i,
+            identical=departed is None,
+            difference=None if departed is None else Difference(**departed.to_dict()),
+        )
+        for i, departed in enumerate(found)
+    ]
     return Replayed(
-        object="replay",
-        identical=not any(found),
-        tokens=sum(len(result.token_ids) for result in results),
-        system_fingerprint=Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint),
-        choices=[
-            ReplayedChoice(
-                index=i,
-                identical=departed is None,
-                difference=None if departed is None else Difference(**departed.to_dict()),
-            )
-            for i, departed in enumerate(found)
-        ],
+        object="replay", identical=not any(found), tokens=tokens, system_fingerprint=prints, choices=choices
     )
 
 
@@ -202,6 +202,13 @@ def _asks(body: ReplayRequest) -> _Asked:
     seed = asked.seed if asked.seed is not None else body.answer.seed
     plain = dict.fromkeys(("stream", "stream_options", "speculation", "deadline"))
     return asked.model_copy(update={**plain, "seed": seed, "return_token_ids": True})
+
+
+def _kept(answer: RecordedAnswer) -> tuple[list[dict[str, Any]], list[Recorded]]:
+    """The choices of an answer: as they came, and what of them the engine's are compared with. Raises APIError."""
+    if answer.object == "response":
+        return [_bare(answer.output)], [_recorded_response(answer)]
+    return answer.choices, [_recorded(i, each) for i, each in enumerate(answer.choices)]
 
 
 def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
