@@ -489,8 +489,6 @@ BAD = {
     "measuring elsewhere": (("recommend", "--prompts", "x", "--measure", "--cores", "4"), "on this machine"),
     "an unknown card": (("recommend", "--prompts", "x", "--card", "H1"), "A100"),
     "figures of a server": (("serve", "--json"), "leave it out"),
-    "plan of nothing": (("plan",), "--alpha"),
-    "plan out of range": (("plan", "--alpha", "2"), "alpha 2"),
     "other tokenizer": (
         ("generate", "hi", "--drafter", "model:demo-gemma", "--acceptance", "rejection", "-T", "1"),
         "model:demo-gemma has another tokenizer",
