@@ -18,6 +18,18 @@ def _both_live(ray: Replicas) -> None:
         time.sleep(0.1)
 
 
+def _lost(ray: Replicas, kind: str, sent: signal.Signals) -> bool:
+    """Whether a server got the signal in mid-stream. On a busy machine an answer may be whole before its server is found:
+    then another one is asked for."""
+    for number in range(20):
+        wanted, _ = stream(ray.url, request(kind, number % 7))
+        equal, gap = broken(ray, kind, wanted, number, sent)
+        assert equal
+        if gap >= 0:
+            return True
+    return False
+
+
 def test_answers_are_those_of_one_server(ray: Replicas) -> None:
     url = next(iter(ray.servers().values()))
     for kind in KINDS:
@@ -41,17 +53,11 @@ def test_metrics_are_summed(ray: Replicas) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_whose_server_is_killed_goes_on_with_the_same_tokens(ray: Replicas, kind: str) -> None:
-    wanted, _ = stream(ray.url, request(kind, 3))
-    equal, gap = broken(ray, kind, wanted, 3, signal.SIGKILL)
-    assert equal
-    assert gap >= 0, "no server was lost"
+    assert _lost(ray, kind, signal.SIGKILL)
 
 
 def test_a_stream_whose_server_is_stopped_goes_on_within_seconds(ray: Replicas) -> None:
-    wanted, _ = stream(ray.url, request("seeded", 4))
-    equal, gap = broken(ray, "seeded", wanted, 4, signal.SIGSTOP)
-    assert equal
-    assert gap >= 0, "no server was lost"
+    assert _lost(ray, "seeded", signal.SIGSTOP)
 
 
 def test_a_whole_answer_whose_server_is_killed_comes_from_another(ray: Replicas) -> None:
