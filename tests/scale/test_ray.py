@@ -19,8 +19,8 @@ def _both_live(ray: Replicas) -> None:
 
 
 def _lost(ray: Replicas, kind: str, sent: signal.Signals) -> bool:
-    """Whether a server got the signal in mid-stream. On a busy machine an answer may be whole before its server is found:
-    then another one is asked for."""
+    """Whether a server got the signal in mid-stream. An answer may be whole before its server is found; then this asks
+    for another one."""
     for number in range(20):
         wanted, _ = stream(ray.url, request(kind, number % 7))
         equal, gap = broken(ray, kind, wanted, number, sent)
