@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import forward, gpu, paired, scale, scores, serving
+from benchmarks import card, forward, paired, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
-from outpace.engine.engine import Engine
-from outpace.engine.load import load_engines
 from outpace.measure.report import read
 
 
@@ -102,25 +100,29 @@ def test_ctrl_c_between_two_servers_leaves_the_first_ones_scores(
     assert "not compared" in read(out).figures["JSON schemas"]
 
 
-def test_ctrl_c_leaves_the_prompts_that_a_gpu_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second prompt of the second temperature is interrupted: that temperature counts one prompt."""
-    engines = load_engines(Engine, "demo", ["none"], {"threads": 1, "max_length": 256})
-    turn, turns = gpu.Bench._group, iter(range(9))
+def test_every_stage_of_a_card_runs_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is written once it is there; one that fails does not keep the others from running."""
+    out, written = tmp_path / "out.json", list[set[str]]()
+    emit = card.emit
+    monkeypatch.setattr(card, "emit", lambda *a, **b: (emit(*a, **b), written.append(set(figures_of(out)))))
+    monkeypatch.setitem(card.STAGES, "rows", (lambda _: 1 / 0, 0))
+    assert call("card", ["--tiny", "--json", str(out)]) == 1
+    figures = figures_of(out)
+    assert [len(names) for names in written] == [*range(1, len(card.STAGES) + 1), len(card.STAGES)]
+    assert set(figures) == set(card.STAGES)
+    assert figures.pop("rows") == {"failed": "ZeroDivisionError: division by zero"}
+    assert not [name for name, each in figures.items() if "failed" in each], capsys.readouterr().out
+    assert figures["steps"]["eight"]["tokens_per_step"] == 8
+    assert figures["eagle"]["chain of 5"]["tokens_per_step"] > 1
+    assert call("card", ["--tiny", "--seconds", "0", "--json", str(out)]) == 0
+    assert all("skipped" in each for each in figures_of(out).values())
 
-    def group(bench: gpu.Bench, rows: Any) -> None:
-        if next(turns) == 3:
-            raise KeyboardInterrupt
-        turn(bench, rows)
 
-    monkeypatch.setattr(gpu, "load_engines", lambda *_: engines)
-    monkeypatch.setattr(gpu, "DRAFTERS", ("none",))
-    monkeypatch.setattr(gpu.Bench, "_group", group)
-    out = tmp_path / "out.json"
-    sizes = ("--device", "cpu", "--limit", "2", "--max-tokens", "2", "--batch", "1")
-    assert call("gpu", [*sizes, "--json", str(out)]) == 130
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["temperature"], row["prompts"]) for row in rows] == [(0.0, 2), (0.8, 1)]
-    engines[0].close()
+def figures_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())["figures"]
+    return found
 
 
 def test_ctrl_c_leaves_the_streams_that_were_broken(
