@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from outpace.control import cost as costs
-from outpace.control.auto import policy_for, report
+from outpace.control.adaptive import report
 from outpace.control.cost import Cost
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch, HostOutput, ModelInfo
-from tests.simulated import Machine, run, text
+from tests.simulated import Driven, Machine, run, text
 
 TRUTH = Cost((1, 2, 8, 16, 32, 64), (2e-3, 2.2e-3, 3.2e-3, 5.6e-3, 11e-3, 22e-3), 1e-4, 9e-7, 1.5e-7)
 
@@ -212,7 +212,7 @@ def test_beyond_the_table_the_last_slope_goes_on() -> None:
 
 
 def test_doctor_gets_the_table_and_what_was_learnt() -> None:
-    policy = policy_for(TRUTH)
+    policy = Driven(TRUTH)
     assert report(TRUTH, policy)["learnt"] is None
     assert report(TRUTH)["cost"] == TRUTH.to_dict()
     run(policy, Machine(TRUTH), [text(0)], steps=50)
