@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +221,9 @@ def test_doctor_gets_the_table_and_what_was_learnt() -> None:
     assert curve["rows"] == 1
     assert curve["plain"] > 0
     assert curve["more"][0][0] == 1
+
+
+def test_a_replaced_cost_remembers_nothing() -> None:
+    cost = Cost((1, 8), (1.0, 2.0))
+    assert cost.width(8) == 2.0
+    assert replace(cost, seconds=(2.0, 4.0)).width(8) == 4.0
