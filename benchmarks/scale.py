@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import httpx
 
 from benchmarks.figures import Measuring
 
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -52,7 +53,21 @@ KINDS: dict[str, dict[str, Any]] = {  # what a request has beside its messages
     "tools": {"seed": 10, "tools": [_TOOL], "tool_choice": "required"},
     "several": {"seed": 11, "n": 3},
     "logprobs": {"seed": 12, "logprobs": True, "top_logprobs": 3, "return_token_ids": True},
+    "texts": {"seed": 13, "prompt": ["One, two, three,", "The baker of the village"], "n": 2},
+    "response": {"seed": 14, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "response calls": {"seed": 15, "tools": [_TOOL["function"] | {"type": "function"}],
+                       "tool_choice": "required"},
+    "message": {"seed": 16, "system": "You are a baker."},
 }  # fmt: skip
+_PATHS = {"texts": "completions", "response": "responses", "response calls": "responses", "message": "messages"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``path``: after /v1/."""
+
+    path: str
+    body: dict[str, Any]
 
 
 class Replicas:
@@ -85,15 +100,6 @@ class Replicas:
                 if b"serve" in command and b"--replicas" not in command and (port := _listens(pid)):
                     found[pid] = f"http://127.0.0.1:{port}"
         return found
-
-    def busy(self) -> int:
-        """The server that writes the one answer there is."""
-        for pid, url in self.servers().items():
-            with contextlib.suppress(httpx.HTTPError):
-                text = httpx.get(f"{url}/metrics", timeout=2).text
-                if float(re.findall(r"^outpace_requests_inside (.+)", text, re.MULTILINE)[0]) > 0:
-                    return pid
-        raise OSError("no server writes an answer")
 
     def close(self) -> None:
         self.process.terminate()
@@ -139,11 +145,22 @@ def _listens(pid: int) -> int | None:
     return None
 
 
-def stream(url: str, body: dict[str, Any], at: int = -1, act: Callable[[], None] | None = None) -> tuple[Any, float]:
+def busy(servers: Mapping[int, str]) -> int | None:
+    """The one of ``servers`` that writes an answer."""
+    for pid, url in servers.items():
+        with contextlib.suppress(httpx.HTTPError):
+            text = httpx.get(f"{url}/metrics", timeout=5).text
+            if float(re.findall(r"^outpace_requests_inside (.+)", text, re.MULTILINE)[0]) > 0:
+                return pid
+    return None
+
+
+def stream(url: str, asked: Asked, at: int = -1, act: Callable[[], None] | None = None) -> tuple[Any, float]:
     """What a stream adds up to, and its longest gap in seconds; ``act`` is called before chunk ``at`` is read."""
-    total: dict[str, Any] = {"ids": set(), "choices": {}, "usage": None, "error": None, "chunks": 0}
+    total: dict[str, Any] = {"ids": set(), "choices": {}, "usage": None, "error": None, "numbers": [], "chunks": 0}
     last, gap = time.monotonic(), 0.0
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=120) as answer:
+    body = {**asked.body, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/{asked.path}", json=body, timeout=300) as answer:
         if answer.status_code != 200:
             raise OSError(answer.read().decode())
         for line in answer.iter_lines():
@@ -160,15 +177,18 @@ def stream(url: str, body: dict[str, Any], at: int = -1, act: Callable[[], None]
 
 def _add(total: dict[str, Any], chunk: dict[str, Any]) -> None:
     total["chunks"] += 1
-    if "error" in chunk:
-        total["error"] = chunk["error"]
+    if error := chunk.get("error") or (chunk.get("response") or {}).get("error"):
+        total["error"] = error
+        return
+    if "type" in chunk:
+        _add_event(total, chunk)
         return
     total["ids"].add(chunk["id"])
     total["usage"] = (chunk.get("usage") or {}).get("completion_tokens", total["usage"])
     for choice in chunk["choices"]:
         one = total["choices"].setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "calls": {}})
-        delta = choice["delta"]
-        one["text"] += delta.get("content") or ""
+        delta = choice.get("delta", {})
+        one["text"] += choice.get("text") or delta.get("content") or ""
         one["ids"] += choice.get("token_ids") or []
         one["logprobs"] += (choice["logprobs"] or {}).get("content") or []
         one["role"] = one.get("role", 0) + ("role" in delta)
@@ -179,16 +199,50 @@ def _add(total: dict[str, Any], chunk: dict[str, Any]) -> None:
         one["finish"] = choice["finish_reason"]
 
 
-def request(kind: str, number: int = 0) -> dict[str, Any]:
+def _add_event(total: dict[str, Any], event: dict[str, Any]) -> None:
+    """Of /v1/responses and /v1/messages. What belongs to one server (ids, what its cache had) is left out."""
+    at = event.get("output_index", event.get("index"))
+    one = total["choices"].setdefault(at, {"text": "", "logprobs": [], "others": []})
+    if "sequence_number" in event:
+        total["numbers"].append(event["sequence_number"])
+    if event["type"] in ("message_delta", "response.completed", "response.incomplete"):
+        usage = event.get("response", event).pop("usage")
+        total["usage"] = usage["output_tokens"]
+    for name in ("response", "item"):
+        if name in event:
+            total["ids"].add(event[name].pop("id").partition("_")[2][:32])
+    for item in event.get("response", {}).get("output", []):
+        total["ids"].add(item.pop("id").partition("_")[2][:32])
+    if "message" in event:
+        total["ids"].add(event["message"].pop("id"))
+    if event["type"].endswith("delta") and event["type"] != "message_delta":
+        delta = event["delta"]
+        one["text"] += delta if isinstance(delta, str) else "".join(v for k, v in delta.items() if k != "type")
+        one["logprobs"] += event.get("logprobs") or []
+        return
+    for name in ("created_at", "completed_at"):
+        event.get("response", {}).pop(name, None)
+    one["others"].append({k: v for k, v in event.items() if k not in ("sequence_number", "item_id")})
+
+
+def request(kind: str, number: int = 0) -> Asked:
     words = f"Tell a long story about {number} friends who bake bread in a mountain village."
-    return {"messages": [{"role": "user", "content": words}], "max_tokens": 160, **KINDS[kind]}
+    path, body = _PATHS.get(kind, "chat/completions"), dict(KINDS[kind])
+    if path == "responses":
+        return Asked(path, {**body, "input": words, "max_output_tokens": 160})
+    if path != "completions":
+        body["messages"] = [{"role": "user", "content": words}]
+    return Asked(path, {**body, "max_tokens": 160})
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether two streams are one answer, each unbroken."""
-    return found["error"] is None and len(found["ids"]) == 1 and all(
-        found[name] == wanted[name] for name in ("choices", "usage")
-    )  # fmt: skip
+    return (
+        found["error"] is None
+        and len(found["ids"]) == 1
+        and found["numbers"] == list(range(len(found["numbers"])))
+        and all(found[name] == wanted[name] for name in ("choices", "usage"))
+    )
 
 
 def broken(
@@ -198,11 +252,12 @@ def broken(
     written before its server could be found."""
     at = random.Random(number).randrange(1, max(2, wanted["chunks"] // 2))
     hit: list[int] = []
+    servers = running.servers()
 
     def act() -> None:
-        with contextlib.suppress(OSError):  # it may have been written, but not read
-            hit.append(running.busy())
-            os.kill(hit[0], sent)
+        if (pid := busy(servers)) is not None:  # else it has been written, but not read
+            hit.append(pid)
+            os.kill(pid, sent)
 
     found, gap = stream(running.url, request(kind, number % 7), at, act)
     if hit and sent == signal.SIGSTOP:

@@ -22,6 +22,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ALIVE = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
+FINGERPRINT = "system-fingerprint"  # a header of streams: a resumed one may not have it otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,18 @@ async def gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends ``events``, then ends. An error that they raise is the last event. ``close`` is called whatever happens.
     ``write_timeout``: seconds that a reader may take for what was written, after which it is disconnected. ``failed``:
-    the event of an error; default: that of chats and completions."""
+    the event of an error; default: that of chats and completions; ``fingerprint``: of the model."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes],
         close: Callable[[], Awaitable[None]],
         write_timeout: float,
-        failed: Callable[[APIError], bytes] | None = None,
-        media_type: str = EVENTS.media_type,
+        failed: Callable[[APIError], bytes] | None,
+        media_type: str,
+        fingerprint: str,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", FINGERPRINT: fingerprint})
         self.raw_headers = [(b"content-type", media_type.encode())] + [
             its for its in self.raw_headers if its[0] != b"content-length"
         ]

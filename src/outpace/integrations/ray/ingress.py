@@ -22,11 +22,14 @@ from yarl import URL
 from outpace.integrations.ray.delivered import RESUMABLE, Delivered, LostError
 from outpace.integrations.ray.replica import Lease, alive
 from outpace.integrations.ray.routing import beginnings
+from outpace.server.errors import APIError, written
+from outpace.server.streaming import FINGERPRINT
 
 T = TypeVar("T")
 
 SILENCE = 1.0  # seconds without a byte, after which a server is asked whether it lives
 WAIT = 60.0  # seconds that a request waits for a replica
+AVOIDS = 15.0  # seconds of them in which it is given none that it has lost
 LOSSES = 8  # servers that one request may lose
 _OWN = {"connection", "content-length", "transfer-encoding", "keep-alive", "date", "server"}  # headers of a connection
 _STREAMED = ("text/event-stream", "application/x-ndjson")
@@ -37,23 +40,39 @@ log = logging.getLogger("ray.serve")
 
 @dataclass(slots=True)
 class Asked:
-    """A request. ``delivered``: of one whose stream another server can go on with."""
+    """A request. ``model``: that it names, None where its answer has no fingerprint; ``delivered``: of one whose stream
+    another server can go on with."""
 
     method: str
     path: str
     headers: list[tuple[str, str]]
     data: bytes
     begins: list[str] = field(default_factory=list)
+    model: str | None = None
     delivered: Delivered | None = None
 
     def body(self) -> bytes:
         return self.data if self.delivered is None else json.dumps(self.delivered.request()).encode()
+
+    def failed(self, message: str, kind: str) -> bytes:
+        """The error ``replica_lost``, as an answer of this content type has it; "": as the whole answer."""
+        data = written(APIError(503, message, code="replica_lost"), self.path)
+        if kind.startswith("text/event-stream"):
+            if self.path.startswith("/v1/messages"):
+                return b"event: error\ndata: %s\n\n" % data
+            return b"data: %s\n\ndata: [DONE]\n\n" % data
+        return data + b"\n" if kind else data
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     status: int
     headers: list[tuple[str, str]]
+
+    @property
+    def kind(self) -> str:
+        """The content type."""
+        return next((value for name, value in self.headers if name.lower() == "content-type"), "")
 
     def apply(self, response: Response) -> Response:
         response.status_code = self.status
@@ -80,8 +99,7 @@ class Ingress:
         parts = self._parts(asked)
         head = await anext(parts)
         assert isinstance(head, Head)
-        kind = next((value for name, value in head.headers if name.lower() == "content-type"), "")
-        if kind.startswith(_STREAMED):
+        if head.kind.startswith(_STREAMED):
             return head.apply(StreamingResponse(_body(parts)))
         return head.apply(Response(b"".join([part async for part in _body(parts)])))
 
@@ -102,10 +120,11 @@ class Ingress:
             return asked
         asked.begins = beginnings(body)
         if isinstance(body, dict) and request.url.path in RESUMABLE:
+            asked.model = str(body.get("model"))
             if body.get("seed") is None:
                 body["seed"] = SystemRandom().getrandbits(53)
             if body.get("stream") is True:
-                asked.delivered = Delivered(body)
+                asked.delivered = RESUMABLE[request.url.path](body)
             else:
                 asked.data = json.dumps(body).encode()
         return asked
@@ -113,7 +132,7 @@ class Ingress:
     async def _parts(self, asked: Asked) -> AsyncGenerator[Head | bytes]:
         """The head of the answer, then its bytes, from as many servers as it takes."""
         lost: list[str] = []
-        begun, why = False, "no replica is free"
+        begun, why = "", "no replica is free"
         while len(lost) < LOSSES:
             try:
                 async with self._leased(asked, lost) as lease:
@@ -123,9 +142,11 @@ class Ingress:
                                 if not isinstance(part, Head):
                                     yield part
                                 elif not begun:
-                                    begun = True
+                                    begun = part.kind
                                     yield part
                                 elif part.status != 200:
+                                    if part.status not in (429, 503):  # others would refuse, too
+                                        asked.delivered = None
                                     raise LostError(f"another server refused to go on ({part.status})")
                         return
                     except _LOST as error:
@@ -136,23 +157,23 @@ class Ingress:
                             break
             except TimeoutError:
                 break
-        message = f"the replica was lost ({why}): ask again"
-        data = json.dumps({"error": {"message": message, "type": "server_error", "code": "replica_lost"}}).encode()
-        if begun:
-            yield b"data: %s\n\ndata: [DONE]\n\n" % data
-        else:
+        if not begun:
             yield Head(503, [("content-type", "application/json")])
-            yield data
+        yield asked.failed(f"the replica was lost ({why}): ask again", begun)
 
     @asynccontextmanager
     async def _leased(self, asked: Asked, avoid: list[str]) -> AsyncIterator[Lease]:
         """A place at a server. Raises TimeoutError."""
         async with asyncio.timeout(WAIT):
+            began = asyncio.get_running_loop().time()
             while True:
-                calls = self._replicas.options(stream=True).lease.remote(asked.begins, [*avoid])
+                avoided = [*avoid] if asyncio.get_running_loop().time() < began + AVOIDS else []
+                calls = self._replicas.options(stream=True).lease.remote(asked.begins, avoided)
                 try:
-                    lease = await anext(calls)
+                    lease = await asyncio.wait_for(anext(calls), AVOIDS if avoided else None)
                     break
+                except TimeoutError:  # whom it lost may live again
+                    calls.cancel()
                 except ray.exceptions.RayError:
                     await asyncio.sleep(0.1)
                 except BaseException:
@@ -178,9 +199,13 @@ class Ingress:
                 whole = await _patiently(answer.read(), lease)
                 if answer.status == 503 and b'"shutting_down"' in whole:
                     raise LostError("the server is shutting down")
+                if answer.status == 200 and asked.model is not None:
+                    self._check(json.loads(whole)["system_fingerprint"], asked, lease)
                 yield head
                 yield whole
                 return
+            if asked.model is not None:
+                self._check(answer.headers[FINGERPRINT], asked, lease)
             yield head
             rest = b""
             while piece := await _patiently(answer.content.readany(), lease):
@@ -191,7 +216,7 @@ class Ingress:
                 taken, lost = b"", None
                 for event in events:
                     try:
-                        taken += self._taken(event + b"\n\n", asked.delivered, lease)
+                        taken += asked.delivered.take(event + b"\n\n")
                     except LostError as error:  # what came before it counts as delivered
                         lost = error
                         break
@@ -202,11 +227,13 @@ class Ingress:
             if asked.delivered is not None and not asked.delivered.whole:
                 raise LostError("the stream ended early")
 
-    def _taken(self, event: bytes, delivered: Delivered, lease: Lease) -> bytes:
-        taken, bits = delivered.take(event), delivered.fingerprint
-        if bits and bits != (first := self._fingerprints.setdefault(f"{lease.update} {delivered.model}", bits)):
+    def _check(self, bits: str, asked: Asked, lease: Lease) -> None:
+        """Raise LostError if the server's fingerprint is not that of those before it, of this update or answer."""
+        first = self._fingerprints.setdefault(f"{lease.update} {asked.model}", bits)
+        if asked.delivered is not None:
+            asked.delivered.fingerprint = first = asked.delivered.fingerprint or first
+        if bits != first:
             raise LostError(f"this server has {bits}, those before it had {first}")
-        return taken
 
     async def _metrics(self, asked: Asked) -> Response:
         """Prometheus's text, with samples of all replicas summed."""

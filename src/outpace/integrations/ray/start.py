@@ -18,7 +18,7 @@ from ray.serve.config import RequestRouterConfig
 
 from outpace.errors import Argument, ParameterError
 from outpace.integrations.ray.ingress import Ingress
-from outpace.integrations.ray.replica import Replica
+from outpace.integrations.ray.replica import LIFE, Replica
 from outpace.integrations.ray.router import PrefixRouter
 
 NAME = "outpace"
@@ -52,12 +52,13 @@ def run(arguments: Sequence[str], replicas: str, address: str | None) -> int:
         count = {"autoscaling_config": scaling}
     replica = serve.deployment(
         Replica, name="Replica", max_ongoing_requests=_PLACES, graceful_shutdown_timeout_s=own.drain,
-        graceful_shutdown_wait_loop_s=0.5, health_check_period_s=_HEALTH, health_check_timeout_s=2 * _HEALTH,
+        graceful_shutdown_wait_loop_s=0.5, health_check_period_s=_HEALTH, health_check_timeout_s=2 * LIFE,
         ray_actor_options={"num_cpus": cores, "num_gpus": int(own.device == "cuda")},
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter), **count,
     )  # fmt: skip
     ingress = serve.deployment(
-        Ingress, name="Ingress", max_ongoing_requests=_PLACES, ray_actor_options={"num_cpus": 0},
+        Ingress, name="Ingress", max_ongoing_requests=_PLACES,
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # where the HTTP proxy is
         graceful_shutdown_timeout_s=own.drain,
     )  # fmt: skip
     serve.start(proxy_location="HeadOnly", http_options={"host": own.host, "port": own.port})

@@ -104,7 +104,7 @@ class ResponsesRequest(Parameters):
 
 
 class ResponseError(Answer):
-    code: Literal["server_error"]
+    code: str
     message: str
 
 
@@ -310,7 +310,7 @@ class Making:
             created_at=generation.created,
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
-            error=None if error is None else ResponseError(code="server_error", message=error.message),
+            error=None if error is None else ResponseError(code=error.code or "server_error", message=error.message),
             incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
             model=generation.model.name,
             output=[] if status == "in_progress" else list(self._output.items),

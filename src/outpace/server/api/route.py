@@ -149,4 +149,5 @@ def stream(
                 yield data
         yield await last()
 
-    return EventStream(events(), generation.aclose, settings.write_timeout, failed, form.media_type)
+    bits = generation.model.fingerprint
+    return EventStream(events(), generation.aclose, settings.write_timeout, failed, form.media_type, bits)
