@@ -155,7 +155,7 @@ class Attack(soak.Soak):
         import schemathesis
         from hypothesis import HealthCheck, given, seed, settings
 
-        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
+        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json", timeout=120)
         operations: list[Any] = [found.ok() for found in document.get_all_operations() if hasattr(found, "ok")]
         while time.monotonic() < self._end:
             operation = self._random.choice(operations)
@@ -178,7 +178,7 @@ class Attack(soak.Soak):
         import schemathesis
         from hypothesis import HealthCheck, settings
 
-        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
+        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json", timeout=120)
         rules = settings(
             max_examples=examples, stateful_step_count=8, deadline=None, database=None,
             suppress_health_check=list(HealthCheck),

@@ -3,8 +3,8 @@
     python -m benchmarks fairness                    # every load, in turn, each between times of the chat alone
 
 Two keys ask one ``outpace serve``. The chat beside a load may take three times what it takes alone, and one step: the
-median time between two tokens of a stream of the flood. The flood is a process of its own, so its connections close
-when it ends.
+time between two tokens of a stream of the flood. Of each the 90th percentile counts. The flood is a process of its own,
+so its connections close when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def _body(load: str, number: int) -> tuple[str, dict[str, Any]]:
         case "prompts":
             return chat, {**_CHAT, "messages": [{"role": "user", "content": (text * 400)[:6000]}]}
         case "texts":
-            return "/tokenize", {"prompt": (text * 40_000)[: 2 << 20]}
+            return "/tokenize", {"prompt": (text * 10_000)[:600_000]}
         case "grammars":
             return chat, {**_CHAT, "grammar": GRAMMARS[number % len(GRAMMARS)]}
     return chat, {**_CHAT, "bad_words": [f"{text}{i}" * 3 for i in range(1024)]}
@@ -126,16 +126,21 @@ def timed(port: int, count: int) -> list[float]:
 def measured(port: int, load: str, count: int) -> dict[str, Any]:
     """The chat alone, and beside ``load``."""
     timed(port, 3)
-    alone = statistics.median(timed(port, count))
+    alone = timed(port, count)
     with flooded(port, load) as gaps:
         beside = timed(port, count)
     time.sleep(SETTLES)
-    step = statistics.median(gaps) if gaps else 0.0
-    bound, middle = TIMES * alone + step, statistics.median(beside)
+    usual, step, found = high(alone), high(gaps), high(beside)
+    bound = TIMES * usual + step
     return {
-        "load": load, "alone": alone, "median": middle, "worst": max(beside), "step": step, "bound": bound,
-        "within": sum(each <= bound for each in beside) / count, "kept": middle <= bound,
+        "load": load, "alone": usual, "beside": found, "median": statistics.median(beside), "worst": max(beside),
+        "step": step, "bound": bound, "kept": found <= bound,
     }  # fmt: skip
+
+
+def high(times: Sequence[float]) -> float:
+    """Of ten, nine are no longer."""
+    return sorted(times)[len(times) * 9 // 10] if times else 0.0
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +151,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """1 where the chat's median beside a load is above the bound."""
+    """1 where the chat beside a load is above the bound."""
     found = list[dict[str, Any]]()
     with (
         started(f"env OUTPACE_API_KEYS={','.join(KEYS)} {OURS}", given.log, KEYS[1]) as server,
@@ -161,8 +166,8 @@ def run(given: argparse.Namespace) -> int:
     emit(given, {"loads": found})
     for each in found:
         if not each["kept"]:
-            print(f"FAILED: beside {each['load']} the chat took {each['median']:.3f} s", file=sys.stderr)
+            print(f"FAILED: beside {each['load']} the chat took {each['beside']:.3f} s", file=sys.stderr)
     return measuring.end(0 if all(each["kept"] for each in found) else 1)
 
 
-_TIMES = ("alone", "median", "worst", "step", "bound")
+_TIMES = ("alone", "beside", "median", "worst", "step", "bound")

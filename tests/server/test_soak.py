@@ -94,5 +94,5 @@ def test_one_keys_flood_is_timed_beside_another_keys_chat(tmp_path: Path) -> Non
     command = f"env OUTPACE_API_KEYS={','.join(fairness.KEYS)} {OURS}"
     with started(command, tmp_path / "log", fairness.KEYS[1]) as server:
         found = fairness.measured(int(server.remote.url.rpartition(":")[2]), "bad_words", 2)
-    assert 0 < found["median"] <= found["worst"]
+    assert 0 < found["median"] <= found["beside"] <= found["worst"]
     assert found["bound"] >= 3 * found["alone"] > 0

@@ -6,11 +6,13 @@ import asyncio
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -250,20 +252,57 @@ def test_nobody_waits_for_an_engine_whose_thread_has_ended(tiny: Tiny, monkeypat
 KEYS = ("first-secret-key", "second-secret-key")
 
 
-def test_a_flood_whatever_its_priority_holds_up_another_key_by_a_step_or_two(tiny: Tiny) -> None:
-    """One key has every row for answers without end, and a queue; the other's answer of one token is there while none
-    of those has ended, within two steps of its own."""
+@pytest.mark.parametrize("keys", [KEYS, ()], ids=["keys", "addresses"])
+def test_a_flood_whatever_its_priority_holds_up_another_by_a_step_or_two(tiny: Tiny, keys: tuple[str, ...]) -> None:
+    """One has every row for answers without end, and a queue; another's answer of one token is there while none of
+    those has ended, within two steps of its own. Keys tell who is who, or else addresses."""
     flood, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    elsewhere = httpx.HTTPTransport(local_address="127.0.0.1" if keys else "127.0.0.2")
     steps: list[set[int]] = []
-    with serving(engine(tiny, max_rows=3), name="tiny", api_keys=KEYS, queue=30) as running, ExitStack() as held:
+    with serving(engine(tiny, max_rows=3), name="tiny", api_keys=keys, queue=30) as running, ExitStack() as held:
         endless = {**LONG, "stream": True, "priority": 2**31 - 1}
         for _ in range(9):
             stream = held.enter_context(running.http.stream("POST", "/v1/completions", json=endless, headers=flood))
             assert stream.status_code == 200
         running.on_step(lambda record: steps.append({*record.requests, *(c.request for c in record.chunks)}))
-        answers = [running.post("/v1/completions", {**LONG, "max_tokens": 1}, **other) for _ in range(3)]
-        assert [answer.status_code for answer in answers] == [200] * 3
+        client = held.enter_context(httpx.Client(base_url=running.url, transport=elsewhere, timeout=120, headers=other))
+        for _ in range(3):
+            assert client.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
         running.on_step(None)
         own = [step for step in steps if max(step) >= 9]
-        assert len(own) <= 2 * len(answers)
-        assert running.call(running.engine.ask(lambda its: its.stats.requests)) == len(answers)
+        assert len(own) <= 2 * 3
+        assert running.call(running.engine.ask(lambda its: its.stats.requests)) == 3
+
+
+def test_a_flood_of_long_prompts_holds_up_anothers_chat_by_a_step_or_two(tiny: Tiny) -> None:
+    """Of one key's prompts each takes 25 steps; another's chat is read beside the first of them, not after the last."""
+    flood, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    steps, go_on = list[set[int]](), threading.Event()
+
+    def seen(record: Any) -> None:
+        steps.append({*record.requests, *(c.request for c in record.chunks)})
+        assert go_on.wait(60)
+        time.sleep(0.005)
+
+    def until_inside(running: Running, count: int) -> None:
+        while (known := running.service.known("tiny")) is None or known.admission.inside < count:
+            time.sleep(0.002)
+
+    with (
+        serving(engine(tiny, max_rows=8, prefill_chunk=32), name="tiny", api_keys=KEYS) as running,
+        ThreadPoolExecutor(7) as threads,
+    ):
+        running.on_step(seen)
+        prompts = [{**SHORT, "prompt": f"{i} and so on " * 100, "max_tokens": 1} for i in range(6)]
+        asked = [threads.submit(running.post, "/v1/completions", prompt, **flood) for prompt in prompts]
+        until_inside(running, 6)
+        brief = {**LONG, "prompt": "a b c d e", "max_tokens": 1}
+        asked.append(threads.submit(running.post, "/v1/completions", brief, **other))
+        until_inside(running, 7)
+        go_on.set()
+        assert [each.result(60).status_code for each in asked] == [200] * 7
+        running.on_step(None)
+    one, count = min(Counter(each for step in steps for each in step).items(), key=lambda found: found[1])
+    last = max(at for at, step in enumerate(steps) if one in step)
+    assert count <= 2
+    assert len(set.union(*steps[last + 1 :])) >= 4  # of the flood, whose answers came later

@@ -15,7 +15,7 @@ from outpace import Engine
 from outpace.common.arrays import common_prefix
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
-from outpace.engine.pace import LEAST, Pace
+from outpace.engine.pace import LEAST, Pace, shares
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.request import Request, StepRecord
 from outpace.engine.scheduler import Plan, Scheduler
@@ -281,9 +281,10 @@ def test_rows_of_different_scopes_share_nothing() -> None:
         engine.check()
 
 
-def owned(request: int, owner: str, priority: int = 0) -> Sequence:
-    its = seq(request, [request, 1], priority=priority)
-    params, tokens = its.request.params, np.array([request, 1], np.int32)
+def owned(request: int, owner: str, priority: int = 0, prompt: SequenceOf[int] = ()) -> Sequence:
+    tokens = np.array([*prompt] or [request, 1], np.int32)
+    its = seq(request, tokens.tolist(), priority=priority)
+    params = its.request.params
     return Sequence(replace(its.request, owner=owner), 0, Chooser.start(params, None, (), tokens), TextReader(None))
 
 
@@ -377,6 +378,69 @@ def test_one_without_a_row_gets_one_of_who_has_several_at_once() -> None:
             scheduler.plan()
             scheduler.check()
         assert running(scheduler) == [0, 1, last]
+
+
+def test_a_flood_of_long_prompts_holds_up_anothers_short_one_by_no_step() -> None:
+    """It is read at once, in its half of the budget, and its own flood does not take the rest from others."""
+    kv = ToyKV()
+    scheduler = make(kv, rows=8, chunk=16)
+    for request in range(6):
+        scheduler.submit(owned(request, "flood", prompt=range(100 * request, 100 * request + 90)))
+    prefill(kv, scheduler.plan())
+    scheduler.submit(owned(900, "one", prompt=range(900, 909)))
+    plan = scheduler.plan()
+    assert [(c.sequence.request.id, c.count) for c in plan.chunks] == [(0, 8), (900, 8)]
+    prefill(kv, plan)
+    plan = scheduler.plan()
+    assert [s.request.id for s in plan.decoding] == [900]
+    assert [(c.sequence.request.id, c.count) for c in plan.chunks] == [(0, 8)]  # so that its step is short
+    scheduler.release(plan.decoding[0])
+    assert [(c.sequence.request.id, c.count) for c in scheduler.plan().chunks] == [(0, 16)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=9), st.integers(3, 5), st.integers(0, 60)
+)
+def test_owners_have_even_shares_of_a_steps_prompt_tokens(
+    wanted: list[tuple[str, int]], owners: int, budget: int
+) -> None:
+    counts, even = shares(wanted, owners, budget), max(budget // owners, 1)
+    assert all(0 <= count <= tokens for count, (_, tokens) in zip(counts, wanted, strict=True))
+    assert sum(counts) <= budget
+    found, asked = Counter[str](), Counter[str]()
+    for count, (owner, tokens) in zip(counts, wanted, strict=True):
+        found[owner] += count
+        asked[owner] += tokens
+    if budget >= owners:
+        assert all(found[owner] == min(asked[owner], even) for owner in asked)
+    assert shares([("a", 40), ("a", 9)], 1, budget) == [min(budget, 40), min(max(budget - 40, 0), 9)]
+
+
+def test_memory_that_one_has_filled_is_given_to_another_without_a_row() -> None:
+    kv = ToyKV()
+    scheduler = make(kv, rows=8, memory=48, chunk=99)
+    for request in range(4):
+        scheduler.submit(owned(request, "flood", prompt=range(100 * request, 100 * request + 16)))
+    for _ in range(2):
+        prefill(kv, scheduler.plan())
+    assert (running(scheduler), scheduler.waiting) == ([0, 1, 2], 1)
+    scheduler.submit(owned(900, "one", prompt=range(900, 917)))
+    for _ in range(2):  # one that gives way may not be enough
+        prefill(kv, scheduler.plan())
+    assert running(scheduler)[:2] == [0, 900]
+    scheduler.check()
+
+
+def test_who_waits_for_a_common_beginning_holds_up_nobody_else() -> None:
+    scheduler = make(ToyKV(), rows=8, chunk=8)
+    common = list(range(60))
+    for request in range(2):
+        scheduler.submit(owned(request, "flood", prompt=[*common, 100 + request]))
+    scheduler.submit(owned(2, "flood"))
+    scheduler.submit(owned(900, "one"))
+    scheduler.plan()
+    assert running(scheduler) == [0, 900]
+    scheduler.check()
 
 
 def test_an_owner_has_to_be_a_name() -> None:

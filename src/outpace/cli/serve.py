@@ -119,6 +119,7 @@ def run(
     observers: list[Observer] = [Metrics(), RequestLog(), *([Spans(tracer())] if otel else [])]
     configure(log_format)
     few_arenas()
+    sys.setswitchinterval(_SWITCH)
     from outpace.engine.aio import AsyncEngine
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
@@ -175,5 +176,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         raise ParameterError(f"{path} has no key, so that everybody would be let in: write one a line")
     return found
 
+
+_SWITCH = 0.0005  # seconds that a thread keeps the interpreter from others: a request changes threads ten times
 
 COMMAND = Command("serve", run, "outpace serve -m demo --port 8000")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 LEAST = 16  # prompt tokens a step: less would cost more than it gains
 _WEIGHT = 0.2  # of the newest measurement, where it says that things go faster than thought
 
@@ -36,3 +39,18 @@ class Pace:
         each = max(seconds - (self._plain if decoding else 0.0), 0.0) / tokens
         slower = self._token is None or each > self._token
         self._token = each if slower else (self._token or 0.0) + _WEIGHT * (each - (self._token or 0.0))
+
+
+def shares(wanted: Sequence[tuple[str, int]], owners: int, budget: int) -> list[int]:
+    """Tokens of a step for each row, at most ``budget`` together: its owner and what it ``wanted``, the oldest first.
+
+    None of so many ``owners`` has more than an even share, whether or not others need theirs: those who decode beside a
+    long prompt wait less.
+    """
+    counts, left = list[int](), Counter(dict.fromkeys((owner for owner, _ in wanted), max(budget // owners, 1)))
+    for owner, tokens in wanted:
+        count = min(tokens, left[owner], budget)
+        counts.append(count)
+        left[owner] -= count
+        budget -= count
+    return counts

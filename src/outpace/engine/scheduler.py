@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.drafting import Drafting
-from outpace.engine.pace import Pace
+from outpace.engine.pace import Pace, shares
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
 from outpace.engine.turns import Place, Turns
@@ -56,14 +56,7 @@ class Scheduler:
     target and drafters."""
 
     def __init__(
-        self,
-        kv: KVCache,
-        drafting: Drafting,
-        *,
-        max_rows: int,
-        pace: Pace,
-        memory: int | None,
-        prefix_rows: int,
+        self, kv: KVCache, drafting: Drafting, *, max_rows: int, pace: Pace, memory: int | None, prefix_rows: int
     ) -> None:
         self._kv, self._drafting = kv, drafting
         self._max_rows, self.pace, self._memory = max_rows, pace, memory
@@ -104,17 +97,25 @@ class Scheduler:
         failed: list[tuple[Sequence, str]] = []
         for sequence in self.running:
             sequence.paused = False
-        if len(self.running) == self._max_rows and (found := self._turns.way(self.running)) is not None:
+        if self._waiting and self.running and (found := self._turns.way(self.running)) is not None:
             first, victim = found
-            self.preempt(victim, for_another=True)
-            self._waiting.sort(key=lambda entry: entry[1] is not first)  # the others stay in order
-        while self._waiting and len(self.running) < self._max_rows:
-            sequence = self._waiting[0][1]
+            if len(self.running) == self._max_rows or not self._has_room(first, -1, 0):
+                self.preempt(victim, for_another=True)
+                self._waiting.sort(key=lambda entry: entry[1] is not first)  # the others stay in order
+        held = set[str]()  # owners whose next one waits for what another row computes
+        for sequence in [s for _, s in self._waiting]:
+            if len(self.running) == self._max_rows:
+                break
+            if sequence.request.owner in held:
+                continue
             if self._memory is not None and self._kv.bytes_for(sequence.length + 1) > self._memory:
                 failed.append((sequence, self._full(sequence.length + 1)))
             else:
                 try:
-                    if not self._admit(sequence):
+                    donor, shared, wait = self._donor(sequence)
+                    if wait:
+                        held.add(sequence.request.owner)
+                    elif not self._admit(sequence, donor, shared):
                         break
                     continue
                 except Exception as error:
@@ -122,7 +123,7 @@ class Scheduler:
                     if sequence.attempts < ATTEMPTS or (isinstance(error, MemoryLimitError) and self.running):
                         break  # it waits: what runs gives memory back, and what failed once may not fail again
                     failed.append((sequence, f"it could not begin: {error or type(error).__name__}"))
-            self._waiting.pop(0)
+            self._remove(sequence)
         while True:
             plan = self._rows(failed)
             if self._fits(plan):
@@ -133,13 +134,11 @@ class Scheduler:
         filling: list[Sequence] = []
         for sequence in self.running:
             (decoding if sequence.decoding else filling).append(sequence)
-        budget, chunks = self.pace.budget(bool(decoding)) if filling else 0, []
-        for sequence in filling:
-            if not budget:
-                break
-            count = min(budget, sequence.length - 1 - sequence.cached)
-            chunks.append(Chunk(sequence, sequence.cached, count))
-            budget -= count
+        if not filling:
+            return Plan(decoding, [], failed)
+        owners, budget = len({s.request.owner for s in self.running}), self.pace.budget(bool(decoding))
+        counts = shares([(s.request.owner, s.length - 1 - s.cached) for s in filling], owners, budget)
+        chunks = [Chunk(s, s.cached, count) for s, count in zip(filling, counts, strict=True) if count]
         return Plan(decoding, chunks, failed)
 
     def _fits(self, plan: Plan) -> bool:
@@ -191,11 +190,8 @@ class Scheduler:
 
     # -- rows come and go --------------------------------------------------------------------------------------------
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a sequence its row if there is room; what it shares with another row, it takes from there."""
-        donor, shared, wait = self._donor(sequence)
-        if wait:
-            return False
+    def _admit(self, sequence: Sequence, donor: tuple[int, Sequence | None], shared: int) -> bool:
+        """Give a sequence its row if there is room; its first ``shared`` positions are those of the donor."""
         if not self._has_room(sequence, donor[0], shared):
             if self.running:
                 return False
@@ -211,7 +207,8 @@ class Scheduler:
             sequence.cached = 0
             raise
         sequence.row = row
-        self.running.append(self._waiting.pop(0)[1])
+        self._remove(sequence)
+        self.running.append(sequence)
         self._turns.begin(sequence)
         sequence.begin()
         if sequence.cached:
@@ -326,7 +323,7 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """A sequence has ended: its row is kept for the prefix cache, or freed. Does nothing for one that has left."""
-        self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+        self._remove(sequence)
         self._turns.leave(sequence)
         if sequence.row >= 0:
             self._leave(sequence, keep=True)
@@ -372,6 +369,9 @@ class Scheduler:
                     self._forget(self.prefixes.rows[0])
             else:
                 self._kv.free(row)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
 
     def _queue(self, sequence: Sequence, moved: bool) -> None:
         """Put a sequence among those that wait. ``moved``: others' places have changed for it."""

@@ -144,7 +144,7 @@ class Guard:
             self._web.check(headers.get(b"host", [None])[-1], headers.get(b"origin", [None])[-1])
             keys = [*headers.get(b"authorization", ()), *(f"Bearer {key}" for key in headers.get(b"x-api-key", ()))]
             scope["outpace.scope"] = key = self._keys.scope(scope["path"], keys)
-            KEY.set(key)
+            KEY.set(key or f"address {(scope['client'] or ('',))[0]}")
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if begun:

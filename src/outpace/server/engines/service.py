@@ -16,7 +16,7 @@ from outpace.engine.aio import AsyncEngine
 from outpace.server.admission import Places
 from outpace.server.engines.generation import Caller, Generation, Observer, Work, seeded
 from outpace.server.engines.models import Models, Served
-from outpace.server.engines.shares import Shares, Workers
+from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
 from outpace.server.observe.traces import Traces
 from outpace.server.settings import ServerSettings
@@ -70,13 +70,13 @@ class Service:
             work = await self.work(translate, model)
             places.hold(work.samples)
             work = replace(work, params=seeded(work.params))
-            engine = model.serving.engine
+            engine, owner = model.serving.engine, KEY.get()
             if not model.serving.alive:
                 raise _stopped()
 
             def prepared() -> list[Any]:
                 return [
-                    engine.prepare(its.tolist(), work.params, owner=caller.scope, **work.options, **work.resumed(i))
+                    engine.prepare(its.tolist(), work.params, owner=owner, **work.options, **work.resumed(i))
                     for i, its in enumerate(work.prompts)
                 ]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-KEY: ContextVar[str] = ContextVar("outpace_key", default="")  # whose request is being served
+KEY: ContextVar[str] = ContextVar("outpace_key", default="")  # whose request is served: an API key's, or an address's
 
 _THREADS = 4  # for templates, tokens, grammars and large JSON
 
