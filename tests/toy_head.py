@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.eagle import Ask
-from outpace.drafters.learned.torch_eagle import Growing, drafts_of
+from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import MemoryLimitError
-from outpace.exact.drafts import Drafts
+from outpace.exact.drafts import Draft, Drafts
 from tests.toy import BYTES, ToyModel
 
 
@@ -63,13 +62,13 @@ class ToyHead:
         for ask in asks:
             tree, paths = Growing(ask, self.ids), [list[int]()]
             for _ in range(ask.levels):
-                tree.add(torch.from_numpy(np.stack([self._logits(self.rows[ask.row], path) for path in paths])))
+                tree.add(np.stack([self._logits(self.rows[ask.row], path) for path in paths]))
                 frontier = tree.expand()
                 if not frontier.tokens:
                     break
                 paths = [[*paths[at], token] for at, token in zip(frontier.parents, frontier.tokens, strict=True)]
             trees.append(tree)
-        return drafts_of(trees)
+        return Drafts.of([tree.tree() for tree in trees], ())
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
         real = [i for i, its in enumerate(hidden_states) if its is not None]
@@ -116,3 +115,60 @@ class ToyHead:
     def close(self) -> None:
         self.rows.clear()
         self._predicted.clear()
+
+
+class Frontier(NamedTuple):
+    """Nodes to expand: their tokens, and where in the frontier before each one's parent stands."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+class Growing:
+    """The tree (or chain) of one ``ask``. ``ids`` int32 [D]: the target's ids of the draft vocabulary, ascending."""
+
+    def __init__(self, ask: Ask, ids: I32) -> None:
+        self._ask, self._ids = ask, ids
+        self._levels = min(ask.levels, ask.nodes)
+        self._chooser = None if ask.chooser is None or ask.chooser.params.greedy else ask.chooser
+        self._tree = Draft()  # of all candidates; gains are logarithms
+        self._frontier: list[int] = [-1]
+        self._columns: list[int] = [-1]  # nodes whose forward came last
+        self._level = 0
+
+    def add(self, logits: F32) -> None:
+        """Children of the frontier's nodes, of logits float32 [m, D]."""
+        if self._level >= self._levels:
+            self._frontier = []
+            return
+        branch, chooser = self._ask.branch, self._chooser
+        found = [
+            likeliest(row, branch) if chooser is None else chosen(row, self._ids, chooser, self._level, branch)
+            for row in logits
+        ]
+        begin = len(self._tree)
+        for node, (children, logarithms) in zip(self._frontier, found, strict=True):
+            above = self._tree.gains[node] if node >= 0 else 0.0
+            for token, gain in zip(children, logarithms, strict=True):
+                self._tree.add(int(self._ids[token]), node, above + min(gain, 0.0))
+        self._level += 1
+        self._frontier = list(range(begin, len(self._tree)))
+
+    def expand(self) -> Frontier:
+        """What the next level's forward is of: the likeliest of the last level's nodes; none where it was the last."""
+        before = self._tree.parents
+        if self._level >= self._levels:
+            self._frontier = []
+        ranked = sorted(self._frontier, key=lambda n: -self._tree.gains[n])[: self._ask.branch]
+        columns = {node: j for j, node in enumerate(self._columns)}
+        self._columns = self._frontier = ranked
+        return Frontier([self._tree.tokens[n] for n in ranked], [columns[before[n]] for n in ranked])
+
+    def tree(self) -> Draft:
+        """The ``nodes`` likeliest of all, parents before their children; gains are path probabilities."""
+        grown = self._tree
+        best = sorted(range(len(grown)), key=lambda n: -grown.gains[n])[: self._ask.nodes]
+        kept, place = Draft(), {-1: -1}
+        for node in best:
+            place[node] = kept.add(grown.tokens[node], place[grown.parents[node]], float(np.exp(grown.gains[node])))
+        return kept

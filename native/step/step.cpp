@@ -9,8 +9,8 @@
 
 namespace outpace {
 
-void Step::begin(Model* model, Policy* policy) {
-    model_ = model, policy_ = policy;
+void Step::begin(Model* model, Deciding deciding, Policy* policy) {
+    model_ = model, deciding_ = deciding, policy_ = policy;
     planned_ = levelled_ = false;
     rows.clear(), chunks.clear();
     open_.clear(), failed_.clear(), lost_.clear();
@@ -48,7 +48,8 @@ bool Step::plan() {
         planned_ = planned_ || now.fixed->drafts;
         now.asked = now.levels = now.most;
     }
-    if (!policy()) return true;
+    if (!planned_ || deciding_ == Deciding::kFixed) return true;
+    if (deciding_ == Deciding::kCaller) return false;
     views_.clear();
     for (const RowNow& now : rows) {
         const StepRow& fixed = *now.fixed;
@@ -156,7 +157,8 @@ void Step::keep(size_t i, const std::vector<int32_t>& nodes) {
 }
 
 bool Step::trim() {
-    if (!policy()) return true;
+    if (!planned_ || deciding_ == Deciding::kFixed) return true;
+    if (deciding_ == Deciding::kCaller) return false;
     std::vector<const Draft*> drafts;
     bool drawn = false;
     for (const RowNow& now : rows) drafts.push_back(&now.proposed), drawn = drawn || now.drawn;

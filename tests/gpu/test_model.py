@@ -108,7 +108,7 @@ def test_the_budget_is_the_cards(device: str) -> None:
 def test_a_batch_is_verified_in_one_copy(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, kinds = (
         text(20),
-        [SamplingParams(), SamplingParams(temperature=0.9, top_k=40), SamplingParams(temperature=1.2, top_p=0.9)],
+        [SamplingParams(), SamplingParams(temperature=0.9, top_k=40), SamplingParams(temperature=0.5, top_p=0.5)],
     )
     rows = [model.kv.alloc() for _ in kinds]
     for row in rows:

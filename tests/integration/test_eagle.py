@@ -20,7 +20,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.eagle import CATCH_UP, Ask, EagleDrafter, EagleRuntime
 from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.learned.picks import RIVALS, chosen
-from outpace.drafters.learned.torch_eagle import TorchEagle, likeliest
+from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise
@@ -96,13 +96,6 @@ def test_a_drafter_like_the_target_drafts_its_choice(seed: int) -> None:
         assert ids[tokens].tolist() == best[:4].tolist()
         weights = np.exp(scores[best] - scores[best[0]])
         np.testing.assert_allclose(np.exp(gains), (weights / weights.sum())[:4], rtol=1e-9)
-
-
-def test_ties_go_to_the_lower_token() -> None:
-    logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, -1.0, -3.0], [-2.0, -2.0, -2.0, -5.0, -1.0, -1.0]])
-    tokens, gains = likeliest(logits, 4)
-    assert tokens == [[1, 3, 0, 2], [4, 5, 0, 1]]
-    np.testing.assert_allclose(gains[0][0], float(torch.log_softmax(logits[0], 0)[1]), rtol=1e-6)
 
 
 def test_a_row_that_waits_for_long_is_read_in_bounded_pieces(load: Load) -> None:

@@ -22,8 +22,8 @@ U32 = npt.NDArray[np.uint32]
 F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
 # The largest value that gumbel() can return: u is at most 1 - 2**-33, so -log(-log(u)) < 33 log 2 < 22.88.
@@ -55,13 +55,13 @@ def philox(counter: tuple[U32, int, int, int], key: int) -> tuple[U32, U32, U32,
     low = np.uint64(_MASK)
     shift = np.uint64(32)
     for _ in range(10):
-        product0 = x0 * np.uint64(_MULTIPLIERS[0])
-        product1 = x2 * np.uint64(_MULTIPLIERS[1])
+        product0 = x0 * np.uint64(MULTIPLIERS[0])
+        product1 = x2 * np.uint64(MULTIPLIERS[1])
         x0 = (product1 >> shift) ^ x1 ^ np.uint64(k0)
         x2 = (product0 >> shift) ^ x3 ^ np.uint64(k1)
         x1 = product1 & low
         x3 = product0 & low
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        k0, k1 = (k0 + WEYL[0]) & _MASK, (k1 + WEYL[1]) & _MASK
     return (x0.astype(np.uint32), x1.astype(np.uint32), x2.astype(np.uint32), x3.astype(np.uint32))
 
 
@@ -103,10 +103,10 @@ def to_uniform(words: U32) -> F64:
     return uniform
 
 
-_SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
-_LN2_HIGH = 6.93147180369123816490e-01  # the upper 33 bits of log 2: k * _LN2_HIGH is exact
-_LN2_LOW = 1.90821492927058770002e-10
-_SERIES = tuple(2.0 / (2 * i + 3) for i in range(10))  # 2 atanh(s) = 2 s + s (2/3 s^2 + 2/5 s^4 + ...)
+SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
+LN2_HIGH = 6.93147180369123816490e-01  # the upper 33 bits of log 2: k * LN2_HIGH is exact
+LN2_LOW = 1.90821492927058770002e-10
+SERIES = tuple(2.0 / (2 * i + 3) for i in range(10))  # 2 atanh(s) = 2 s + s (2/3 s^2 + 2/5 s^4 + ...)
 
 
 def log(x: F64) -> F64:
@@ -116,15 +116,15 @@ def log(x: F64) -> F64:
     Error under 2 units in the last place except near x = 1, where the absolute error stays under 1e-17.
     """
     m, exponent = np.frexp(x)  # m in [1/2, 1): exact
-    small = m < _SQRT_HALF
+    small = m < SQRT_HALF
     m = np.where(small, m + m, m)
     k = np.where(small, exponent - 1, exponent).astype(np.float64)
     f = m - 1.0
     s = f / (2.0 + f)
     z = s * s
-    tail = np.full_like(z, _SERIES[-1])
-    for coefficient in _SERIES[-2::-1]:
+    tail = np.full_like(z, SERIES[-1])
+    for coefficient in SERIES[-2::-1]:
         tail = tail * z + coefficient
     # 2 s is f - s f, which keeps the leading term exact.
-    result: F64 = k * _LN2_HIGH + (f - (s * (f - z * tail) - k * _LN2_LOW))
+    result: F64 = k * LN2_HIGH + (f - (s * (f - z * tail) - k * LN2_LOW))
     return result

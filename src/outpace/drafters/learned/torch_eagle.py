@@ -2,13 +2,13 @@
 
 One layer, so what stands behind an entry needs no more of it than its key and value: attention, feed-forward and head
 are computed for a row's last entry and for drafted nodes alone. Which tokens become nodes is decided level by level
-(EAGLE-2, arXiv 2406.16858): the chosen come to the host, logits only where the request's noise decides.
+(EAGLE-2, arXiv 2406.16858) where the logits are: what comes to the host is the whole draft, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import EagleConfig
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.networks.eagle import EagleNetwork
-from outpace.drafters.learned.picks import chosen
-from outpace.drafters.learned.torch_runtime import Shared, Slab
+from outpace.drafters.learned.picks import RIVALS
+from outpace.drafters.learned.torch_runtime import Shared, Slab, spans
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.models.base import Model
+from outpace.models.torch.choose import Asked, kept, likeliest, rough_gumbel
+from outpace.models.torch.upload import uploaded
 
 
 class TorchEagle:
@@ -37,6 +39,7 @@ class TorchEagle:
         self._network = self._shared.filled(EagleNetwork(config), checkpoint)
         shape = config.decoder
         self.ids, self.max_length, self._device = self._shared.ids, shape.max_length, self._shared.device
+        (self._ids,) = uploaded(self._device, self.ids)
         self._kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
         self._predicted: dict[int, Tensor] = {}  # features [h] that follow the last entries of rows that are extended
 
@@ -92,46 +95,46 @@ class TorchEagle:
         counts = [len(each) for each in tokens]
         starts = self._kv.lengthen(rows, counts)
         try:
-            x, residual = self._network.enter(self._shared.embed(np.concatenate(tokens)), torch.cat(features))
-            each = [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
-            cos, sin = self._network.rope(torch.from_numpy(np.concatenate(each)).to(self._device))
+            ids, position, slots, last = uploaded(
+                self._device, np.concatenate(tokens), spans(starts, counts), np.repeat(self._kv.slots(rows), counts),
+                np.cumsum(counts) - 1,
+            )  # fmt: skip
+            x, residual = self._network.enter(self._shared.embed(ids), torch.cat(features))
+            cos, sin = self._network.rope(position)
             attention = self._network.layer.self_attn
-            self._kv.write(rows, starts, counts, torch.stack(attention.keys_values(x, cos, sin), 1))
-            last = torch.from_numpy(np.cumsum(counts) - 1).to(self._device)
+            self._kv.write(slots, position, torch.stack(attention.keys_values(x, cos, sin), 1))
             return attention.queries(x[last], cos[last], sin[last])[:, None], residual[last][:, None]
         except BaseException:
             self._cut(rows, starts)
             raise
 
+    def _read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows' keys and values [B, s, 2, kv_heads, d], bool [B, s]: what each row has, and their lengths [B]."""
+        lengths = [self.length(row) for row in rows]
+        slots, ends = uploaded(self._device, self._kv.slots(rows), lengths)
+        there = torch.arange(max(lengths), device=self._device)[None] < ends[:, None]
+        return self._kv.read(slots, max(lengths)), there, ends
+
     def _last(self, rows: Sequence[int], q: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normed outputs and next features, both [B, 1, h], of rows' last entries."""
-        values, there = self._kv.read(rows)
+        values, there, _ = self._read(rows)
         return self._network.leave(residual, attend(q, values[:, :, 0], values[:, :, 1], there[:, None]))
 
     def _grown(self, asks: Sequence[Ask], rows: Sequence[int], normed: Tensor, features: Tensor) -> Drafts:
-        """Drafts from what follows the rows' last entries [B, 1, h]: level by level, all rows together."""
-        trees = [Growing(ask, self.ids) for ask in asks]
-        values, there = self._kv.read(rows)
+        """Drafts from what follows the rows' last entries [B, 1, h]: level by level, all rows together. Nothing comes
+        to the host before all of it is drafted."""
+        trees = Trees(asks, self._ids)
+        values, there, lengths = self._read(rows)
         keys, values = [values[:, :, 0]], [values[:, :, 1]]  # the rows', then those of each level's nodes
-        lengths = torch.tensor([self.length(row) for row in rows], device=self._device)
         attention = self._network.layer.self_attn
-        sees: Tensor | None = None  # bool [B, m, drafted nodes and their padding]
-        for level in range(max(ask.levels for ask in asks)):
-            logits = self._shared.logits(normed).float()
-            if not bool(torch.isfinite(logits.amax())):
-                raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-            for tree, own in zip(trees, logits, strict=True):
-                tree.add(own)
-            frontiers = [tree.expand() for tree in trees]
-            m = max(len(frontier.parents) for frontier in frontiers)
-            if not m:
+        sees: Tensor | None = None  # bool [B, m, drafted nodes]
+        for level in range(trees.levels):
+            tokens, parent = trees.add(self._shared.logits(normed).float(), level)
+            if level == trees.levels - 1:
                 break
-            # What a row lacks of m nodes is padding, which nobody sees.
-            parent = torch.tensor([[*f.parents, *[0] * (m - len(f.parents))] for f in frontiers], device=self._device)
-            tokens = np.array([[*f.tokens, *[0] * (m - len(f.tokens))] for f in frontiers], np.int32)
-            embedded = self._shared.embed(tokens.reshape(-1)).unflatten(0, tokens.shape)
+            m = tokens.shape[1]
             features = torch.gather(features, 1, parent[..., None].expand(-1, -1, features.shape[-1]))
-            x, residual = self._network.enter(embedded, features)
+            x, residual = self._network.enter(self._shared.embed(tokens), features)
             cos, sin = self._network.rope((lengths + level)[:, None].expand(-1, m))
             for list_, new in zip((keys, values), attention.keys_values(x, cos, sin), strict=True):
                 list_.append(new)
@@ -142,7 +145,7 @@ class TorchEagle:
             every = torch.cat([there[:, None].expand(-1, m, -1), sees], -1)
             mixed = attend(attention.queries(x, cos, sin), torch.cat(keys, 1), torch.cat(values, 1), every)
             normed, features = self._network.leave(residual, mixed)
-        return drafts_of(trees)
+        return trees.fetched()
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -200,78 +203,74 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-class Frontier(NamedTuple):
-    """Nodes to expand: their tokens, and where in the frontier before each one's parent stands."""
+class Trees:
+    """Trees (or chains) of a batch of ``asks``, grown where the logits are. ``ids`` int64 [D]: the target's ids of the
+    draft vocabulary, ascending. What a row has no room for has a gain of -inf, and is expanded for nothing."""
 
-    tokens: list[int]
-    parents: list[int]
+    def __init__(self, asks: Sequence[Ask], ids: Tensor) -> None:
+        self._asks, self._ids, self._branch = asks, ids, max(ask.branch for ask in asks)
+        depths = [min(ask.levels, ask.nodes) for ask in asks]
+        self.levels = max(depths)
+        choosers = [(b, a.chooser) for b, a in enumerate(asks) if a.chooser is not None and not a.chooser.params.greedy]
+        self._filtered = any(chooser.params.filtered for _, chooser in choosers)
+        noisy = Asked.packed([chooser for _, chooser in choosers], np.zeros(len(choosers), np.int64))
+        self._depths, self._noisy, asked = uploaded(ids.device, depths, [b for b, _ in choosers], noisy)
+        self._asked = Asked.of(asked)
+        self._frontier = ids.new_full((len(asks), 1), -1)  # indices among all nodes
+        self._gains = torch.zeros((len(asks), 1), dtype=torch.float64, device=ids.device)  # logarithms, of its nodes
+        self._finite = torch.ones((), dtype=torch.bool, device=ids.device)
+        self._grown: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and gains [B, n] of each level
+
+    def add(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """Children of the frontier's nodes, of logits float32 [B, m, D]; then the likeliest of these are the frontier:
+        their tokens [B, m'], and where in the frontier before each one's parent stands."""
+        m = logits.shape[1]
+        self._finite = self._finite & torch.isfinite(logits.amax())
+        index = likeliest(logits, self._branch)
+        gains = (logits.gather(-1, index) - logits.logsumexp(-1, keepdim=True)).double()
+        if len(self._noisy):
+            asked = Asked(*(each.repeat_interleave(m, 0) for each in self._asked))
+            asked = asked._replace(index=asked.index + level)
+            given = logits.index_select(0, self._noisy).flatten(0, 1)
+            others, chances = noisy(given, asked, self._ids, self._branch, self._filtered)
+            index = index.index_copy(0, self._noisy, others.view(-1, m, index.shape[-1]))
+            gains = gains.index_copy(0, self._noisy, chances.view(-1, m, index.shape[-1]))
+        gains = self._gains[..., None] + gains.clamp(max=0.0)
+        gains = gains.masked_fill((level >= self._depths)[:, None, None], -torch.inf).flatten(1)
+        tokens = self._ids[index].flatten(1)
+        begin = sum(each.shape[1] for each, _, _ in self._grown)
+        self._grown.append((tokens, self._frontier.repeat_interleave(index.shape[-1], 1), gains))
+        best = gains.sort(dim=-1, descending=True, stable=True).indices[:, : self._branch]
+        self._frontier, self._gains = begin + best, gains.gather(-1, best)
+        return tokens.gather(-1, best), best // index.shape[-1]
+
+    def fetched(self) -> Drafts:
+        """The likeliest ``nodes`` of all of each row, parents before their children: one copy to the host. Raises
+        NotFiniteError."""
+        tokens, parents, gains = (torch.cat(each, 1) for each in zip(*self._grown, strict=True))
+        order = gains.sort(dim=-1, descending=True, stable=True).indices[:, : max(ask.nodes for ask in self._asks)]
+        place = torch.full_like(parents, -1).scatter(
+            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+        )
+        above = parents.gather(-1, order)
+        above = torch.where(above < 0, above, place.gather(-1, above.clamp(min=0)))
+        all_ = torch.stack([tokens.gather(-1, order).double(), above.double(), gains.gather(-1, order)])
+        host = torch.cat([all_.flatten(), self._finite[None].double()]).cpu().numpy()
+        if not host[-1]:
+            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+        found = []
+        for ask, (token, parent, gain) in zip(self._asks, host[:-1].reshape(all_.shape).swapaxes(0, 1), strict=True):
+            n = min(ask.nodes, int((gain > -np.inf).sum()))
+            nodes = token[:n].astype(int).tolist(), parent[:n].astype(int).tolist(), np.exp(gain[:n]).tolist()
+            found.append(Draft(*nodes, [0] * n))
+        return Drafts.of(found, ())
 
 
-class Growing:
-    """The tree (or chain) of one ``ask``. ``ids`` int32 [D]: the target's ids of the draft vocabulary, ascending."""
-
-    def __init__(self, ask: Ask, ids: I32) -> None:
-        self._ask, self._ids = ask, ids
-        self._levels = min(ask.levels, ask.nodes)
-        self._chooser = None if ask.chooser is None or ask.chooser.params.greedy else ask.chooser
-        self._tree = Draft()  # of all candidates; gains are logarithms
-        self._frontier: list[int] = [-1]
-        self._columns: list[int] = [-1]  # nodes whose forward came last
-        self._level = 0
-
-    def add(self, logits: Tensor) -> None:
-        """Children of the frontier's nodes, of logits float32 [m, D] (those beyond the frontier are padding)."""
-        if self._level >= self._levels:
-            self._frontier = []
-            return
-        own = logits[: len(self._frontier)]
-        if self._chooser is None:
-            tokens, gains = likeliest(own, self._ask.branch)
-        else:
-            found = [chosen(row, self._ids, self._chooser, self._level, self._ask.branch) for row in own.cpu().numpy()]
-            tokens, gains = [t for t, _ in found], [g for _, g in found]
-        begin = len(self._tree)
-        for node, children, logarithms in zip(self._frontier, tokens, gains, strict=True):
-            above = self._tree.gains[node] if node >= 0 else 0.0
-            for token, gain in zip(children, logarithms, strict=True):
-                self._tree.add(int(self._ids[token]), node, above + min(gain, 0.0))
-        self._level += 1
-        self._frontier = list(range(begin, len(self._tree)))
-
-    def expand(self) -> Frontier:
-        """What the next level's forward is of: the likeliest of the last level's nodes; none where it was the last."""
-        before = self._tree.parents
-        if self._level >= self._levels:
-            self._frontier = []
-        ranked = sorted(self._frontier, key=lambda n: -self._tree.gains[n])[: self._ask.branch]
-        columns = {node: j for j, node in enumerate(self._columns)}
-        self._columns = self._frontier = ranked
-        return Frontier([self._tree.tokens[n] for n in ranked], [columns[before[n]] for n in ranked])
-
-    def tree(self) -> Draft:
-        """The ``nodes`` likeliest of all, parents before their children; gains are path probabilities."""
-        grown = self._tree
-        best = sorted(range(len(grown)), key=lambda n: -grown.gains[n])[: self._ask.nodes]
-        kept, place = Draft(), {-1: -1}
-        for node in best:
-            place[node] = kept.add(grown.tokens[node], place[grown.parents[node]], float(np.exp(grown.gains[node])))
-        return kept
-
-
-def drafts_of(trees: Sequence[Growing]) -> Drafts:
-    """What was drafted for a batch."""
-    return Drafts.of([tree.tree() for tree in trees], ())
-
-
-def likeliest(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """The ``k`` tokens of the largest logits of each row of float32 [m, D] (the lower on ties), best first, and the
-    logarithms of their probabilities."""
-    d = logits.shape[-1]
-    bits = (logits + 0.0).contiguous().view(torch.int32)  # in the order of whole numbers, but for negative ones
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    keys = ordered * (1 << 24) + torch.arange(d - 1, -1, -1, device=logits.device)
-    best = keys.topk(min(k, d), -1).indices
-    gains = logits.gather(-1, best) - logits.logsumexp(-1, keepdim=True)
-    both = torch.stack([best.to(torch.float64), gains.to(torch.float64)]).cpu().numpy()
-    tokens: list[list[int]] = both[0].astype(np.int64).tolist()
-    return tokens, both[1].tolist()
+def noisy(logits: Tensor, asked: Asked, ids: Tensor, k: int, filtered: bool) -> tuple[Tensor, Tensor]:
+    """Indices int64 [n, k] of logits float32 [n, D] and their gains: see ``picks.chosen``."""
+    index, scaled = kept(logits, asked, filtered)
+    scores = scaled + rough_gumbel(ids[index], asked)
+    best, at = scores.topk(min(max(k, RIVALS), scores.shape[-1]), -1)
+    gains = best - best[:, :1]
+    gains = gains - gains.logsumexp(-1, keepdim=True)
+    return index.expand_as(scores).gather(-1, at[:, :k]), gains[:, :k]

@@ -19,10 +19,16 @@ from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.drafters.learned.parallel import BlockDrafts, Picker
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
+from outpace.models.torch.upload import uploaded
 
 BLOCK = 64  # positions that memory is counted in
 
 N = TypeVar("N", bound=nn.Module)
+
+
+def spans(starts: Sequence[int], counts: Sequence[int]) -> I32:
+    """``starts[b] .. starts[b] + counts[b] - 1`` of each, one after the other."""
+    return np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
 
 
 class Shared:
@@ -33,7 +39,8 @@ class Shared:
 
     def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
         config = checkpoint.config
-        self.parts = target.parts
+        self.parts: Any = target.parts
+        self._head: Any = None  # the target's, by the rows of the draft vocabulary
         sample = self.parts.embed(np.zeros(1, np.int32))
         self._in_torch = isinstance(sample, Tensor)
         self.device, self.dtype = (
@@ -57,18 +64,23 @@ class Shared:
         network.to(self.device, self.dtype).eval().requires_grad_(False)
         return network
 
-    def embed(self, tokens: I32) -> Tensor:
-        """[n, h] of target ids int32 [n]."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., h] of target ids int64 [...]."""
         if self._embedding is not None:
-            return self._embedding[torch.from_numpy(tokens.astype(np.int64)).to(self.device)]
-        return self.tensor(self.parts.embed(tokens))
+            return self._embedding[tokens]
+        if self._in_torch:
+            found: Tensor = self.parts.embed(tokens)
+            return found
+        return self.tensor(self.parts.embed(tokens.flatten().numpy().astype(np.int32))).unflatten(0, tokens.shape)
 
     def logits(self, normed: Tensor, name: str = "lm_head.weight") -> Tensor:
         """[..., D] of normed states [..., h], by the rows called ``name``."""
         if name in self._rows:
             return F.linear(normed, self._rows[name])
-        flat = normed.reshape(-1, normed.shape[-1])
-        found = self.parts.logits(flat if self._in_torch else flat.numpy(), self.ids)
+        if self._in_torch:
+            self._head = self._head or self.parts.head_of(self.ids)
+            return self._head(normed)
+        found = self.parts.logits(normed.reshape(-1, normed.shape[-1]).numpy(), self.ids)
         return torch.as_tensor(found).reshape(*normed.shape[:-1], -1)
 
 
@@ -121,19 +133,17 @@ class Slab:
         new[:have, :longest] = self._values
         self._values = new
 
-    def write(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], values: Tensor) -> None:
-        """``values`` [N, parts, heads, head_dim], packed, at ``starts[b]`` of each row."""
-        slot = np.repeat([self._slots[row] for row in rows], counts)
-        at = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
-        self._values[torch.from_numpy(slot).to(self._device), torch.from_numpy(at).to(self._device)] = values
+    def slots(self, rows: Sequence[int]) -> list[int]:
+        """Where the rows' values lie."""
+        return [self._slots[row] for row in rows]
 
-    def read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Values [B, s, parts, heads, head_dim] up to the longest row, and bool [B, s]: what each row has."""
-        lengths = torch.tensor([self.length(row) for row in rows], device=self._device)
-        slots = torch.tensor([self._slots[row] for row in rows], device=self._device)
-        longest = max(self.length(row) for row in rows)
-        there = torch.arange(longest, device=self._device)[None] < lengths[:, None]
-        return self._values[slots, :longest], there
+    def write(self, slots: Tensor, at: Tensor, values: Tensor) -> None:
+        """``values`` [N, parts, heads, head_dim] at positions ``at`` int64 [N] of ``slots`` int64 [N]."""
+        self._values[slots, at] = values
+
+    def read(self, slots: Tensor, longest: int) -> Tensor:
+        """Values [B, longest, parts, heads, head_dim] of rows at ``slots`` int64 [B]."""
+        return self._values[:, :longest].index_select(0, slots)
 
     def row(self, row: int) -> Tensor:
         """A row's values [n, parts, heads, head_dim], a view."""
@@ -202,10 +212,15 @@ class TorchParallel:
         counts = [len(at) for at in positions]
         with torch.no_grad():
             states = torch.cat([self._shared.tensor(each) for each in hidden_states])
-            position = torch.from_numpy(np.concatenate(positions)).to(self._shared.device)
-            layers = self._network.context(states, position)
             starts = self._kv.lengthen(rows, counts)
-            self._kv.write(rows, starts, counts, torch.stack([each for pair in layers for each in pair], 1))
+            position, slots, at = uploaded(
+                self._shared.device,
+                np.concatenate(positions),
+                np.repeat(self._kv.slots(rows), counts),
+                spans(starts, counts),
+            )
+            layers = self._network.context(states, position)
+            self._kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
         for row, at in zip(rows, positions, strict=True):
             assert at[0] >= self.end(row), f"row {row} has position {at[0]} already"
             self._positions[row] = np.concatenate([self._positions.get(row, at[:0]), at])
@@ -229,8 +244,7 @@ class TorchParallel:
                 torch.from_numpy(anchors.astype(np.int64)).to(self._shared.device),
                 torch.from_numpy(positions.astype(np.int64)).to(self._shared.device),
                 [[(each[:, 0], each[:, 1]) for each in row] for row in layers],
-                lambda tokens: self._shared.embed(tokens.cpu().numpy().astype(np.int32)),
-                self._shared.logits, self._device_ids, pick,
+                self._shared.embed, self._shared.logits, self._device_ids, pick,
             )  # fmt: skip
         index = torch.searchsorted(self._device_ids, drafted.tokens[:, :most].contiguous())
         chance = drafted.confidence[:, :most].float()

@@ -17,6 +17,7 @@ from outpace.common.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
 from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.upload import Upload
 
 NAME = "outpace"
 I64 = npt.NDArray[np.int64]
@@ -60,23 +61,6 @@ class Plan:
     write: torch.Tensor
     wanted: torch.Tensor | None
     groups: list[Group]
-
-
-class Upload:
-    """Arrays on their way to the device: one copy for all."""
-
-    def __init__(self) -> None:
-        self._parts: list[I64] = []
-        self._at = 0
-
-    def add(self, values: npt.NDArray[Any]) -> slice:
-        self._parts.append(values.reshape(-1).astype(np.int64, copy=False))
-        self._at += values.size
-        return slice(self._at - values.size, self._at)
-
-    def send(self, device: torch.device) -> torch.Tensor:
-        host = torch.from_numpy(np.concatenate(self._parts))
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def counts(batch: Batch) -> dict[int, int]:

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outpace.common.arrays import F32, I32
-from outpace.errors import NotFiniteError, NoTokenAllowedError
-from outpace.exact.drafts import Drafts, Verdicts
+from outpace.errors import NoTokenAllowedError
+from outpace.exact.drafts import Drafts, Verdicts, depths
 from outpace.exact.sampling import Chooser, TokenLogprob, choose
 from outpace.exact.verify import walk
 from outpace.models.base import Batch, choose_on_host, logprobs_on_host
+from outpace.models.torch.choose import LEFT, Asked, greedy, sampled
+from outpace.models.torch.upload import Upload, uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class TorchHiddenStates:
 
     @property
     def native(self) -> torch.Tensor:
-        index = torch.from_numpy(self.index.astype(np.int64)).to(self.tensors[0].device)
+        (index,) = uploaded(self.tensors[0].device, self.index)
         return torch.stack([layer.index_select(0, index) for layer in self.tensors], dim=1)
 
     def numpy(self) -> F32:
@@ -59,21 +62,21 @@ class TorchOutput:
         return self._logits
 
     def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts:
-        """See ``Output.verify``. Rows with rules are left to the caller; a sampled row is chosen on the host always,
-        since the choice is defined by its arithmetic."""
-        say = self._fetched(drafts, starts, choosers) if self._on_device else self._chosen(starts, choosers)
-        left = np.array([chooser is None or bool(chooser.rules) for chooser in choosers], np.bool_)
+        """See ``Output.verify``; rows with rules are left to the caller. On a card every node's choice is made there,
+        and all come in one copy; on the host, where nothing is copied, only those of visited nodes are made."""
+        mine = [i for i, chooser in enumerate(choosers) if chooser is not None and not chooser.rules]
+        left = np.ones(len(choosers), np.bool_)
+        left[mine] = False
+        say = self._chosen_there(drafts, starts, choosers, mine) if self._on_device else self._chosen(starts, choosers)
         level = 0
 
         def after(rows: I32, nodes: I32) -> I32:
             nonlocal level
-            found = np.full(len(rows), -1, np.int32)  # agrees with no draft
+            found = np.full(len(rows), LEFT, np.int32)  # agrees with no draft
             for j, (i, node) in enumerate(zip(rows.tolist(), nodes.tolist(), strict=True)):
                 if not left[i]:
-                    try:
-                        found[j] = say(i, node, level)
-                    except (NoTokenAllowedError, FloatingPointError):
-                        left[i] = True
+                    found[j] = say(i, node, level)
+                    left[i] = found[j] == LEFT
             level += 1
             return found
 
@@ -88,53 +91,59 @@ class TorchOutput:
         def say(i: int, node: int, level: int) -> int:
             chooser = choosers[i]
             assert chooser is not None
-            return choose(logits[first[i] + 1 + node], chooser.params, chooser.noise, chooser.index + level)
+            try:
+                return choose(logits[first[i] + 1 + node], chooser.params, chooser.noise, chooser.index + level)
+            except (NoTokenAllowedError, FloatingPointError):
+                return LEFT
 
         return say
 
-    def _fetched(
-        self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]
+    def _chosen_there(
+        self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None], rows: Sequence[int]
     ) -> Callable[[int, int, int], int]:
-        """As ``_chosen``, but what is needed comes in one copy: a greedy row's best ids, a sampled row's logits."""
+        """As ``_chosen``, of ``rows``: made where the logits are."""
         first, widths = self._found(starts), drafts.widths
-        greedy = [i for i, c in enumerate(choosers) if c is not None and c.plain_greedy]
-        sampled = [i for i, c in enumerate(choosers) if c is not None and not c.rules and not c.plain_greedy]
-        device, vocab = self._logits.device, self._logits.shape[1]
+        at = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i] + 1 + widths[i]) for i in rows)])
+        begins = dict(zip(rows, np.cumsum([0, *(1 + widths[i] for i in rows)]).tolist(), strict=False))
+        chain = np.arange(drafts.tokens.shape[1], dtype=np.int32)
+        level = [
+            np.append(0, 1 + (chain if drafts.parents is None else depths(drafts.parents[i, : widths[i]])))[
+                : 1 + widths[i]
+            ]
+            for i in rows
+        ]
+        each = [chooser for i in rows if (chooser := choosers[i]) is not None for _ in range(1 + widths[i])]
+        found = self._choices(at, each, np.concatenate([np.zeros(0, np.int64), *level]))
+        return lambda i, node, level: int(found[begins[i] + 1 + node])
 
-        def nodes(rows: list[int]) -> tuple[torch.Tensor, dict[int, int]]:
-            """The logits of all of these rows' nodes [n, V], and where each row's begin."""
-            spans = [np.arange(first[i], first[i] + 1 + widths[i], dtype=np.int64) for i in rows]
-            begins = np.cumsum([0, *(len(span) for span in spans)])
-            index = np.concatenate([np.zeros(0, np.int64), *spans])
-            whole = len(index) == len(self._logits) and bool((index == np.arange(len(index))).all())
-            logits = self._logits if whole else self._logits[torch.from_numpy(index).to(device)]
-            return logits, dict(zip(rows, begins.tolist(), strict=False))
-
-        asked, asked_at = nodes(greedy)
-        drawn, drawn_at = nodes(sampled)
-        best = asked.argmax(-1) if len(asked) else asked.new_zeros(0, dtype=torch.int64)  # the lowest id on ties
-        value = asked.gather(-1, best[:, None])[:, 0].float() if len(asked) else asked.new_zeros(0).float()
-        # Ids travel as the bits of floats: copies leave bits alone.
-        packed = torch.cat([drawn.float().reshape(-1), best.to(torch.int32).view(torch.float32), value]).cpu().numpy()
-        logits = packed[: drawn.numel()].reshape(-1, vocab)
-        ids = packed[drawn.numel() : drawn.numel() + len(best)].view(np.int32)
-        finite = np.isfinite(packed[drawn.numel() + len(best) :])
-
-        def say(i: int, node: int, level: int) -> int:
-            chooser = choosers[i]
-            assert chooser is not None
-            if i in asked_at:
-                at = asked_at[i] + 1 + node
-                if not finite[at]:
-                    raise NotFiniteError
-                return int(ids[at])
-            return choose(logits[drawn_at[i] + 1 + node], chooser.params, chooser.noise, chooser.index + level)
-
-        return say
+    def _choices(self, at: npt.NDArray[np.int64], choosers: Sequence[Chooser], levels: npt.NDArray[np.int64]) -> I32:
+        """The choices int32 [n] of ``choosers``, so many ``levels`` further on, from rows ``at`` [n] of the logits, or
+        LEFT: one copy up, one down."""
+        kinds = np.array([0 if c.params.greedy else 2 if c.params.filtered else 1 for c in choosers], np.int64)
+        order = [np.flatnonzero(kinds == kind) for kind in range(3)]
+        upload = Upload()
+        where = [upload.add(at[each]) for each in order]
+        asked = [upload.add(Asked.packed([choosers[j] for j in each.tolist()], levels[each])) for each in order]
+        device = self._logits.device
+        sent = upload.send(device)
+        parts = []
+        for kind, each in enumerate(order):
+            if len(each):
+                whole = len(each) == len(self._logits) and bool((at[each] == np.arange(len(each))).all())
+                logits = self._logits if whole else self._logits.index_select(0, sent[where[kind]])
+                given = Asked.of(sent[asked[kind]].view(-1, len(each)))
+                parts.append(greedy(logits) if kind == 0 else sampled(logits, given, filtered=kind == 2))
+        found = np.full(len(at), LEFT, np.int32)
+        if parts:
+            found[np.concatenate(order)] = torch.cat(parts).cpu().numpy()
+        return found
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
-        if self._host is None and all(chooser.plain_greedy for chooser in choosers):
-            return self._greedy(self._found(at))
+        plain = not any(chooser.rules for chooser in choosers)
+        if plain and (self._on_device or (self._host is None and all(c.params.greedy for c in choosers))):
+            found = self._choices(self._found(at), choosers, np.zeros(len(at), np.int64))
+            if (found != LEFT).all():
+                return found
         return choose_on_host(self.logits(at), choosers)
 
     def logits(self, at: I32) -> F32:
@@ -162,15 +171,3 @@ class TorchOutput:
 
     def _found(self, at: I32) -> np.ndarray[Any, np.dtype[np.intp]]:
         return np.searchsorted(self._batch.wanted, at)
-
-    def _greedy(self, found: np.ndarray[Any, np.dtype[np.intp]]) -> I32:
-        logits = self._logits
-        if len(found) != len(logits) or (found != np.arange(len(found))).any():
-            logits = logits[torch.from_numpy(found).to(logits.device)]
-        best = logits.argmax(-1)  # the lowest id on ties
-        value = logits.gather(-1, best[:, None])[:, 0]
-        ids, values = torch.stack([best.double(), value.double()]).cpu().numpy()  # ids are exact in float64
-        if not np.isfinite(values).all():
-            raise NotFiniteError
-        chosen: I32 = ids.astype(np.int32)
-        return chosen

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from outpace.common.arrays import I32
 from outpace.errors import ModelError
+from outpace.models.torch.upload import uploaded
 
 # How far apart two computations of the same may be, relative to the largest value: rounding, of another order of sums.
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -39,11 +39,12 @@ class TorchParts:
     head: Any
     after_head: Callable[[torch.Tensor], torch.Tensor] | None  # None: not known
 
-    def embed(self, tokens: I32) -> torch.Tensor:
-        """[n, H]. Raises ModelError where positions or something else are mixed into the embeddings."""
+    def embed(self, tokens: I32 | torch.Tensor) -> torch.Tensor:
+        """[..., H] of ids, on the host or where the model is. Raises ModelError where positions or something else are
+        mixed into the embeddings."""
         if self.scale is None:
             raise ModelError(f"what enters {self.name}'s first layer is not a multiple of the token's embedding alone")
-        ids = torch.from_numpy(np.asarray(tokens).astype(np.int64)).to(self.head.weight.device)
+        ids = tokens if isinstance(tokens, torch.Tensor) else uploaded(self.head.weight.device, tokens)[0]
         embedded: torch.Tensor = self.embedding(ids)
         return embedded if self.scale == 1.0 else embedded * self.scale
 
@@ -56,13 +57,18 @@ class TorchParts:
 
     def logits(self, normed: torch.Tensor, ids: I32 | None = None) -> torch.Tensor:
         """[n, V], or [n, m] of rows ``ids``. Raises ModelError where the model does something unknown to them."""
-        if self.after_head is None:
+        return self.head_of(ids)(normed)
+
+    def head_of(self, ids: I32 | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``logits`` by rows ``ids``, which are copied here, once. Raises ModelError as it does."""
+        after = self.after_head
+        if after is None:
             raise ModelError(f"{self.name} changes its head's logits in a way that is not known here")
-        if ids is None:
-            return self.after_head(self.head(normed))
-        index = torch.from_numpy(np.asarray(ids).astype(np.int64)).to(self.head.weight.device)
-        bias = None if self.head.bias is None else self.head.bias[index]
-        return self.after_head(torch.nn.functional.linear(normed, self.head.weight[index], bias))
+        weight, bias = self.head.weight, self.head.bias
+        if ids is not None and len(ids) < len(weight):
+            (index,) = uploaded(weight.device, ids)
+            weight, bias = weight[index], None if bias is None else bias[index]
+        return lambda normed: after(torch.nn.functional.linear(normed, weight, bias))
 
 
 def find(name: str, module: Any, layers: torch.nn.ModuleList, run: Callable[[], torch.Tensor]) -> TorchParts:
