@@ -6,11 +6,14 @@ import io
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import check_writable, write_bytes
 from outpace.common.installing import install
 from outpace.errors import MissingExtraError, ParameterError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg")
 
@@ -54,6 +57,11 @@ def draw(path: Path, value: Mapping[str, Any]) -> None:
     figure.suptitle(
         f"{value['model']}, {value['backend']} {value['dtype']}, {configs[0]['prompts']} answers", fontsize=10
     )
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure. Raises OSError."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix.lower()[1:], dpi=130)
     write_bytes(path, buffer.getvalue())
