@@ -3,7 +3,7 @@
 Every client does at random what a soak's do (benchmarks/soak.py) or what an attacker would: connections that say
 nothing or half of a request, bodies in crumbs or of the worst JSON, long texts, hostile grammars, names and origins of
 others; one runs schemathesis, over single operations and over sequences of them. /health is asked 20 times a second
-from a process of its own. After each part, when nothing runs, the engine's invariants are checked and what the server
+from a process of its own. After each tenth, when nothing runs, the engine's invariants are checked and what the server
 holds is counted. Linux only.
 """
 
@@ -29,7 +29,6 @@ from benchmarks import soak
 from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.servers import started
 
-PARTS = 5
 HEALTH = 0.2  # seconds: the 99th percentile of /health
 _REFUSED = {503}  # a limit of connections
 _HEAD = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -214,20 +213,26 @@ def _deep(levels: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/0", "$defs": {**inner, f"{levels}": {"type": "null"}}}
 
 
+def health(port: int) -> float:
+    """Seconds that /health takes, over a connection of its own; infinite where it is not answered."""
+    begun = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/health")
+        ok = connection.getresponse().status == http.HTTPStatus.OK
+    except OSError:
+        ok = False
+    finally:
+        connection.close()
+    return time.perf_counter() - begun if ok else float("inf")
+
+
 def watch(port: int, times: Any, stop: Any) -> None:
-    """Seconds that /health takes, 20 times a second, each over a connection of its own."""
+    """What ``health`` gives, 20 times a second."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it goes to the benchmark, too
     found = list[float]()
     while not (found and stop.is_set()):
-        begun = time.perf_counter()
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            connection.request("GET", "/health")
-            ok = connection.getresponse().status == http.HTTPStatus.OK
-            connection.close()
-        except OSError:
-            ok = False
-        found.append(time.perf_counter() - begun if ok else float("inf"))
+        found.append(health(port))
         time.sleep(0.05)
     times.put(sorted(found))
 
@@ -244,9 +249,9 @@ def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], 
         watcher = context.Process(target=watch, args=(port, times, stop), daemon=True)
         watcher.start()
         with Measuring() as measuring:
-            for part in range(PARTS):
-                run.go_on(seconds / PARTS, clients)
-                run.sequences(max(int(seconds / PARTS / 10), 1))
+            for part in range(soak.PARTS):
+                run.go_on(seconds / soak.PARTS, clients)
+                run.sequences(max(int(seconds / soak.PARTS / 10), 1))
                 states.append(soak.at_rest(port))
                 say(f"part {part + 1}: {states[-1]}, {len(run.failures)} failures")
         stop.set()

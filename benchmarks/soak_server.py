@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from outpace import AsyncEngine, Engine
-from outpace.common.allocator import few_arenas
+from outpace.common import allocator
 from outpace.server.engines.models import SingleModel, system_fingerprint
 from outpace.server.engines.runner import Server, bound
 from outpace.server.engines.service import Service
@@ -38,6 +38,8 @@ def resident() -> int:
 
 async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
     known = [service.known(name) for name in service.models.names()]
+    if not service.inside:
+        await service.work(allocator.trim)  # as when nobody has asked for a while
     return {
         **await serving.ask(counted),
         "inside": service.inside,
@@ -49,7 +51,7 @@ async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
 
 
 async def serve(port: int, drafter: str) -> None:
-    few_arenas()
+    allocator.few_arenas()
     settings = ServerSettings(port=port, drain=20.0)
     with bound(settings) as listener:
         serving = AsyncEngine(Engine.load("demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV))

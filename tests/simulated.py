@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.control.adaptive import Adaptive
+from outpace import _native
+from outpace.control.adaptive import AUTO_SIZE, Adaptive, Decision
 from outpace.control.cost import Cost
-from outpace.control.policy import Decision, Load, Policy
 from outpace.drafters.base import DraftCost, RowView
+from outpace.engine.complete import DONE
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
+from outpace.models.native.output import describe
 from outpace.params import SamplingParams
 
-MOST = 15
+MOST = AUTO_SIZE
+PROPOSE = 1  # of ``complete.STAGES``
 CPU = Cost((1, 2, 4, 8, 16, 32), (1.0, 1.05, 1.15, 1.5, 2.5, 4.9), 0.02, 2e-5, 3e-5)
 FREE = Cost((1, 64), (1.0, 1.0 + 1e-6))
 DEAR = Cost((1, 64), (1.0, 64.0))  # verifying a node costs a step
@@ -149,6 +153,60 @@ def verdicts(accepted: Sequence[int]) -> Verdicts:
     return Verdicts(np.zeros((len(accepted), depth + 1), np.int32), np.array(accepted, np.int32), path)
 
 
+class Sizes(NamedTuple):
+    """Nodes to ask for and drafting forwards to allow, [B] each."""
+
+    nodes: list[int]
+    levels: list[int]
+
+
+class Driven(Adaptive):
+    """The policy in an ``_native.Step`` whose drafters and model are simulated: ``plan`` before drafting, ``trim``
+    after, ``learn`` after the verdicts, once a step in this order. A step that fails in between is planned again."""
+
+    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:
+        super().__init__(cost, stretch=stretch, explain=explain)
+        self._step = _native.Step(AUTO_SIZE + 1, 1, [], "target")
+        self._rows: dict[int, tuple[RowView, _native.StepRow]] = {}
+        self._tokens = np.zeros(100_001, np.int32)
+        self._stage = 0
+
+    def _row(self, v: RowView) -> _native.StepRow:
+        known = self._rows.get(v.row)
+        if known is None or known[0] is not v:
+            cost, chooser = v.cost, describe(v.chooser, [])
+            self._rows[v.row] = known = v, self._step.row(
+                v.row, v.request, 1, v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
+                chooser, cost.levels, cost.nodes, cost.trims,
+            )  # fmt: skip
+        return known[1]
+
+    def plan(self, rows: Sequence[RowView], most: Sequence[int], contexts: Sequence[float], prefill: int = 0) -> Sizes:
+        """``contexts``: cached positions of each row; ``prefill``: tokens of prompts beside them."""
+        given: list[tuple[Any, ...]] = [
+            (self._row(v), self._tokens, int(context) + 1, n)
+            for v, n, context in zip(rows, most, contexts, strict=True)
+        ]
+        chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
+        self._stage = self._step.begin(None, self.native, given, chunks)
+        return Sizes(*self._step.sizes)
+
+    def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
+        """What is to be verified, and each row's decision."""
+        if self._stage == PROPOSE:
+            self._step.put(list(range(len(drafts.widths))), drafts)
+            self._step.run()
+        return Drafts(*self._step.drafts(True)), [Decision(*fields) for fields in self._step.decisions() or ()]
+
+    def learn(self, verdicts: Verdicts, draft: float, body: float) -> None:
+        """``draft``, ``body``: seconds of drafting and of all else."""
+        self._step.run()
+        self._step.found(verdicts)
+        while self._step.run() != DONE:
+            pass
+        self._step.learn(draft, body)
+
+
 @dataclass
 class Tally:
     """What became of a row's request. ``seconds``: true, prompts aside; ``plain``: had all steps been so."""
@@ -187,7 +245,7 @@ class Outcome:
         return self.whole.speedup
 
 
-def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 1, steps: int | None = None,
+def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 1, steps: int | None = None,
         seed: int = 0, views: Callable[[int, int], RowView] = view, prompt: int | Sequence[int] = 0,
         chunk: int | None = None, context: float = 300.0, first_step: int = 0) -> Outcome:  # fmt: skip
     """Decode ``texts``, at most ``rows`` at once, each until its end; ``prompt``: tokens of prefill when one begins (by
@@ -217,14 +275,13 @@ def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 
             step += 1
             continue
         its = [entry[0] for entry in live]
-        load = Load([context] * len(live), fresh)  # type: ignore[list-item]
         room = [min(MOST, len(texts[w].offer) - at - 1) for _, w, at, _ in live]
-        sizes = policy.plan(its, room, load)
+        sizes = policy.plan(its, room, [context] * len(live), fresh)
         stepwise = [v.cost.levels is not None for v in its]
         asked = [min(n, m) if s else n for n, m, s in zip(sizes.nodes, sizes.levels, stepwise, strict=True)]
         offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
         drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live])
-        kept, decisions = policy.trim(its, drafts, load)
+        kept, decisions = policy.trim(drafts)
         widths = kept.widths.tolist()
         accepted = [min(n, texts[w].good[at]) for n, (_, w, at, _) in zip(widths, live, strict=True)]
         many, depth = sum(n > 0 for n in asked), max((m for m, s in zip(asked, stepwise, strict=True) if s), default=0)
@@ -233,9 +290,8 @@ def run(policy: Policy, machine: Machine, texts: Sequence[Text], *, rows: int = 
         plain = machine.body(len(live), 0, context, step)
         true = plain + body - bare + draft
         slow, stop = machine.disturbed(step)
-        seconds = {"draft": slow * machine.seen(draft, rng), "target": slow * machine.seen(body, rng)}
-        seconds["target"] += stop * machine.cost.width(1)
-        policy.learn(its, kept, verdicts(accepted), {**seconds, "verify": 0.0, "other": 0.0})
+        seconds = [slow * machine.seen(part, rng) for part in (draft, body)]
+        policy.learn(verdicts(accepted), seconds[0], seconds[1] + stop * machine.cost.width(1))
         found.widths.append(sum(widths))
         found.asked += any(asked)
         found.stretches.append((body + draft) / plain)
@@ -338,7 +394,3 @@ WRONG: dict[str, Callable[[Cost], Cost]] = {
         [s * (0.25 if w == 4 else 1.0) for w, s in zip(c.widths, c.seconds, strict=True)][::-1])[::-1]),
         c.row, c.position, c.position_width),
 }  # fmt: skip
-
-
-def adaptive(table: Cost) -> Adaptive:
-    return Adaptive(table)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from outpace.common.arrays import F32, I32
-from outpace.control.policy import Decision, Load, Sizes
+from outpace.control.cost import Cost
 from outpace.drafters.base import RowView, TreeDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
-from outpace.exact.drafts import Draft, Drafts
+from outpace.exact.drafts import Draft
 from outpace.measure.trace import tracing
 from outpace.measure.tracefile import Trace, read
 from outpace.params import SamplingParams
@@ -63,36 +63,6 @@ class Branches(TreeDrafter):
         return tree
 
 
-class Halving:
-    """A policy that asks for much and keeps half of it, to the first of equal nodes, and says why."""
-
-    def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
-        sizes = [0 if len(view.tokens) % 5 == 4 else n for view, n in zip(rows, most, strict=True)]
-        return Sizes(sizes, sizes)
-
-    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> tuple[Drafts, Sequence[Decision]]:
-        widths = drafts.widths.tolist()
-        kept = Drafts(
-            drafts.tokens,
-            np.array([(n + 1) // 2 for n in widths], np.int32),
-            drafts.parents,
-            confidence=drafts.confidence,
-            sources=drafts.sources,
-        )
-        worth = [tuple(0.9 - 0.1 * node for node in range(n)) for n in widths]
-        why = [f"half of {n} pay" if n else "waits" for n in widths]
-        return kept, [
-            Decision(int(n), 1.25 if n else None, said, its)
-            for n, said, its in zip(kept.widths.tolist(), why, worth, strict=True)
-        ]
-
-    def learn(self, *about: object) -> None:
-        """Nothing."""
-
-    def release(self, row: int) -> None:
-        """Nothing is kept."""
-
-
 class Swapped(ToyModel):
     """After ``prefix``, the logit of ``token`` is the others' best plus ``by``."""
 
@@ -113,14 +83,11 @@ class Spelled(ToyTokenizer):
         return chr(97 + token_id)
 
 
-def engine(
-    seed: int = 0, *, model: ToyModel | None = None, size: int = 5, halving: bool = False, **options: Any
-) -> Engine:
+def engine(seed: int = 0, *, model: ToyModel | None = None, size: int | str = 5, **options: Any) -> Engine:
+    """``size`` "auto": by the third step a part of what is proposed is verified, whatever steps take."""
     model = model or ToyModel(VOCAB, seed=seed)
-    made = Engine(model, Spelled(), drafter=Branches(model), size=size, prefill_chunk=3, **options)
-    if halving:
-        made._core.drafting._policy = Halving()
-    return made
+    flat = Cost((1, 64), (1.0, 1.0 + 1e-6))
+    return Engine(model, Spelled(), drafter=Branches(model), size=size, prefill_chunk=3, cost=flat, **options)
 
 
 def record(

@@ -55,18 +55,12 @@ public:
 
     // rows: (row, tokens, how many are committed, most nodes), and for one with rules the chooser that has those which are known
     // here (None: not all that no single token can be tested by), and whether it has others; chunks: (row, tokens, where it
-    // begins, how many, whether logits are wanted), at least one token before the last one. policy: None, where Python's
-    // decides; a str, where every row drafts what it may. As `run`.
+    // begins, how many, whether logits are wanted), at least one token before the last one. policy: None, where every row drafts
+    // what it may. As `run`.
     int begin(const nb::object& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
         held_.clear(), views_.clear();
-        const bool fixed = nb::isinstance<nb::str>(policy);
-        policy_ = policy.is_none() || fixed ? nullptr : nb::cast<Policy*>(policy);
         held_.push_back(policy), held_.push_back(model);
-        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model),
-            policy_ ? Step::Deciding::kPolicy
-            : fixed ? Step::Deciding::kFixed
-                    : Step::Deciding::kCaller,
-            policy_);
+        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model), policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
             const StepRow& fixed = fixed_of(given);
@@ -111,7 +105,6 @@ public:
     // The step is over: nothing of it is kept, its rows' drafters and the model least of all.
     void end() {
         step_.end();
-        policy_ = nullptr;
         views_.clear(), held_.clear();
     }
 
@@ -125,20 +118,9 @@ public:
         for (const RowNow& now : step_.rows) nodes.append(now.asked), levels.append(now.levels);
         return nb::make_tuple(nodes, levels);
     }
-    void ask(const std::vector<int>& nodes, const std::vector<int>& levels) {
-        if (nodes.size() != step_.rows.size() || levels.size() != nodes.size())
-            throw std::invalid_argument("nodes and levels are of the step's rows");
-        for (size_t i = 0; i < nodes.size(); ++i) {
-            RowNow& now = step_.rows[i];
-            if (nodes[i] < 0 || nodes[i] > now.most)
-                throw std::invalid_argument(
-                    "it asks for " + std::to_string(nodes[i]) + " nodes where " + std::to_string(now.most) + " are allowed");
-            now.asked = nodes[i], now.levels = levels[i];
-        }
-    }
 
-    // Drafts for rows `where`. `trimmed`: what the caller's policy leaves of those that were proposed.
-    void put(const std::vector<size_t>& where, const nb::object& drafts, bool trimmed) {
+    // Drafts for rows `where`.
+    void put(const std::vector<size_t>& where, const nb::object& drafts) {
         const Field<int32_t> tokens(drafts.attr("tokens"), "tokens"), widths(drafts.attr("widths"), "widths");
         const Field<int32_t> parents(drafts.attr("parents"), "parents"), levels(drafts.attr("levels"), "levels");
         const Field<float> confidence(drafts.attr("confidence"), "confidence");
@@ -161,19 +143,14 @@ public:
                 draft.add(tokens.data()[n], parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1,
                     confidence.data() ? confidence.data()[n] : NAN, names[from]);
             }
-            RowNow& now = step_.rows.at(where[j]);
-            if (trimmed) {
-                if (draft.tokens.size() > now.proposed.tokens.size()) throw std::invalid_argument("it kept more than was proposed");
-                now.kept = std::move(draft), now.trimmed = true;
-            } else {
-                step_.put(where[j], std::move(draft));
-                now.drawn = drawn && now.fixed->kind.rejection;
-            }
+            step_.put(where[j], std::move(draft));
+            RowNow& now = step_.rows[where[j]];
+            now.drawn = drawn && now.fixed->kind.rejection;
         }
     }
     // The rows have no drafts.
     void drop(const std::vector<size_t>& where) {
-        for (const size_t i : where) step_.rows.at(i).proposed = {}, step_.rows[i].trimmed = false;
+        for (const size_t i : where) step_.rows.at(i).proposed = {};
     }
     void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { step_.lead(i, tokens, number(source)); }
     void keep(size_t i, const std::vector<int32_t>& nodes) { step_.keep(i, nodes); }
@@ -251,9 +228,9 @@ public:
             filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
     }
     nb::object decisions() const {
-        if (!policy_ || !step_.planned()) return nb::none();
+        if (!step_.policy()) return nb::none();
         nb::list found;
-        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(decision_of(*policy_, i));
+        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(decision_of(*step_.policy(), i));
         return found;
     }
 
@@ -274,8 +251,8 @@ public:
             for (const int source : draft.sources) named.append(names_[static_cast<size_t>(source)]);
             int size = static_cast<int>(draft.tokens.size());
             nb::object expected = nb::none();
-            if (policy_ && step_.planned()) {
-                const Policy::Decision& decision = policy_->decision(i);
+            if (step_.policy()) {
+                const Policy::Decision& decision = step_.policy()->decision(i);
                 size = decision.size;
                 if (decision.expected > 0.0) expected = nb::float_(decision.expected);
             }
@@ -319,7 +296,6 @@ private:
 
     Step step_;
     const nb::str target_;  // the source of tokens that no draft had
-    Policy* policy_ = nullptr;
     std::vector<nb::object> held_;  // the step's rows, model and policy
     std::deque<IntView> views_;     // of the rows' tokens
     std::vector<nb::object> names_; // of sources and drafters
@@ -341,15 +317,13 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("open", [](BoundStep& x) { return x.step().open(); })
         .def_prop_ro("lost", [](BoundStep& x) { return x.step().lost(); })
         .def_prop_ro("calls", [](BoundStep& x) { return nb::make_tuple(x.step().calls()[0], x.step().calls()[1], x.step().calls()[2]); })
-        .def_prop_ro("planned", [](BoundStep& x) { return x.step().planned(); })
         .def_prop_ro("failed", &BoundStep::failed)
         .def_prop_ro("sizes", &BoundStep::sizes)
         .def_prop_ro("batch", &BoundStep::batch)
         .def_prop_ro("starts", [](BoundStep& x) { return ints(x.step().starts); })
         .def_prop_ro("hidden_rows", [](BoundStep& x) { return x.step().hidden_rows; })
         .def_prop_ro("result", &BoundStep::result)
-        .def("ask", &BoundStep::ask, "nodes"_a, "levels"_a)
-        .def("put", &BoundStep::put, "where"_a, "drafts"_a, "trimmed"_a = false)
+        .def("put", &BoundStep::put, "where"_a, "drafts"_a)
         .def("drop", &BoundStep::drop, "where"_a)
         .def("lead", &BoundStep::lead, "row"_a, "tokens"_a, "source"_a)
         .def("keep", &BoundStep::keep, "row"_a, "nodes"_a)

@@ -1,4 +1,4 @@
-// The policy behind `--size auto`: how much each row drafts in a step. docs/policy.md says why; control/adaptive.py calls it.
+// The policy behind `--size auto`: how much each row drafts in a step. docs/policy.md says why; steps call it.
 //
 // Costs are in plain steps of the batch at hand, gains in tokens. What drafts have brought and cost is kept in a budget: once
 // it is spent nothing is drafted, whatever is expected.
@@ -71,7 +71,6 @@ public:
     void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds);
     void release(int64_t row);
 
-    size_t planned() const { return count_; }
     size_t rows() const { return rows_.size(); }
     double budget() const { return budget_; }
     double advantage() const { return advantage_; }

@@ -8,44 +8,12 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "kernels/kv_block.h"
 
 namespace outpace {
 namespace OUTPACE_NS {
-
-// A block's scores [queries][64] of positions [begin, end) -> their peak; the unseen become -inf. Queries that see nothing
-// are left out here and below. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
-INLINE void find_peaks(float (*scores)[kBlock], int queries, const int* begin, const int* end, float* peaks) {
-    for (int i = 0; i < queries; ++i) {
-        float* s = scores[i];
-        if (begin[i] >= end[i]) continue;
-        for (int p = 0; p < begin[i]; ++p) s[p] = -INFINITY;
-        for (int p = end[i]; p < kBlock; ++p) s[p] = -INFINITY;
-        peaks[i] = peak(max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48))));
-    }
-}
-
-// Scores -> weights relative to the peak, and their sum; then times the values' scales, where those have any.
-INLINE void weigh_scores(
-    float (*scores)[kBlock], int queries, const int* begin, const int* end, const float* peaks, const float* scales, float* totals) {
-    for (int i = 0; i < queries; ++i) {
-        if (begin[i] >= end[i]) continue;
-        const F shift = set1(peaks[i]);
-        for (int p = 0; p < kBlock; p += 16) store(scores[i] + p, exp_down(sub(load(scores[i] + p), shift)));
-    }
-    for (int i = 0; i < queries; ++i) {
-        float* s = scores[i];
-        if (begin[i] >= end[i]) continue;
-        const F a = load(s), b = load(s + 16), c = load(s + 32), d = load(s + 48);
-        totals[i] = sum(add(add(a, b), add(c, d)));
-        if (!scales) continue;
-        store(s, mul(a, load(scales)));
-        store(s + 16, mul(b, load(scales + 16)));
-        store(s + 32, mul(c, load(scales + 32)));
-        store(s + 48, mul(d, load(scales + 48)));
-    }
-}
 
 // What has been merged so far, and one block more: out = out * keep + block * take, with weights relative to the new peak.
 // A query a lane; a block that a query does not see has the peak -inf and the total 0, and changes nothing.
@@ -70,13 +38,14 @@ struct Merged {
             store(take + i, t);
         }
     }
-    void apply(int i, const float* block, float* out, int dim) const {
-        const F k = set1(keep[i]), t = set1(take[i]);
-        for (int d = 0; d < dim; d += 16) store(out + d, fma(load(block + d), t, mul(load(out + d), k)));
-    }
-    void finish(int i, float* out, int dim) const {
+    // 16 dimensions of query i.
+    void apply(int i, F block, float* out) const { store(out, fma(block, set1(take[i]), mul(load(out), set1(keep[i])))); }
+    // `split`: how many dimensions stand as split_dims says; they are put in order.
+    void finish(int i, float* out, int dim, int split) const {
         const F inverse = set1(1.0f / total[i]);
-        for (int d = 0; d < dim; d += 16) store(out + d, mul(load(out + d), inverse));
+        int d = 0;
+        for (; d < split; d += 32) store_woven(out + d, mul(load(out + d), inverse), mul(load(out + d + 16), inverse));
+        for (; d < dim; d += 16) store(out + d, mul(load(out + d), inverse));
     }
 };
 
@@ -84,131 +53,173 @@ template <KVType type>
 struct Attention {
     const AttentionJob& job;
     const int dim = job.dim_padded, row = job.dim_padded * element_bytes(type);
-    const bool wide = type != KVType::F32 && job.queries > kDirect;  // whether numbers become floats once for all queries
-    int begin[kMaxQueries], end[kMaxQueries];  // what each query sees of the current block
+    const bool whole = job.parts[0] == nullptr;
+    Merged merged{job.queries};
+    int base;  // the block's first position
+    // What each query sees of the block, and from where on it looks up its slots along its path. Queries that see nothing are
+    // left out below.
+    int begin[kMaxQueries], end[kMaxQueries], own[kMaxQueries];
+    float* sums[kMaxQueries];  // weighted values: those of the block, or, where the job is `whole`, merged so far
     alignas(64) float peaks[kMaxQueries], totals[kMaxQueries];
     alignas(64) float scores[kMaxQueries][kBlock];
-    float* sums[kMaxQueries];  // a block's weighted values
-    const Query<type>* query[kMaxQueries];
-    alignas(64) Query<type> rounded[type == KVType::BF16 ? kMaxQueries : 1][kMaxHead];
-    alignas(64) float widened[type == KVType::F32 ? 16 : kBlock * kMaxHead];
+    alignas(64) Query<type> query[kMaxQueries][kMaxHead];
 
     explicit Attention(const AttentionJob& j) : job(j) {}  // no braces around it: nothing is to be zeroed
 
+    bool sees(int i) const { return begin[i] < end[i]; }
+
     void take_queries() {
         for (int i = job.queries; i < round_up(job.queries, 16); ++i) peaks[i] = totals[i] = 0.0f;  // lanes without a query
+        for (int i = 0; i < job.queries; ++i)
+            for (int d = 0; d < dim; ++d) {
+                if constexpr (kPairs<type>)
+                    query[i][d] = static_cast<uint16_t>(bf16_in_float(job.q[i][d]) >> 16);
+                else if constexpr (type == KVType::BF16)
+                    query[i][d] = bits_to_float(bf16_in_float(job.q[i][d]));
+                else
+                    query[i][d] = job.q[i][d];
+            }
+    }
+
+    // Where a position that query i sees stands.
+    struct Place {
+        const uint8_t* block;
+        int slot;
+    };
+    Place place(int i, int p) const {
+        const int slot = p < own[i] ? base + p : job.path[i][base + p - job.cached];
+        return {job.blocks[slot / kBlock], slot % kBlock};
+    }
+
+    // Scores of the block's slots; those of a tree's query go on to the order of positions.
+    void score(const uint8_t* block, int tiles, Fetch& fetch) {
+        const uint8_t* keys = block + job.keys;
+        const float* scales = scales_of<type>(keys, dim);
+        for (int k = 0; k < tiles; k += kVectors)
+            with_range<kVectors>(tiles - k < kVectors ? tiles - k : kVectors, [&](auto some) {
+                in_tiles(job.queries, [&](auto pack, int i) {
+                    score_tile<type>(pack, some, query + i, keys + k * key_tile_bytes<type>(dim), scales ? scales + kSub * k : nullptr, dim,
+                        fetch, scores[i] + kSub * k);
+                });
+            });
         for (int i = 0; i < job.queries; ++i) {
-            if constexpr (type == KVType::BF16) {
-                Query<type>* out = rounded[i];
-                for (int d = 0; d < dim; ++d) {
-                    const uint32_t bits = bf16_in_float(job.q[i][d]);
-                    if constexpr (kPairs<type>)
-                        out[d] = static_cast<uint16_t>(bits >> 16);
-                    else
-                        out[d] = bits_to_float(bits);
+            if (own[i] >= end[i]) continue;
+            float slots[kBlock];
+            std::memcpy(slots, scores[i], sizeof slots);
+            for (int p = own[i]; p < end[i]; ++p) {
+                const Place at = place(i, p);
+                if (at.block == block) {
+                    scores[i][p] = slots[at.slot];
+                } else {
+                    Fetch none;
+                    const int tile = at.slot / kSub;
+                    float lanes[kSub];
+                    const uint8_t* other = at.block + job.keys;
+                    score_tile<type>(Range<1>{}, Range<1>{}, query + i, other + tile * key_tile_bytes<type>(dim),
+                        scales ? scales_of<type>(other, dim) + kSub * tile : nullptr, dim, none, lanes);
+                    scores[i][p] = lanes[at.slot % kSub];
                 }
-                query[i] = out;
-            } else {
-                query[i] = job.q[i];
             }
         }
     }
 
-    // A block that no query sees through a tree's path; `next`: what will be needed after it.
-    void chain_block(const uint8_t* keys, const uint8_t* values, const uint8_t* next_keys) {
-        Fetch fetch{values, values + part_bytes(type, dim)};
-        const float* scales = scales_of<type>(keys, dim);
-        if (wide && !kPairs<type>) {
-            widen_keys<type>(keys, dim, widened);
-            score_all<kPairs<type> ? type : KVType::F32, true>(reinterpret_cast<const uint8_t*>(widened), scales, fetch);
-        } else {
-            score_all<type, false>(keys, scales, fetch);
-        }
-        find_peaks(scores, job.queries, begin, end, peaks);
-        weigh_scores(scores, job.queries, begin, end, peaks, scales_of<type>(values, dim), totals);
-        int from = kBlock, to = 0;
+    // Scores -> their peak, weights relative to it, and their sum; the unseen weigh nothing. Then the values' scales, where those
+    // have any. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
+    void weigh(const float* scales) {
         for (int i = 0; i < job.queries; ++i) {
-            if (begin[i] >= end[i]) continue;
-            from = begin[i] < from ? begin[i] : from;
-            to = end[i] > to ? end[i] : to;
+            float* s = scores[i];
+            if (!sees(i)) continue;
+            for (int p = 0; p < begin[i]; ++p) s[p] = -INFINITY;
+            for (int p = end[i]; p < kBlock; ++p) s[p] = -INFINITY;
+            peaks[i] = peak(max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48))));
         }
-        fetch = {next_keys, next_keys + part_bytes(type, dim)};
-        if (wide) {
-            widen_values<type>(values, dim, from, to, widened);
-            add_all<KVType::F32, true>(reinterpret_cast<const uint8_t*>(widened), fetch);
-        } else {
-            add_all<type, false>(values, fetch);
+        for (int i = 0; i < job.queries; ++i) {
+            if (!sees(i)) continue;
+            const F shift = set1(peaks[i]);
+            for (int p = 0; p < kBlock; p += 16) store(scores[i] + p, exp_down(sub(load(scores[i] + p), shift)));
+        }
+        for (int i = 0; i < job.queries; ++i) {
+            float* s = scores[i];
+            if (!sees(i)) continue;
+            totals[i] = sum(add(add(load(s), load(s + 16)), add(load(s + 32), load(s + 48))));
+            if (scales && own[i] >= end[i])
+                for (int p = 0; p < kBlock; p += 16) store(s + p, mul(load(s + p), load(scales + p)));
+            for (int p = begin[i]; scales && own[i] < end[i] && p < end[i]; ++p) {
+                const Place at = place(i, p);
+                s[p] *= scales_of<type>(at.block + job.values, dim)[at.slot];
+            }
         }
     }
 
-    template <KVType as, bool widely>
-    void score_all(const uint8_t* keys, const float* scales, Fetch& fetch) {
-        in_tiles(Pack<4, 3, 2, 1>{}, job.queries,
-            [&](auto pack, int i) { score_block<as, widely>(pack, query + i, keys, scales, dim, fetch, scores + i); });
-    }
-
-    template <KVType as, bool widely>
-    void add_all(const uint8_t* values, Fetch& fetch) {
-        in_tiles(Pack<4, 3, 2, 1>{}, job.queries, [&](auto pack, int i) { tile_values<as, widely>(pack, i, values, fetch); });
-    }
-
-    // What all queries of the tile see is added for all at once, the rest query by query; for each in order.
-    template <KVType as, bool widely, int... t>
-    void tile_values(Pack<t...> pack, int first, const uint8_t* values, Fetch& fetch) {
-        int from = 0, to = kBlock;
-        ((from = begin[first + t] > from ? begin[first + t] : from), ...);
-        ((to = end[first + t] < to ? end[first + t] : to), ...);
-        const bool shared = from < to;
-        const auto alone = [&](int i, int a, int b) {
-            if (a < b) add_range<as, widely>(Range<1>{}, scores + i, values, dim, a, b, fetch, sums + i);
+    // Dimensions d, d + 1, ... of the weighted values of queries first + i, position after position; then merged.
+    template <int... i, int... c>
+    void value_tile(Pack<i...>, Pack<c...> vectors, int first, int d, const uint8_t* values, Fetch& fetching) {
+        int low = kBlock, high = 0, from = 0, to = kBlock;  // positions that one of them sees; that all see in their own slots
+        const auto span = [&](int q) {
+            const int shared = own[q] < end[q] ? own[q] : end[q];
+            if (sees(q)) low = begin[q] < low ? begin[q] : low, high = end[q] > high ? end[q] : high;
+            from = begin[q] > from ? begin[q] : from;
+            to = shared < to ? shared : to;
         };
-        (alone(first + t, begin[first + t], shared ? from : end[first + t]), ...);
-        if (!shared) return;
-        add_range<as, widely>(pack, scores + first, values, dim, from, to, fetch, sums + first);
-        (alone(first + t, to, end[first + t]), ...);
+        (span(first + i), ...);
+        Fetch fetch = fetching;
+        const int at = d * element_bytes(type);
+        Vectors<sizeof...(c)> acc[] = {(static_cast<void>(i), zeros(vectors))...};
+        const auto add = [&](auto& to, const auto& value, float weight) __attribute__((always_inline)) {
+            const F w = set1(weight);
+            ((to.of[c] = fma(w, value.of[c], to.of[c])), ...);
+        };
+        const auto alone = [&](auto& to, int q, int p) __attribute__((always_inline)) {
+            if (p < begin[q] || p >= end[q]) return;
+            const Place found = place(q, p);
+            add(to, load_value<type>(vectors, found.block + job.values + found.slot * row + at), scores[q][p]);
+        };
+        for (int p = low; p < high; ++p) {
+            for (; p >= from && p < to; ++p) {
+                fetch.step();
+                const auto value = load_value<type>(vectors, values + p * row + at);
+                (add(acc[i], value, scores[first + i][p]), ...);
+            }
+            if (p < high) (alone(acc[i], first + i, p), ...);
+        }
+        fetching = fetch;
+        const auto put = [&](const auto& block, int q) {
+            float* out = sums[q] + d;
+            if (!sees(q)) return;
+            if (whole)
+                (merged.apply(q, block.of[c], out + 16 * c), ...);
+            else
+                (store(out + 16 * c, block.of[c]), ...);
+        };
+        (put(acc[i], first + i), ...);
     }
 
-    // Cached positions stand in their slots; later ones are looked up along the query's path.
-    void tree_block(int i, int base, const uint8_t* keys, const uint8_t* values) {
-        Fetch none;
-        int cached = job.path[i] ? job.cached - base : end[i];
-        cached = cached < begin[i] ? begin[i] : cached > end[i] ? end[i] : cached;
-        if (cached > begin[i]) score_block<type, false>(Range<1>{}, query + i, keys, scales_of<type>(keys, dim), dim, none, scores + i);
-        alignas(64) float own[kBlock];  // the values' scales in the order of positions
-        const float* scales = scales_of<type>(values, dim);
-        for (int p = 0; scales && p < kBlock; ++p) own[p] = p >= begin[i] && p < cached ? scales[p] : 0.0f;
-        for (int p = cached; p < end[i]; ++p) {
-            const int slot = job.path[i][base + p - job.cached];
-            const uint8_t* block = job.blocks[slot / kBlock];
-            scores[i][p] = score_slot<type>(query[i], block + job.keys, slot % kBlock, dim);
-            if (scales) own[p] = scales_of<type>(block + job.values, dim)[slot % kBlock];
-        }
-        find_peaks(scores + i, 1, begin + i, end + i, peaks + i);
-        weigh_scores(scores + i, 1, begin + i, end + i, peaks + i, scales ? own : nullptr, totals + i);
-        if (cached > begin[i]) add_range<type, false>(Range<1>{}, scores + i, values, dim, begin[i], cached, none, sums + i);
-        for (int p = cached; p < end[i]; ++p) {
-            const int slot = job.path[i][base + p - job.cached];
-            const uint8_t* value = job.blocks[slot / kBlock] + job.values + slot % kBlock * row;
-            add_range<type, false>(Range<1>{}, scores + i, value - p * row, dim, p, p + 1, none, sums + i);
-        }
-    }
-
-    void block(int index, bool final) {
-        const int base = index * kBlock;
-        bool chains = true;
+    // `next`: keys that will be needed after this block, and the values that follow them.
+    void block(int index, const uint8_t* next) {
+        base = index * kBlock;
+        int high = 0;
         for (int i = 0; i < job.queries; ++i) {
             begin[i] = job.first[i] > base ? job.first[i] - base : 0;
             end[i] = job.position[i] + 1 - base;
             end[i] = end[i] > kBlock ? kBlock : end[i];
-            chains = chains && (!job.path[i] || base + end[i] <= job.cached);
+            own[i] = job.path[i] ? job.cached - base : kBlock;
+            const int slots = own[i] < end[i] ? kBlock : end[i];
+            high = slots > high ? slots : high;
             peaks[i] = -INFINITY;
             totals[i] = 0.0f;
         }
-        const uint8_t* keys = job.blocks[index] + job.keys;
         const uint8_t* values = job.blocks[index] + job.values;
-        if (chains) return chain_block(keys, values, final ? job.upcoming : job.blocks[index + 1] + job.keys);
-        for (int i = 0; i < job.queries; ++i)
-            if (begin[i] < end[i]) tree_block(i, base, keys, values);
+        const int tiles = (job.queries + kQueries - 1) / kQueries, passes = dim / kTileDims + dim % kTileDims / 16;
+        const int steps = tiles * (dim / 2 + passes * high) + 1, bytes = 2 * static_cast<int>(part_bytes(type, dim));
+        Fetch fetch{next, next + bytes, (bytes / 64 + steps - 1) / steps};
+        score(job.blocks[index], (high + kSub - 1) / kSub, fetch);
+        weigh(scales_of<type>(values, dim));
+        if (whole) merged.add(peaks, totals);
+        in_tiles(job.queries, [&](auto pack, int i) {
+            int d = 0;
+            for (; d + kTileDims <= dim; d += kTileDims) value_tile(pack, Range<kVectors>{}, i, d, values, fetch);
+            for (; d < dim; d += 16) value_tile(pack, Range<1>{}, i, d, values, fetch);
+        });
     }
 
     void run() {
@@ -221,29 +232,20 @@ struct Attention {
         last = last / kBlock + 1 < job.block_end ? last / kBlock + 1 : job.block_end;
         if (first >= last) return;
         take_queries();
-        Merged merged(job.queries);
-        alignas(64) float local[kMaxQueries * kMaxHead];
-        const bool whole = job.parts[0] == nullptr;
-        for (int i = 0; i < job.queries && whole; ++i)
-            for (int d = 0; d < dim; d += 16) store(job.out[i] + d, zero());
+        for (int i = 0; i < job.queries && whole; ++i) {
+            sums[i] = job.out[i];
+            for (int d = 0; d < dim; d += 16) store(sums[i] + d, zero());
+        }
         for (int index = first; index < last; ++index) {
-            for (int i = 0; i < job.queries; ++i) {
-                sums[i] = whole ? local + i * dim : job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16;
-                for (int d = 0; d < dim; d += 16) store(sums[i] + d, zero());
-            }
-            block(index, index + 1 == last);
-            if (whole) merged.add(peaks, totals);
-            for (int i = 0; i < job.queries; ++i) {
-                if (begin[i] >= end[i]) continue;
-                if (whole) {
-                    merged.apply(i, sums[i], job.out[i], dim);
-                } else {
-                    sums[i][-16] = peaks[i];
-                    sums[i][-15] = totals[i];
-                }
+            for (int i = 0; i < job.queries && !whole; ++i) sums[i] = job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16;
+            block(index, index + 1 == last ? job.upcoming : job.blocks[index + 1] + job.keys);
+            for (int i = 0; i < job.queries && !whole; ++i) {
+                if (!sees(i)) continue;
+                sums[i][-16] = peaks[i];
+                sums[i][-15] = totals[i];
             }
         }
-        for (int i = 0; i < job.queries && whole; ++i) merged.finish(i, job.out[i], dim);
+        for (int i = 0; i < job.queries && whole; ++i) merged.finish(i, job.out[i], dim, split_dims<type>(dim));
     }
 };
 
@@ -275,9 +277,10 @@ static void merge_parts(const AttentionJob& job) {
         }
         merged.add(peaks, totals);
         for (int i = 0; i < job.queries; ++i)
-            if (sees(i)) merged.apply(i, part(i) + 16, job.out[i], job.dim_padded);
+            for (int d = 0; d < job.dim_padded && sees(i); d += 16) merged.apply(i, load(part(i) + 16 + d), job.out[i] + d);
     }
-    for (int i = 0; i < job.queries; ++i) merged.finish(i, job.out[i], job.dim_padded);
+    const int split = job.type == KVType::BF16 ? split_dims<KVType::BF16>(job.dim_padded) : 0;
+    for (int i = 0; i < job.queries; ++i) merged.finish(i, job.out[i], job.dim_padded, split);
 }
 
 }  // namespace OUTPACE_NS

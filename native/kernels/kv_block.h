@@ -2,7 +2,8 @@
 //
 // Keys: bf16 [4 x 16 slots][dim / 2][16][2], f32 or int8 [4 x 16 slots][dim][16]. Values: [64 slots][dim]. After int8
 // numbers, keys or values, stand 64 float scales, one a slot: a key's scale multiplies its score, a value's its weight.
-// Whether numbers become floats on the way or once for all queries of a job cannot show: both are exact.
+// A tile is up to kQueries queries by up to kVectors vectors of 16 keys, or of 16 dimensions of a value: its sums stay in
+// registers, and what it reads becomes floats on the way.
 #pragma once
 
 #include <type_traits>
@@ -35,170 +36,115 @@ constexpr bool kPairs = type == KVType::BF16 && kDotPairs;
 template <KVType type>
 using Query = std::conditional_t<kPairs<type>, uint16_t, float>;
 
-// Lines that will be needed after this block, asked for while it is computed, so many at a time: a row's cache is read once
-// a layer and has left every near cache since.
+// Lines that will be needed after this block, asked for while it is computed, so many a step: evenly, since a burst fills the
+// buffers for misses. They go to the second cache: a row's cache is read once a layer and has left every near cache since.
 struct Fetch {
     const uint8_t *at = nullptr, *end = nullptr;
+    int lines = 0;
 
-    template <int lines>
     void step() {
         if (at >= end) return;
-        for (int line = 0; line < lines; ++line) __builtin_prefetch(at + 64 * line, 0, 3);
-        at += 64 * lines;
+        for (int i = 0; i < lines; ++i, at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
 
-// How many lines a step asks for: a job whose queries are one tile passes over a block once, others several times.
-template <KVType type, bool wide>
-constexpr int kKeyLines = wide ? 2 : 2 * element_bytes(type);  // two dimensions of a block's keys
-template <KVType type, bool wide>
-constexpr int kValueLines = wide ? 1 : element_bytes(type);  // 64 dimensions of a value
-
-// Two dimensions of 16 keys; `k` at an even dimension.
-template <KVType type>
-struct KeyPair {
-    F first, second;
-    I both;
-    INLINE KeyPair at(const uint8_t* k) {
-        if constexpr (type == KVType::F32) {
-            const float* p = reinterpret_cast<const float*>(k);
-            return {load(p), load(p + kSub), zero_i()};
-        } else if constexpr (type == KVType::I8) {
-            return {load_i8(k), load_i8(k + kSub), zero_i()};
-        } else if constexpr (kDotPairs) {
-            return {zero(), zero(), load_pairs(k)};
-        } else {
-            const I pairs = load_pairs(k);
-            return {pair_low(pairs), pair_high(pairs), pairs};
-        }
-    }
+template <int count>
+struct Vectors {
+    F of[count];
 };
-
-// The second dimension first: the order of the instruction for pairs.
-template <KVType type>
-INLINE F score_step(F acc, const KeyPair<type>& k, const Query<type>* q) {
-    if constexpr (kPairs<type>)
-        return dot_pairs(k.both, set1_pair(q), acc);
-    else
-        return fma(k.first, set1(q[0]), fma(k.second, set1(q[1]), acc));
+template <int... c>
+INLINE Vectors<sizeof...(c)> zeros(Pack<c...>) {
+    return {{(static_cast<void>(c), zero())...}};
 }
 
-// scores[q][16 tile + lane] of a whole block for the queries of the pack.
-template <KVType type, bool wide, int... i>
-static void score_block(
-    Pack<i...>, const Query<type>* const* q, const uint8_t* keys, const float* scales, int dim, Fetch& fetching, float (*scores)[kBlock]) {
-    Fetch fetch = fetching;
-    F a[] = {(static_cast<void>(i), zero())...}, b[] = {(static_cast<void>(i), zero())...};
-    F c[] = {(static_cast<void>(i), zero())...}, d[] = {(static_cast<void>(i), zero())...};
-    const int tile = key_tile_bytes<type>(dim), step = 2 * kSub * element_bytes(type);
-    for (int at = 0; at < dim; at += 2, keys += step) {
-        fetch.step<kKeyLines<type, wide>>();
-        const KeyPair<type> ka = KeyPair<type>::at(keys), kb = KeyPair<type>::at(keys + tile);
-        const KeyPair<type> kc = KeyPair<type>::at(keys + 2 * tile), kd = KeyPair<type>::at(keys + 3 * tile);
-        ((a[i] = score_step<type>(a[i], ka, q[i] + at)), ...);
-        ((b[i] = score_step<type>(b[i], kb, q[i] + at)), ...);
-        ((c[i] = score_step<type>(c[i], kc, q[i] + at)), ...);
-        ((d[i] = score_step<type>(d[i], kd, q[i] + at)), ...);
-    }
-    fetching = fetch;
-    const auto put = [&](F* sums, int place) {
-        if (scales) {
-            const F scale = load(scales + place);
-            ((sums[i] = mul(sums[i], scale)), ...);
-        }
-        (store(scores[i] + place, sums[i]), ...);
-    };
-    put(a, 0);
-    put(b, 16);
-    put(c, 32);
-    put(d, 48);
-}
-
-// One query against one slot, by the same operations as its lane above.
-template <KVType type>
-static float score_slot(const Query<type>* q, const uint8_t* keys, int slot, int dim) {
-    const uint8_t* k = keys + slot / kSub * key_tile_bytes<type>(dim);
-    F acc = zero();
-    for (int at = 0; at < dim; at += 2, k += 2 * kSub * element_bytes(type)) acc = score_step<type>(acc, KeyPair<type>::at(k), q + at);
-    const float* scales = scales_of<type>(keys, dim);
-    if (scales) acc = mul(acc, load(scales + slot / kSub * kSub));
-    float lanes[kSub];
-    store(lanes, acc);
-    return lanes[slot % kSub];
-}
-
-template <KVType type>
-INLINE F load_value(const uint8_t* v, int d) {
+// Dimension d, or `odd` d + 1, of 16 keys; `k` at an even d.
+template <KVType type, bool odd>
+INLINE F load_key(const uint8_t* k) {
     if constexpr (type == KVType::F32)
-        return load(reinterpret_cast<const float*>(v) + d);
+        return load(reinterpret_cast<const float*>(k) + (odd ? kSub : 0));
     else if constexpr (type == KVType::I8)
-        return load_i8(v + d);
+        return load_i8(k + (odd ? kSub : 0));
     else
-        return load_bf16(reinterpret_cast<const uint16_t*>(v) + d);
+        return odd ? pair_high(load_pairs(k)) : pair_low(load_pairs(k));
 }
 
-// out[q][d ..] += weights[q][p] * value[p] for p in [from, to), position after position; C vectors of 16 dimensions.
-template <KVType type, bool wide, int... i, int... c>
-INLINE void add_values(Pack<i...>, Pack<c...>, const float (*weights)[kBlock], const uint8_t* values, int row, int from, int to, int d,
-    Fetch& fetching, float* const* out) {
+// scores [q][kBlock], at [16 k + lane], of key tiles k for the queries of the pack: for each a chain over the dimensions, of two the odd one
+// first, which is the order of the instruction for pairs.
+template <KVType type, int... i, int... k>
+static void score_tile(Pack<i...>, Pack<k...> tiles, const Query<type> (*q)[kMaxHead], const uint8_t* keys, const float* scales, int dim,
+    Fetch& fetching, float* scores) {
     Fetch fetch = fetching;
-    struct Sums {
-        F of[sizeof...(c)];
-    };
-    const auto get = [&](const float* o) { return Sums{{load(o + d + 16 * c)...}}; };
-    Sums acc[] = {get(out[i])...};
-    const auto position = [&](int p) __attribute__((always_inline)) {
-        const uint8_t* at = values + p * row;
-        const F v[] = {load_value<type>(at, d + 16 * c)...};
-        const auto add = [&](Sums& s, const float* w) {
-            const F weight = set1(w[p]);
-            ((s.of[c] = fma(weight, v[c], s.of[c])), ...);
-        };
-        (add(acc[i], weights[i]), ...);
-    };
-    int p = from;
-    for (; p + 1 < to; p += 2) {
-        fetch.step<2 * kValueLines<type, wide>>();
-        position(p);
-        position(p + 1);
+    Vectors<sizeof...(k)> acc[] = {(static_cast<void>(i), zeros(tiles))...};
+    const int tile = key_tile_bytes<type>(dim);
+    for (int at = 0; at < dim; at += 2, keys += 2 * kSub * element_bytes(type)) {
+        fetch.step();
+        if constexpr (kPairs<type>) {
+            const I key[] = {load_pairs(keys + k * tile)...};
+            const auto add = [&](auto& sums, const Query<type>* x) __attribute__((always_inline)) {
+                const I by = set1_pair(x);
+                ((sums.of[k] = dot_pairs(key[k], by, sums.of[k])), ...);
+            };
+            (add(acc[i], q[i] + at), ...);
+        } else {
+            const auto half = [&](auto odd) __attribute__((always_inline)) {
+                const F key[] = {load_key<type, odd.value>(keys + k * tile)...};
+                const auto add = [&](auto& sums, float x) __attribute__((always_inline)) {
+                    const F by = set1(x);
+                    ((sums.of[k] = fma(key[k], by, sums.of[k])), ...);
+                };
+                (add(acc[i], q[i][at + odd.value]), ...);
+            };
+            half(std::true_type{});
+            half(std::false_type{});
+        }
     }
-    if (p < to) position(p);
     fetching = fetch;
-    const auto put = [&](const Sums& s, float* o) { (store(o + d + 16 * c, s.of[c]), ...); };
-    (put(acc[i], out[i]), ...);
+    const auto put = [&](const auto& sums, float* to) {
+        (store(to + kSub * k, scales ? mul(sums.of[k], load(scales + kSub * k)) : sums.of[k]), ...);
+    };
+    (put(acc[i], scores + i * kBlock), ...);
 }
 
-template <KVType type, bool wide, class P>
-static void add_range(
-    P pack, const float (*weights)[kBlock], const uint8_t* values, int dim, int from, int to, Fetch& fetch, float* const* out) {
-    const int row = dim * element_bytes(type);
-    int d = 0;
-    for (; d + 64 <= dim; d += 64) add_values<type, wide>(pack, Range<4>{}, weights, values, row, from, to, d, fetch, out);
-    for (; d < dim; d += 16) add_values<type, wide>(pack, Range<1>{}, weights, values, row, from, to, d, fetch, out);
-}
-
-// A block's keys, or values, as floats in the layout that floats have.
+// Dimensions of a value that stand in tiles of kVectors vectors; the rest are taken 16 at a time.
+constexpr int kTileDims = 16 * kVectors;
+// How many of them, bfloat16, stand with the even ones of 32 first, then the odd ones: so a load of 32 gives them.
 template <KVType type>
-static void widen_keys(const uint8_t* keys, int dim, float* out) {
-    for (int at = 0; at < kBlock * dim; at += 2 * kSub) {
-        const KeyPair<type> pair = KeyPair<type>::at(keys + at * element_bytes(type));
-        store(out + at, pair.first);
-        store(out + at + kSub, pair.second);
+INLINE int split_dims(int dim) {
+    return type == KVType::BF16 ? dim / kTileDims * kTileDims : 0;
+}
+
+template <KVType type, int... c>
+INLINE Vectors<sizeof...(c)> load_value(Pack<c...>, const uint8_t* v) {
+    if constexpr (type == KVType::F32) {
+        return {{load(reinterpret_cast<const float*>(v) + 16 * c)...}};
+    } else if constexpr (type == KVType::I8) {
+        return {{load_i8(v + 16 * c)...}};
+    } else if constexpr (sizeof...(c) == 1) {
+        return {{load_bf16(reinterpret_cast<const uint16_t*>(v))}};
+    } else {
+        const auto part = [&](int at) __attribute__((always_inline)) {
+            const I pairs = load_pairs(v + at / 2 * 64);
+            return at % 2 ? pair_high(pairs) : pair_low(pairs);
+        };
+        return {{part(c)...}};
     }
 }
-template <KVType type>
-static void widen_values(const uint8_t* values, int dim, int from, int to, float* out) {
-    for (int at = from * dim; at < to * dim; at += 16) store(out + at, load_value<type>(values, at));
+
+// Calls body(0, 1, ... n - 1 as a type) for n from 1 to `most`.
+template <int most, class Body>
+INLINE void with_range(int n, const Body& body) {
+    if constexpr (most > 1)
+        if (n < most) return with_range<most - 1>(n, body);
+    body(Range<most>{});
 }
 
-// Calls body(pack, first query) for runs of up to kQueries queries.
-template <class Body, int... widths>
-INLINE void in_tiles(Pack<widths...>, int queries, const Body& body) {
-    int i = 0;
-    const auto run = [&](auto pack, int width) {
-        for (; queries - i >= width; i += width) body(pack, i);
-    };
-    (run(Range<(widths <= kQueries ? widths : 1)>{}, widths <= kQueries ? widths : queries + 1), ...);
+// Calls body(pack, first query) for tiles of nearly equal size.
+template <class Body>
+INLINE void in_tiles(int queries, const Body& body) {
+    for (int i = 0, n, tiles = (queries + kQueries - 1) / kQueries; i < queries; i += n, --tiles) {
+        n = (queries - i + tiles - 1) / tiles;
+        with_range<kQueries>(n, [&](auto pack) { body(pack, i); });
+    }
 }
 
 }  // namespace OUTPACE_NS

@@ -35,16 +35,13 @@ INLINE F exp(F x) {
     const M nan = is_nan(x);
     const F y = min(max(x, set1(-87.3f)), set1(88.3f));
     const I n = to_int(mul(y, set1(1.44269504088896341f)));
-    const F result = mul(exp_rest(y, n), pow2(n));
-    return select(nan, x, select(gone, zero(), result));
+    return select(nan, x, select(gone, zero(), times_pow2(exp_rest(y, n), n)));
 }
 
-// The same for x that is not above 0, in fewer steps. `max` gives its second argument where one is NaN.
+// The same for x that is not above 0, in fewer steps.
 INLINE F exp_down(F x) {
-    const M gone = less(x, set1(-87.3f));
-    const F y = max(set1(-87.3f), x);
-    const I n = to_int(mul(y, set1(1.44269504088896341f)));
-    return select(gone, zero(), mul(exp_rest(y, n), pow2(n)));
+    const I n = to_int(mul(x, set1(1.44269504088896341f)));
+    return select(less(x, set1(-87.3f)), zero(), times_pow2(exp_rest(x, n), n));
 }
 
 // x / (1 + e^-x)

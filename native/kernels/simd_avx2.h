@@ -24,8 +24,8 @@ struct M {
 
 constexpr int kTile = 4;
 constexpr int kTogether = 1;
-constexpr int kQueries = 1;
-constexpr int kDirect = 1;
+constexpr int kQueries = 2;
+constexpr int kVectors = 2;
 
 INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -76,9 +76,9 @@ INLINE Product mul_wide(I x, uint32_t c) {
 }
 INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
-INLINE F pow2(I n) {
-    n = add_i(n, set1_i(127));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(n.a, 23)), _mm256_castsi256_ps(_mm256_slli_epi32(n.b, 23))};
+INLINE F times_pow2(F x, I n) {
+    const I bits = add_i({_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}, {_mm256_slli_epi32(n.a, 23), _mm256_slli_epi32(n.b, 23)});
+    return {_mm256_castsi256_ps(bits.a), _mm256_castsi256_ps(bits.b)};
 }
 
 INLINE __m128i half_load(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -177,6 +177,15 @@ INLINE int32_t sum_i(I x) {
     const __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     const __m128i c = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4E));
     return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xB1)));
+}
+INLINE void store_woven(float* p, F even, F odd) {
+    const auto weave = [](float* to, __m256 x, __m256 y) {
+        const __m256 low = _mm256_unpacklo_ps(x, y), high = _mm256_unpackhi_ps(x, y);
+        _mm256_storeu_ps(to, _mm256_permute2f128_ps(low, high, 0x20));
+        _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(low, high, 0x31));
+    };
+    weave(p, even.a, odd.a);
+    weave(p + 16, even.b, odd.b);
 }
 INLINE void store_i8(uint8_t* p, I x) {
     const __m128i lo = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));

@@ -22,8 +22,8 @@ struct Quad {         // 4 bytes, at any address
 
 constexpr int kTile = 16;    // most tokens of a register tile
 constexpr int kTogether = 4;  // of them, whose operations are interleaved
-constexpr int kQueries = 4;  // query vectors of an attention tile
-constexpr int kDirect = 4;   // most queries for which keys and values are converted as they are used
+constexpr int kQueries = 6;  // most queries of an attention tile
+constexpr int kVectors = 4;  // and of its vectors: 24 sums, 4 operands, 1 broadcast
 
 INLINE F set1(float x) { return _mm512_set1_ps(x); }
 INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -58,7 +58,8 @@ INLINE Product mul_wide(I x, uint32_t c) {
 }
 INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
-INLINE F pow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, set1_i(127)), 23)); }
+// x * 2^n for a normal x whose product is normal: n is added to the exponent.
+INLINE F times_pow2(F x, I n) { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23))); }
 
 INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE F load_bf16(const uint16_t* p) {
@@ -105,6 +106,12 @@ INLINE float sum(F x) {
 }
 INLINE float peak(F x) { return _mm512_reduce_max_ps(x); }
 INLINE int32_t sum_i(I x) { return _mm512_reduce_add_epi32(x); }
+// Stores even[0], odd[0], even[1], ...: 32 floats.
+INLINE void store_woven(float* p, F even, F odd) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    store(p, _mm512_permutex2var_ps(even, low, odd));
+    store(p + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
+}
 // Stores 16 int32 of -128 .. 127 as bytes.
 INLINE void store_i8(uint8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
 

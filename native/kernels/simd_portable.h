@@ -33,7 +33,7 @@ struct M {
 constexpr int kTile = 2;
 constexpr int kTogether = 1;
 constexpr int kQueries = 1;
-constexpr int kDirect = 1;
+constexpr int kVectors = 4;
 
 #define LANES for (int i = 0; i < 16; ++i)
 // A function of vectors, by what it makes of lane (or byte) i.
@@ -125,7 +125,7 @@ OUTPACE_EACH(F, to_float, (I a), static_cast<float>(a.v[i]))
 OUTPACE_EACH(F, rounded, (F a), (a.v[i] + 12582912.0f) - 12582912.0f)
 OUTPACE_EACH(I, small_int, (F a), a.v[i] > -4194304.0f && a.v[i] < 4194304.0f ? static_cast<int32_t>(a.v[i]) : 0)
 INLINE I to_int(F a) { return small_int(rounded(a)); }
-OUTPACE_EACH(F, pow2, (I n), bits_to_float(static_cast<uint32_t>(n.v[i] + 127) << 23))
+OUTPACE_EACH(F, times_pow2, (F x, I n), bits_to_float(float_to_bits(x.v[i]) + (static_cast<uint32_t>(n.v[i]) << 23)))
 
 OUTPACE_EACH(F, load_f16, (const uint16_t* p), f16_to_float(p[i]))
 OUTPACE_EACH(F, load_bf16, (const uint16_t* p), bf16_to_float(p[i]))
@@ -168,6 +168,7 @@ INLINE int32_t sum_i(I x) {
     LANES r += x.v[i];
     return r;
 }
+INLINE void store_woven(float* p, F even, F odd) { LANES p[2 * i] = even.v[i], p[2 * i + 1] = odd.v[i]; }
 INLINE void store_i8(uint8_t* p, I x) { LANES p[i] = static_cast<uint8_t>(x.v[i]); }
 
 #undef LANES

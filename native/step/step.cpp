@@ -9,8 +9,8 @@
 
 namespace outpace {
 
-void Step::begin(Model* model, Deciding deciding, Policy* policy) {
-    model_ = model, deciding_ = deciding, policy_ = policy;
+void Step::begin(Model* model, Policy* policy) {
+    model_ = model, policy_ = policy;
     planned_ = levelled_ = false;
     rows.clear(), chunks.clear();
     open_.clear(), failed_.clear(), lost_.clear();
@@ -48,8 +48,7 @@ bool Step::plan() {
         planned_ = planned_ || now.fixed->drafts;
         now.asked = now.levels = now.most;
     }
-    if (!planned_ || deciding_ == Deciding::kFixed) return true;
-    if (deciding_ == Deciding::kCaller) return false;
+    if (!policy()) return true;
     views_.clear();
     for (const RowNow& now : rows) {
         const StepRow& fixed = *now.fixed;
@@ -157,8 +156,7 @@ void Step::keep(size_t i, const std::vector<int32_t>& nodes) {
 }
 
 bool Step::trim() {
-    if (!planned_ || deciding_ == Deciding::kFixed) return true;
-    if (deciding_ == Deciding::kCaller) return false;
+    if (!policy()) return true;
     std::vector<const Draft*> drafts;
     bool drawn = false;
     for (const RowNow& now : rows) drafts.push_back(&now.proposed), drawn = drawn || now.drawn;

@@ -73,15 +73,15 @@ public:
         std::vector<int> rows;
         std::string why;
     };
-    enum class Deciding { kFixed, kPolicy, kCaller };  // who says how much is drafted
 
     // `layers`: of the target; `hidden_layers`: those whose outputs drafters read.
     Step(int vocab, int layers, std::vector<int> hidden_layers)
         : vocab_(vocab), layers_(layers), hidden_layers_(std::move(hidden_layers)) {}
     Step(const Step&) = delete;
 
-    // A new step: `rows` and `chunks` are to be filled. `model` null: the caller computes. `policy`: with kPolicy.
-    void begin(Model* model, Deciding deciding, Policy* policy);
+    // A new step: `rows` and `chunks` are to be filled. `model` null: the caller computes. `policy` null: every row drafts what
+    // it may.
+    void begin(Model* model, Policy* policy);
     std::vector<RowNow> rows;
     std::vector<ChunkNow> chunks;
     void end() { rows.clear(), chunks.clear(), result_.reset(), stage_ = Stage::kDone; }
@@ -103,13 +103,12 @@ public:
     // Rows that the caller has to look at, once it has walked what it can in bulk.
     void reopen();
 
-    bool planned() const { return planned_; }
     bool levelled() const { return levelled_; }
     int threads() const { return threads_; }
     const std::shared_ptr<Result>& result() const { return result_; }
     const std::array<int64_t, 3>& calls() const { return calls_; }     // of drafters, of the model, and for all rows' verdicts, ever
     const std::array<double, 3>& seconds() const { return seconds_; }  // of drafting, forward and verdicts
-    Policy* policy() const { return planned_ ? policy_ : nullptr; }
+    Policy* policy() const { return planned_ ? policy_ : nullptr; }  // null: it had no say
 
     // The packed batch; see Batch in models/base.py.
     std::vector<int32_t> token, row, position, parent, starts, wanted;
@@ -139,7 +138,6 @@ private:
     const int vocab_, layers_;
     const std::vector<int> hidden_layers_;
     Model* model_ = nullptr;
-    Deciding deciding_ = Deciding::kFixed;
     Policy* policy_ = nullptr;
     bool planned_ = false, levelled_ = false;
     Stage stage_ = Stage::kDone;

@@ -478,7 +478,7 @@ class Step:
     def begin(
         self,
         model: Model | None,
-        policy: Policy | str | None,
+        policy: Policy | None,
         rows: list[tuple[Any, ...]],
         chunks: list[tuple[StepRow, _I32, int, int, bool]],
     ) -> int:
@@ -509,16 +509,11 @@ class Step:
         """Rows whose KV could not be settled, and why."""
 
     @property
-    def planned(self) -> bool:
-        """Whether some row has a drafter."""
-
-    @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Nodes to ask for and drafting forwards to allow, by row."""
 
-    def ask(self, nodes: list[int], levels: list[int]) -> None: ...
-    def put(self, where: list[int], drafts: Any, trimmed: bool = False) -> None:
-        """``Drafts`` of rows ``where``; ``trimmed``: what is left of those that were proposed."""
+    def put(self, where: list[int], drafts: Any) -> None:
+        """``Drafts`` of rows ``where``."""
 
     def drop(self, where: list[int]) -> None:
         """These rows have no drafts."""
@@ -565,11 +560,11 @@ class Step:
         raises."""
 
     def learn(self, draft: float, body: float) -> None:
-        """The native policy hears what became of the step: seconds that drafting took, and all else."""
+        """The policy, if it had a say, takes in what became of the step: seconds that drafting took, and all else."""
 
 class Policy:
-    """What is behind ``--size auto``; control/adaptive.py is its face. Takes and gives the seams' own values: ``seams``
-    names their classes (Sizes, Decision, Drafts) and numpy's ``empty``, int32 and uint8. Raises ValueError."""
+    """What is behind ``--size auto``; control/adaptive.py makes it, of a table of costs by new tokens and what lies
+    beyond. ``stretch``: the longest step that holds others up, in plain steps. Raises ValueError."""
 
     explain: bool
     def __init__(
@@ -581,15 +576,11 @@ class Policy:
         row: float,
         position: float,
         position_width: float,
-        seams: dict[str, Any],
-        explain: bool,
+        stretch: float,
     ) -> None: ...
-    def plan(self, rows: Sequence[Any], most: Sequence[int], load: Any) -> Any: ...
-    def trim(self, drafts: Any) -> tuple[Any, list[Any]]: ...
-    def learn(self, verdicts: Any, seconds: Any) -> None: ...
     def release(self, row: int) -> None: ...
     def state(self) -> dict[str, Any]:
-        """capital, advantage, tables, curves: (rows, context, steps, plain seconds, [(nodes, plain steps, sd)])."""
+        """budget, advantage, curves: (rows, steps, plain seconds, ((nodes, plain steps, ratios), ...))."""
 
     def __len__(self) -> int: ...
 

@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import outpace.engine.engine
 import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import F32, I32
-from outpace.control.cost import Cost
-from outpace.control.policy import Fixed
 from outpace.engine.results import Result
 from outpace.errors import MemoryLimitError
 from tests.driving import finished
@@ -98,20 +95,12 @@ def build(fuse: Fuse, script: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     target.forward = watched  # type: ignore[method-assign]
 
-    def policy(_: Cost, stretch: float | None = None) -> Fixed:
-        made = Fixed()
-        made.native = None  # so that it is asked in Python
-        fuse.wrap(made, "policy", "plan", "trim", "learn", "release")
-        return made
-
-    monkeypatch.setattr(outpace.engine.engine, "policy_for", policy)
     monkeypatch.setattr(outpace.engine.walk, "walk", fuse.through("verify.walk", outpace.engine.walk.walk))
     return Engine(
         target,
         ToyTokenizer(),  # type: ignore[arg-type]
         drafter=drafter,
-        size="auto",
-        cost=Cost((1,), (1e-3,)),
+        size=15,
         max_rows=5,
         prefill_chunk=7,
         prefix_rows=2,
@@ -186,7 +175,6 @@ def judge(engine: Engine, results: dict[tuple[int, int], Result], but: set[int])
 CALLS = (
     "kv.alloc", "kv.fork", "kv.truncate", "kv.compact", "kv.growth", "kv.exclusive", "model.forward",
     "drafter.propose", "drafter.observe", "drafter.fork", "drafter.release",
-    "policy.plan", "policy.trim", "policy.learn", "policy.release",
     "output.verify", "output.choose", "output.logits", "output.logprobs", "output.hidden_states", "verify.walk",
 )  # fmt: skip
 
@@ -211,8 +199,8 @@ def test_any_call_may_fail(script: str, call: str, error: type[BaseException], m
         results, raised = run(engine, fuse, ruled=True)
         if not fuse.blown:
             continue  # timing of wall clocks has no part in it, but an earlier survived fault may change what follows
-        if call.startswith(("drafter.", "policy.")) and error is not KeyboardInterrupt:
-            assert not raised, "a drafter's or the policy's fault reached the caller"
+        if call.startswith("drafter.") and error is not KeyboardInterrupt:
+            assert not raised, "a drafter's fault reached the caller"
         assert raised <= 1
         judge(engine, results, but=set())
 

@@ -18,7 +18,7 @@ from outpace.engine.request import StepRecord
 from outpace.errors import DrafterError, ParameterError
 from outpace.exact.noise import Noise
 from outpace.measure.accepted import Recorded, record, replayed
-from outpace.measure.recommend import Machine, plain, predictions
+from outpace.measure.recommend import Machine, MeasuredStep, fit, plain, predictions
 from outpace.params import SamplingParams
 from tests.toy import ToyModel
 
@@ -46,7 +46,7 @@ def steps(engine: Engine, prompt: list[int], params: SamplingParams, size: int) 
 
 
 def predicted(drafter: Drafter, answer: Recorded, size: int) -> list[tuple[int, int, int]]:
-    return [(step.length, step.nodes, step.gained) for step in replayed(drafter, answer, size, -1)]
+    return [(step.length, step.nodes, step.gained) for step in replayed(drafter, [answer], size, -1)[0]]
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -88,7 +88,7 @@ def test_a_drafter_that_needs_the_target_is_refused() -> None:
     (plainly, engine) = load_engines(Engine, "demo", ["none", "layers:2"], {"prefix_rows": 0, "threads": 1})
     answer = recorded(plainly, [5, 6, 7], SamplingParams(max_tokens=4))
     with pytest.raises(DrafterError, match="own forwards"):
-        replayed(engine.drafter, answer, 4, 0)
+        replayed(engine.drafter, [answer], 4, 0)
     engine.close()
     plainly.close()
 
@@ -108,6 +108,27 @@ def test_settings_are_ranked_by_speed() -> None:
         assert all(each.speed == pytest.approx(each.speedup * bare.speed) for each in ranked)
     with pytest.raises(ParameterError, match="too few"):
         plain(engines["none"], prompts, params.with_(max_tokens=2), 1, [])
+
+
+def test_drafters_that_serve_rows_together() -> None:
+    """Each row's steps are those that it takes alone."""
+    model, params = ToyModel(8), SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
+    answers = [recorded(Engine(model), prompt, params) for prompt in ([1, 2, 1, 2], [3, 4, 5, 3, 4, 5], [6])]
+    together = replayed(SuffixDrafter(), answers, 3, -3)
+    for answer, steps in zip(answers, together, strict=True):
+        assert [(step.length, step.nodes, step.gained) for step in steps] == predicted(SuffixDrafter(), answer, 3)
+
+
+def test_what_a_step_costs() -> None:
+    """By width, by accepted token, and what a prompt costs the rows that have begun; disturbances raise all alike."""
+    steps = [
+        MeasuredStep(w, a, 1.0 + 0.5 * w + 0.25 * a, 1, False) for w in (1, 4, 8) for a in (0, 0, 0, min(w - 1, 2))
+    ]
+    found = fit([*steps, MeasuredStep(4, 0, 7.0, 3, True)], Cost((1,), (1.0,), position=0.5))
+    assert found.cost == Cost((1, 4, 8), (1.5, 3.0, 5.0), position=0.5)
+    assert (found.accepting, found.waiting) == (0.25, 3 * (7.0 - 3.0))
+    slow = [replace(step, seconds=3 * step.seconds) for step in steps]
+    assert fit([*steps, *slow, *steps], Cost((1,), (1.0,))).cost.seconds == pytest.approx((2.5, 5.0, 25 / 3))
 
 
 def test_another_machine() -> None:

@@ -76,7 +76,7 @@ def visit(html: Path, mode: str, width: int = 1300) -> None:
 @needs_browser
 @pytest.mark.parametrize("width", [1300, 1000, 500])
 def test_the_page_shows_a_run(tmp_path: Path, width: int) -> None:
-    record(tmp_path / "run.trace", made=engine(halving=True))
+    record(tmp_path / "run.trace", made=engine(size="auto"))
     write(tmp_path / "run.trace", tmp_path / "run.html", scripts=[SCRIPT])
     visit(tmp_path / "run.html", "plain", width)
 
@@ -182,7 +182,7 @@ def test_requests_that_did_not_run_do_not_stop_the_page(tmp_path: Path) -> None:
 def test_two_traces_side_by_side_show_the_same_token(tmp_path: Path) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     for name in ("a", "b"):
-        record(tmp_path / f"{name}.trace", made=engine(halving=name == "a"))
+        record(tmp_path / f"{name}.trace", made=engine(size="auto" if name == "a" else 5))
     assert parse(["trace", "view", str(tmp_path / "a.trace"), "--beside", str(tmp_path / "b.trace")])() == 0
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -219,7 +219,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    record(tmp_path / "run.trace", made=engine(halving=True))
+    record(tmp_path / "run.trace", made=engine(size="auto"))
     return tmp_path / "run.trace"
 
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -114,11 +116,53 @@ def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
     ("named", "looked_for"), [({}, "c++, g++, clang++"), ({"CXX": "no-such-c++ -O2"}, "no-such-c++")]
 )
 def test_no_compiler_is_an_error_with_the_remedy(tmp_path: Path, named: dict[str, str], looked_for: str) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "ninja").write_text(f'#!/bin/sh\nexec {shutil.which("ninja")} "$@"\n')
-    (tools / "ninja").chmod(0o755)
-    code, said, plan = configure(tmp_path, PATH=str(tools), **named)
+    code, said, plan = configure(tmp_path, PATH=bare(tmp_path, "ninja")["PATH"], **named)
     assert (code != 0, plan) == (True, "")
     assert f"no C++ compiler was found ({looked_for}). Outpace's extension needs one" in said
     assert "apt install g++" in said
+
+
+def bare(tmp_path: Path, *tools: str) -> dict[str, str]:
+    """Of a Python that has what builds Outpace and no more, and ``tools`` alone to call."""
+    venv.create(tmp_path / "venv")
+    (tmp_path / "bin").mkdir()
+    for name in tools:
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "site").mkdir()
+    for name in ("scikit_build_core", "packaging", "pathspec"):
+        found = find_spec(name)
+        assert found is not None
+        assert found.submodule_search_locations
+        (tmp_path / "site" / name).symlink_to(found.submodule_search_locations[0])
+    return {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("tools", "ends"),
+    [
+        (("cmake", "ninja"), "install GCC 9, Clang 10 or newer (apt install g++,"),
+        ((), "CMakeNotFoundError: Could not find CMake with version >=3.18"),
+    ],
+    ids=["no compiler", "no cmake"],
+)
+def test_pip_says_what_is_not_there(tmp_path: Path, tools: tuple[str, ...], ends: str) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv" / "bin" / "python", "--disable-pip-version-check"]
+    wheel = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, ROOT]
+    done = subprocess.run(wheel, env=bare(tmp_path, *tools), capture_output=True, text=True, timeout=120)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 1
+    assert ends in said
+    assert ("Traceback" in said) == (not tools)  # the build tool's own, where cmake is missing
+    assert not list(tmp_path.glob("*.whl"))
+
+
+@pytest.mark.parametrize(("tools", "wanted"), [((), {"cmake", "ninja"}), (("cmake", "ninja"), set())])
+def test_pip_is_asked_for_the_build_tools_that_are_missing(
+    tmp_path: Path, tools: tuple[str, ...], wanted: set[str]
+) -> None:
+    code = "from scikit_build_core.build import *; print(*get_requires_for_build_wheel())"
+    environment = bare(tmp_path, *tools)
+    command = [tmp_path / "venv" / "bin" / "python", "-c", code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert {name.partition(">=")[0] for name in done.stdout.split()} == wanted

@@ -372,15 +372,14 @@ def test_python_touches_only_the_rows_that_need_it(tiny: Tiny, monkeypatch: pyte
     one native draft call, one forward and one native verification, and Python completes three rows."""
     model = loaded(tiny, True)
     touched: list[set[int]] = []
-    for name in ("rules", "verify"):
-        stage = getattr(complete, name)
+    for number, (stage, phase) in complete.STAGES.items():
+        if stage in (complete.rules, complete.verify):
 
-        def watched(step: Any, stage: Any = stage) -> None:
-            touched[-1].update(step.native.open)
-            stage(step)
+            def watched(step: Any, stage: Any = stage) -> None:
+                touched[-1].update(step.native.open)
+                stage(step)
 
-        at = complete.STAGES.index(stage)
-        monkeypatch.setattr(complete, "STAGES", (*complete.STAGES[:at], watched, *complete.STAGES[at + 1 :]))
+            monkeypatch.setitem(complete.STAGES, number, (watched, phase))
     with Engine(model, drafter=NgramDrafter(), size=4, max_rows=8) as engine:
         for i in range(8):
             params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, top_logprobs=2 if i == 3 else 0)

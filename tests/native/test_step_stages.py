@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from outpace import _native
 from outpace.common.arrays import I32
-from outpace.control.policy import EVERYTHING
 from outpace.engine.complete import DONE, STAGES, forward, propose, settle, verify
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
@@ -22,7 +21,8 @@ from outpace.params import SamplingParams
 from tests.oracles.packing import draft_fault, pack_step
 
 VOCAB = 9
-PROPOSE, FORWARD, VERIFY, SETTLE = (STAGES.index(stage) for stage in (propose, forward, verify, settle))
+NUMBERS = {stage: number for number, (stage, _) in STAGES.items()}
+PROPOSE, FORWARD, VERIFY, SETTLE = (NUMBERS[stage] for stage in (propose, forward, verify, settle))
 
 
 def ints(values: Any) -> I32:
@@ -47,7 +47,7 @@ def stepped(
         for i, (tokens, n) in enumerate(zip(committed, most, strict=True))
     ]
     given = [(row(len(rows) + j), np.array(tokens, np.int32), *rest) for j, (tokens, *rest) in enumerate(chunks)]
-    stage = step.begin(None, EVERYTHING, rows, given)
+    stage = step.begin(None, None, rows, given)
     assert stage == (PROPOSE if any(most) else FORWARD)
     assert step.open == [i for i, n in enumerate(most) if n]
     return step

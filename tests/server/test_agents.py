@@ -94,6 +94,25 @@ agent = DefaultAgent(model, Nothing(), system_template="Be brief.", instance_tem
 status = agent.run("List all files.")["exit_status"]
 said = [status, len(ran), [message["role"] for message in agent.messages]]
 """
+AIDER = r"""
+import subprocess, sys
+from pathlib import Path
+def git(*words):
+    named = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *words]
+    return subprocess.run(named, capture_output=True, text=True, check=True).stdout
+file = Path("calc.py")
+file.write_text("def add(a, b):\n    return a - b\n")
+git("init", "-q"), git("add", "calc.py"), git("commit", "-qm", "first")
+edit = r"calc\.py\n```\ndef add\(a, b\):\n    return a \+ b\n```\n"
+asked = {"extra_body": {"grammar": {"type": "regex", "value": edit}}}
+settings = [{"name": "openai/demo", "edit_format": "whole", "extra_params": asked}]
+Path(".aider.model.settings.yml").write_text(json.dumps(settings))
+options = "yes-always no-check-update analytics-disable no-show-model-warnings no-gitignore no-pretty".split()
+command = [sys.executable, "-m", "aider", "--model", "openai/demo", "--openai-api-base", BASE]
+command += ["--openai-api-key", "none", *(f"--{name}" for name in options), "--message", "It adds.", "calc.py"]
+subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+said = [file.read_text(), len(git("log", "--oneline").splitlines()), git("diff", "HEAD", "calc.py")]
+"""
 
 
 @pytest.mark.parametrize(
@@ -119,6 +138,14 @@ def test_a_coding_agent(demo: Running, tmp_path: Path) -> None:
     status, ran, roles = told("clients", "minisweagent", MINI_SWE_AGENT, demo.url, tmp_path)
     assert (status, ran) == ("LimitsExceeded", 2)
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "exit"]
+    demo.at_rest()
+
+
+def test_aider_edits_a_file(demo: Running, tmp_path: Path) -> None:
+    """The model writes the edit and a name for it; aider makes and commits it."""
+    text, commits, left = told("aider", "aider", AIDER, demo.url, tmp_path)
+    assert text == "def add(a, b):\n    return a + b\n"
+    assert (commits, left) == (2, "")
     demo.at_rest()
 
 

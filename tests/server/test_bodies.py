@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace import Engine
+from outpace.models.text.tokenizer import Tokenizer
 from outpace.server import bodies
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.replay import ReplayRequest
@@ -95,6 +97,40 @@ def test_what_is_long_to_prepare_is_refused_before(
     answer = demo.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, param.partition(".")[0])
     assert len(answer.content) < 3000
+
+
+def test_long_texts_are_tokens_where_those_are_few(demo: Running, plain: Engine) -> None:
+    """What is cut into pieces to see that is encoded whole, all the same."""
+    assert plain.tokenizer is not None
+    for text in ("several words " * 20_000, "-" * 100_000):
+        tokens = plain.tokenizer.encode(text).tolist()
+        assert demo.answer("/tokenize", {"prompt": text})["tokens"] == tokens
+    blanks = {"prompt": " " * 100_000, "max_tokens": 1}  # 64 of them are a token
+    assert demo.answer("/v1/completions", blanks)["usage"]["prompt_tokens"] == 1563
+    chat = {"messages": [{"role": "user", "content": " " * 100_000}], "max_tokens": 1}
+    assert demo.answer("/v1/chat/completions", chat)["usage"]["prompt_tokens"] > 1563
+
+
+@pytest.mark.parametrize(
+    ("path", "length", "most"),
+    [("/tokenize", 600_000, 2 << 17), ("/v1/completions", 160_000, 4096), ("/v1/chat/completions", 160_000, 4096)],
+)
+def test_long_texts_of_many_tokens_are_refused_by_their_beginning(
+    demo: Running, path: str, length: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digit is a token: 600,000 took half a second and 200 MB."""
+    text, encoded, piece = "1" * length, list[int](), 1 << 16
+    original = Tokenizer.encode
+
+    def encode(self: Tokenizer, text: str, **how: bool) -> Any:
+        encoded.append(len(text))
+        return original(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    assert demo.post(path, body).status_code == 400
+    assert max(encoded) <= piece
+    assert piece <= sum(encoded) <= most + piece
 
 
 def test_keys_take_turns_and_one_never_has_all_places() -> None:

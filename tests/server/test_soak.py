@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attack, fairness, soak
+from benchmarks import attack, bodies, fairness, soak
 from benchmarks.servers import OURS, started
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read in /proc")
@@ -52,6 +52,23 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[DONE]" in wrong
 
 
+@pytest.mark.parametrize(
+    ("memory", "leaks"),
+    [
+        ([333, 283, 289, 294, 295, 295, 294, 296, 295, 294], False),
+        ([200, 290, 296, 300, 301, 301, 302, 301, 302, 302], False),  # what is bounded is being filled
+        ([300, 300, 300, 300, 300, 390, 300, 300, 300, 300], False),  # once, and given back
+        ([300, 310, 298, 309, 297, 311, 299, 308, 298, 312], False),
+        ([300 + 3 * part for part in range(10)], True),  # a leak of one per cent a part
+        ([300 + 4 * part + 8 * (part % 2) for part in range(10)], True),  # one in noise
+        ([300] * 4 + [300 + 8 * part for part in range(6)], True),  # one that begins late
+    ],
+)
+def test_a_leak_is_told_from_warming_up_and_noise(memory: list[int], leaks: bool) -> None:
+    states = [{"memory": each << 20, "files": 9, "threads": 6} for each in memory]
+    assert bool(soak.leaks(states)) == leaks
+
+
 def test_an_attack_breaks_nothing(tmp_path: Path) -> None:
     """The attacker's short form. How long /health takes is for the long one: here others may have the processor."""
     found = attack.attack(10, 4, tmp_path / "log", lambda line: None)
@@ -59,6 +76,16 @@ def test_an_attack_breaks_nothing(tmp_path: Path) -> None:
     assert {leak for leak in found["leaks"] if not leak.startswith("memory")} == set()
     assert set(found["counts"]) >= {"worst", "half", "crumbs", "prepared", "documented", "sequences"}
     assert found["health"]["asked"] > 0
+
+
+def test_the_worst_json_costs_little(tmp_path: Path) -> None:
+    """Of the processor, four times what the benchmark asks for: others may have it here."""
+    with started(bodies.SERVER, tmp_path / "log") as server:
+        bodies.measured(server, "blanks")
+        found = [bodies.measured(server, kind) for kind in bodies.KINDS]
+    costly = [each for each in found if each["seconds"] > 4 * bodies.SECONDS or each["memory"] > bodies.MEMORY]
+    assert costly == []
+    assert {each["status"] for each in found} == {200, 400, 413}
 
 
 def test_one_keys_flood_is_timed_beside_another_keys_chat(tmp_path: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from outpace.control import cost as costs
-from outpace.control.auto import policy_for, report
+from outpace.control.adaptive import report
 from outpace.control.cost import Cost
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch, HostOutput, ModelInfo
-from tests.simulated import Machine, run, text
+from tests.simulated import Driven, Machine, run, text
 
 TRUTH = Cost((1, 2, 8, 16, 32, 64), (2e-3, 2.2e-3, 3.2e-3, 5.6e-3, 11e-3, 22e-3), 1e-4, 9e-7, 1.5e-7)
 
@@ -212,7 +213,7 @@ def test_beyond_the_table_the_last_slope_goes_on() -> None:
 
 
 def test_doctor_gets_the_table_and_what_was_learnt() -> None:
-    policy = policy_for(TRUTH)
+    policy = Driven(TRUTH)
     assert report(TRUTH, policy)["learnt"] is None
     assert report(TRUTH)["cost"] == TRUTH.to_dict()
     run(policy, Machine(TRUTH), [text(0)], steps=50)
@@ -220,3 +221,9 @@ def test_doctor_gets_the_table_and_what_was_learnt() -> None:
     assert curve["rows"] == 1
     assert curve["plain"] > 0
     assert curve["more"][0][0] == 1
+
+
+def test_a_replaced_cost_remembers_nothing() -> None:
+    cost = Cost((1, 8), (1.0, 2.0))
+    assert cost.width(8) == 2.0
+    assert replace(cost, seconds=(2.0, 4.0)).width(8) == 4.0

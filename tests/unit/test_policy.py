@@ -11,10 +11,8 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from outpace.control.adaptive import Adaptive
-from outpace.control.auto import AUTO_SIZE
+from outpace.control.adaptive import AUTO_SIZE
 from outpace.control.cost import Cost
-from outpace.control.policy import Load
 from outpace.drafters.base import DraftCost, RowView
 from tests.simulated import (
     CPU,
@@ -23,9 +21,9 @@ from tests.simulated import (
     MACHINES,
     TWO_CORES,
     WRONG,
+    Driven,
     Machine,
     Text,
-    adaptive,
     best_fixed,
     best_known,
     chains,
@@ -54,7 +52,7 @@ TEXTS: dict[str, Callable[[int], Text]] = {
 
 
 def test_what_is_free_is_all_verified() -> None:
-    assert run(adaptive(FREE), Machine(FREE, noise=0.0), [steady(0, 0.9)]).widths[-10:-5] == [AUTO_SIZE] * 5
+    assert run(Driven(FREE), Machine(FREE, noise=0.0), [steady(0, 0.9)]).widths[-10:-5] == [AUTO_SIZE] * 5
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -64,14 +62,14 @@ def test_a_wrong_table_costs_next_to_nothing(machine: str, wrong: str) -> None:
     for kind in ("never", "hardly", "bold"):
         for seed in range(2):
             found = run(
-                adaptive(WRONG[wrong](truth)), Machine(truth, ask=0.01), [TEXTS[kind](seed)] * 2, steps=200, seed=seed
+                Driven(WRONG[wrong](truth)), Machine(truth, ask=0.01), [TEXTS[kind](seed)] * 2, steps=200, seed=seed
             )
             assert found.speedup > SLOWEST, (kind, seed, found.speedup)
 
 
 def test_nor_does_one_that_says_that_the_dear_is_free() -> None:
     for seed in range(4):
-        dear = run(adaptive(FREE), Machine(DEAR, ask=0.01), [never(seed)], steps=400, seed=seed)
+        dear = run(Driven(FREE), Machine(DEAR, ask=0.01), [never(seed)], steps=400, seed=seed)
         assert dear.speedup > 0.955, "one node alone takes as long as a step"
         assert sum(dear.widths[100:]) < 15
 
@@ -81,7 +79,7 @@ def test_it_comes_near_the_best_fixed_size_whatever_the_table_says(wrong: str) -
     machine, ratios = Machine(CPU, ask=0.01), []
     for seed, chance in enumerate((0.3, 0.5, 0.7)):
         texts = [steady(10 * seed + i, chance) for i in range(6)]
-        policy = adaptive(WRONG[wrong](CPU))
+        policy = Driven(WRONG[wrong](CPU))
         run(policy, machine, texts[:2], seed=seed)
         ratios.append(run(policy, machine, texts[2:], seed=seed).speedup / best_fixed(machine, texts[2:]))
     assert fmean(ratios) > 0.965, ratios
@@ -92,7 +90,7 @@ def test_within_two_percent_of_the_best_once_it_knows() -> None:
     ratios = []
     for seed, chance in enumerate((0.15, 0.3, 0.5, 0.7, 0.9)):
         machine, texts = Machine(CPU, ask=0.01), [steady(30 * seed + i, chance, said=chance) for i in range(24)]
-        policy = adaptive(CPU)
+        policy = Driven(CPU)
         run(policy, machine, texts[:8], seed=seed)
         ratios.append(run(policy, machine, texts[8:], seed=seed).speedup / best_fixed(machine, texts[8:]))
     assert fmean(ratios) > 0.98, ratios
@@ -102,13 +100,13 @@ def test_within_two_percent_of_the_best_once_it_knows() -> None:
 @pytest.mark.parametrize("kind", ["bursts", "bold", "rare"])
 def test_where_acceptance_varies_it_beats_every_fixed_size_and_nears_what_knows_all(kind: str) -> None:
     machine, texts = Machine(CPU, ask=0.01), [TEXTS[kind](seed) for seed in range(12)]
-    found = run(adaptive(CPU), machine, texts).speedup
+    found = run(Driven(CPU), machine, texts).speedup
     assert found > best_fixed(machine, texts)
     assert found > 0.93 * best_known(machine, texts)
 
 
 def test_after_a_bad_spell_it_comes_back() -> None:
-    machine, policy = Machine(CPU, ask=0.01), adaptive(CPU)
+    machine, policy = Machine(CPU, ask=0.01), Driven(CPU)
     bad = run(policy, machine, [never(0)])
     good = run(policy, machine, [steady(seed, 0.9) for seed in range(4)])
     assert bad.speedup > SLOWEST
@@ -131,8 +129,8 @@ def test_an_unsteady_machine_with_prompts_in_between(how: dict[str, object]) -> 
     ratios = []
     for seed in range(4):
         texts = [text(10 * seed + i) for i in range(3)]
-        assert run(adaptive(CPU), machine, [never(seed)], seed=seed, prompt=60).speedup > SLOWEST
-        found = run(adaptive(CPU), machine, texts, seed=seed, prompt=60).speedup
+        assert run(Driven(CPU), machine, [never(seed)], seed=seed, prompt=60).speedup > SLOWEST
+        found = run(Driven(CPU), machine, texts, seed=seed, prompt=60).speedup
         ratios.append(found / best_fixed(steady_machine, texts))
     assert fmean(ratios) > 0.98, ratios
 
@@ -144,7 +142,7 @@ def test_sampled_chat_in_batches_is_not_slower(machine: str, wrong: str, rows: i
     """Requests of 120 tokens that come and go, whose first nodes are accepted in 20 to 35 % of the cases."""
     truth = MACHINES[machine]
     texts = [text(seed, 120, high=0.35, low=0.2, share=0.5, bias=0.15) for seed in range(3 * rows)]
-    policy = adaptive(WRONG[wrong](truth))
+    policy = Driven(WRONG[wrong](truth))
     found = run(
         policy, Machine(truth, ask=0.006), texts, rows=rows, prompt=100, views=lambda row, n: view(row, n, t=0.8)
     )
@@ -158,7 +156,7 @@ def test_sampled_chat_in_batches_is_not_slower(machine: str, wrong: str, rows: i
 def test_rows_that_all_gain_draft_together() -> None:
     for machine, rows, least in (("cpu", 4, 1.6), ("cpu", 8, 1.1), ("one core", 8, 1.15)):
         made = Machine(MACHINES[machine], ask=0.003)
-        found = run(adaptive(made.cost), made, [steady(i, 0.95, 1500) for i in range(rows)], rows=rows, steps=500)
+        found = run(Driven(made.cost), made, [steady(i, 0.95, 1500) for i in range(rows)], rows=rows, steps=500)
         assert found.speedup > least, (machine, rows)
 
 
@@ -168,7 +166,7 @@ def test_a_rows_draft_shrinks_as_the_batch_fills(machine: str) -> None:
     for rows in (1, 2, 4, 8, 16):
         made = Machine(MACHINES[machine], ask=0.003)
         texts = [steady(i, 0.95, 1500) for i in range(rows)]
-        widths = run(adaptive(made.cost), made, texts, rows=rows, steps=300).widths[100:]
+        widths = run(Driven(made.cost), made, texts, rows=rows, steps=300).widths[100:]
         sizes.append(sum(widths) / len(widths) / rows)
     assert all(more + 0.15 > fewer for more, fewer in itertools.pairwise(sizes))  # a try now and then
     assert sizes[0] > 2 * sizes[2] > 1
@@ -179,7 +177,7 @@ def test_no_row_is_slower_for_what_others_draft() -> None:
     for rows in (2, 4, 8):
         machine = Machine(CPU, ask=0.003)
         texts = [steady(0, 0.0, 2000, said=0.9), *(steady(i, 0.95, 2000) for i in range(1, rows))]
-        found = run(adaptive(CPU), machine, texts, rows=rows, steps=500)
+        found = run(Driven(CPU), machine, texts, rows=rows, steps=500)
         assert found.requests[0].speedup > SLOWEST
         assert found.requests[0].steps == 500
 
@@ -191,10 +189,10 @@ def test_a_row_that_opted_out_does_not_hold_the_others_back_as_long_as_the_batch
     machine = Machine(CPU, ask=0.003)
     plain = Text([0] * 2000, [0] * 2000, [0.5] * 2000, [0.0] * 2000)
     good = run(
-        adaptive(CPU), machine, [plain, *(steady(i, 0.95, 2000) for i in range(1, 4))], rows=4, steps=500, views=views
+        Driven(CPU), machine, [plain, *(steady(i, 0.95, 2000) for i in range(1, 4))], rows=4, steps=500, views=views
     )
     assert good.speedup > 1.4
-    bad = run(adaptive(CPU), machine, [plain, *(never(i) for i in range(1, 4))], rows=4, steps=300, views=views)
+    bad = run(Driven(CPU), machine, [plain, *(never(i) for i in range(1, 4))], rows=4, steps=300, views=views)
     assert bad.speedup > SLOWEST
     assert bad.requests[0].speedup > SLOWEST
 
@@ -206,16 +204,16 @@ def test_a_stepwise_drafter_drafts_as_many_levels_as_pay(chance: float, level: f
 
     machine = Machine(CPU, level=level)
     texts = [text(seed, 800, high=chance, low=chance, levels=True) for seed in range(5)]
-    assert run(adaptive(CPU), machine, texts, views=views, steps=200).speedup > SLOWEST
-    assert run(adaptive(CPU), machine, texts, views=views).speedup > 0.95 * best_fixed(machine, texts)
-    for outcome in run(adaptive(CPU), machine, [t for t in texts for _ in range(2)], views=views, rows=8).requests:
+    assert run(Driven(CPU), machine, texts, views=views, steps=200).speedup > SLOWEST
+    assert run(Driven(CPU), machine, texts, views=views).speedup > 0.95 * best_fixed(machine, texts)
+    for outcome in run(Driven(CPU), machine, [t for t in texts for _ in range(2)], views=views, rows=8).requests:
         assert outcome.speedup > 0.975
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
 def test_drafts_that_are_verified_whole_are_so_or_not_asked_for(chance: float) -> None:
     machine, texts = Machine(CPU, ask=0.02), [steady(seed, chance, 800) for seed in range(5)]
-    found = run(adaptive(CPU), machine, texts, views=lambda row, n: view(row, n, cost=DraftCost(trims=False)))
+    found = run(Driven(CPU), machine, texts, views=lambda row, n: view(row, n, cost=DraftCost(trims=False)))
     assert found.asked == sum(width > 0 for width in found.widths), "what was asked for was verified"
     assert found.speedup > max(SLOWEST, 0.88 * fixed(machine, texts, AUTO_SIZE))
 
@@ -227,18 +225,18 @@ def test_several_drafters_share_a_batch() -> None:
         return view(row, request, cost=kinds[request % 4], drafter=f"d{request % 4}")
 
     texts = [text(seed, 300, high=0.9, low=0.4, levels=True) for seed in range(16)]
-    found = run(adaptive(CPU), Machine(CPU, level=0.05, ask=0.01), texts, rows=4, views=views, prompt=30)
+    found = run(Driven(CPU), Machine(CPU, level=0.05, ask=0.01), texts, rows=4, views=views, prompt=30)
     assert found.speedup > SLOWEST
     assert min(request.speedup for request in found.requests) > 0.97
 
 
 def test_plain_steps_are_rare_where_drafts_always_pay() -> None:
-    found = run(adaptive(CPU), Machine(CPU), [steady(seed, 0.95, said=0.95) for seed in range(8)])
+    found = run(Driven(CPU), Machine(CPU), [steady(seed, 0.95, said=0.95) for seed in range(8)])
     assert 2 <= sum(width == 0 for width in found.widths) < 0.01 * len(found.widths) + 8
 
 
 def test_what_it_learnt_of_the_machine_is_right() -> None:
-    machine, policy = Machine(CPU, noise=0.05), adaptive(WRONG["4 times too cheap"](CPU))
+    machine, policy = Machine(CPU, noise=0.05), Driven(WRONG["4 times too cheap"](CPU))
     run(policy, machine, [text(seed) for seed in range(6)])
     (curve,) = policy.learnt().curves
     bare = machine.body(1, 0, 300.0, 0)
@@ -252,21 +250,20 @@ def test_levels_that_were_not_drafted_teach_nothing_of_what_one_takes(level: flo
     """Three steps in four a lookup is sure, and the network beside it rests: it is no cheaper for that."""
 
     def levels(tells: bool) -> float:
-        rng, policy = np.random.default_rng(0), Adaptive(Cost((1, 64), (1.0, 1.3)))
+        rng, policy = np.random.default_rng(0), Driven(Cost((1, 64), (1.0, 1.3)))
         its, planned = view(cost=DraftCost(levels="net", nodes=True)), []
         for step in range(300):
-            sizes = policy.plan([its], [12], Load([300]))
+            sizes = policy.plan([its], [12], [300])
             sure = step % 4 > 0
             planned.append(sizes.levels[0])
             drafted = 0 if sure else sizes.levels[0]
             offer = min(4, sizes.nodes[0]) if sure else drafted
             drafts = chains([offer], [0.97 if sure else chance], "lookup" if sure else "net")
             drafts = replace(drafts, levels=np.array([drafted], np.int32)) if tells else drafts
-            kept, _ = policy.trim([its], drafts, Load([300]))
+            kept, _ = policy.trim(drafts)
             width = int(kept.widths[0])
             accepted = width if sure else min(width, int(rng.geometric(1 - chance)) - 1)
-            seconds = {"draft": 0.001 + level * drafted, "target": 1.0 + 0.005 * width, "verify": 0.0, "other": 0.0}
-            policy.learn([its], kept, verdicts([accepted]), seconds)
+            policy.learn(verdicts([accepted]), 0.001 + level * drafted, 1.0 + 0.005 * width)
         return float(np.mean(planned[150:]))
 
     assert levels(True) < 1.5
@@ -276,22 +273,21 @@ def test_levels_that_were_not_drafted_teach_nothing_of_what_one_takes(level: flo
 @pytest.mark.parametrize("reading", [0.0, 3.0, 12.0])
 def test_what_a_network_takes_to_read_a_prompt_is_not_what_a_level_takes(reading: float) -> None:
     """It reads a row's prompt, or what it has missed of the answer, when it is asked: ``reading`` plain steps."""
-    rng, policy = np.random.default_rng(0), adaptive(TWO_CORES)
+    rng, policy = np.random.default_rng(0), Driven(TWO_CORES)
     machine, tokens, steps, asked = Machine(TWO_CORES), 0, 0, 0
     for request in range(12):
         its, at, read = view(request=request, cost=DraftCost(levels="net", nodes=True)), 100, 0
         while at < 160:
-            sizes = policy.plan([its], [8], Load([at]))
+            sizes = policy.plan([its], [8], [at])
             drafted = min(sizes.levels[0], sizes.nodes[0])
             drafts = replace(chains([drafted], [0.75], "net"), levels=np.array([drafted], np.int32))
-            kept, _ = policy.trim([its], drafts, Load([at]))
+            kept, _ = policy.trim(drafts)
             width = int(kept.widths[0])
             good = min(width, int(rng.geometric(0.3)) - 1)
             draft = 0.1 * drafted + (reading if drafted and at - read > 40 else 0.0)
             read = at if drafted else read
             body = machine.seen(machine.body(1, width, 300.0, 0), rng)
-            seconds = {"draft": draft * TWO_CORES.width(1), "target": body, "verify": 0.0, "other": 0.0}
-            policy.learn([its], kept, verdicts([good]), seconds)
+            policy.learn(verdicts([good]), draft * TWO_CORES.width(1), body)
             at, tokens, steps, asked = at + good + 1, tokens + good + 1, steps + 1, asked + (drafted > 0)
         policy.release(0)
     assert asked > 0.85 * steps
@@ -307,22 +303,21 @@ def test_a_network_does_not_cost_the_lookups_beside_it(chance: float, said: floa
 
     def tokens_per_plain_step(network: bool, steps: int = 1500) -> float:
         rng, luck = np.random.default_rng(1), np.random.default_rng(2)
-        policy = adaptive(TWO_CORES)
+        policy = Driven(TWO_CORES)
         its = view(cost=DraftCost(levels="net", nodes=True) if network else DraftCost())
         draws, tokens, seconds = luck.random((8 * steps, 3)), 0, 0.0
         for step in range(steps):
             found, right = draws[tokens, 0] < 0.5, draws[tokens, 1:]
-            sizes = policy.plan([its], [most], Load([300]))
+            sizes = policy.plan([its], [most], [300])
             drafted = min(sizes.levels[0], sizes.nodes[0]) if network else 0
             offer = min(4, sizes.nodes[0]) if found else drafted
             drafts = chains([offer], [0.8 if found else said], "lookup" if found else "net")
             drafts = replace(drafts, levels=np.array([drafted], np.int32)) if network else drafts
-            kept, _ = policy.trim([its], drafts, Load([300]))
+            kept, _ = policy.trim(drafts)
             width, its_chance = int(kept.widths[0]), lookups if found else chance
             good = int(np.log(right[0]) / np.log(its_chance)) if its_chance else 0
             draft, body = level * drafted * TWO_CORES.width(1), machine.body(1, width, 300.0, step)
-            noisy = {"draft": draft, "target": machine.seen(body, rng)}
-            policy.learn([its], kept, verdicts([min(width, good)]), {**noisy, "verify": 0.0, "other": 0.0})
+            policy.learn(verdicts([min(width, good)]), draft, machine.seen(body, rng))
             tokens += min(width, good) + 1
             seconds += draft + body
         return tokens / seconds * machine.body(1, 0, 300.0, 0)

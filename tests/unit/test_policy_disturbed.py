@@ -14,8 +14,8 @@ from outpace.drafters.base import DraftCost, RowView
 from tests.simulated import (
     CPU,
     TWO_CORES,
+    Driven,
     Machine,
-    adaptive,
     best_fixed,
     loaded,
     run,
@@ -24,7 +24,7 @@ from tests.simulated import (
     stopped,
     text,
     view,
-)  # fmt: skip
+)
 
 SERVER = Cost((1, 2, 4, 8, 16, 32, 64), (4.2e-3, 4.3e-3, 5.8e-3, 8.1e-3, 13.3e-3, 26e-3, 50e-3), 4.9e-4)
 
@@ -43,7 +43,7 @@ def test_drafts_are_as_good_as_the_best_fixed_size_while_others_use_the_machine(
     for seed in range(8):  # the same text, disturbed in eight ways
         machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
         texts = [text(i) for i in range(6)]
-        found = run(adaptive(TWO_CORES), machine, texts, seed=seed)
+        found = run(Driven(TWO_CORES), machine, texts, seed=seed)
         ratios.append(found.speedup / best_fixed(machine, texts))
         tokens.append(found.whole.tokens / found.whole.steps)
     assert sorted(ratios)[1] > 0.95, ratios  # one of eight may be unlucky
@@ -57,7 +57,7 @@ def test_a_short_text_in_a_new_process_is_drafted_too(how: str) -> None:
     for seed in range(8):
         machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
         texts = [text(100 * seed, 250, high=0.9, low=0.5, share=0.7)]
-        found.append(run(adaptive(TWO_CORES), machine, texts, seed=seed).speedup / best_fixed(machine, texts))
+        found.append(run(Driven(TWO_CORES), machine, texts, seed=seed).speedup / best_fixed(machine, texts))
     assert min(found) > 0.6, found
     assert fmean(found) > 0.85, found
 
@@ -66,7 +66,7 @@ def test_a_short_text_in_a_new_process_is_drafted_too(how: str) -> None:
 def test_where_nothing_is_accepted_a_slow_moment_costs_next_to_nothing(how: str) -> None:
     for seed in range(8):
         machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
-        found = run(adaptive(TWO_CORES), machine, [steady(seed, 0.0, said=0.9)], seed=seed, steps=400)
+        found = run(Driven(TWO_CORES), machine, [steady(seed, 0.0, said=0.9)], seed=seed, steps=400)
         assert found.speedup > 0.98
         assert found.worst(100) > 0.95
         assert [d.size for (d,) in found.decisions[-200:]].count(0) > 150
@@ -81,7 +81,7 @@ def test_a_network_pays_there(how: str) -> None:
     for seed in range(3):
         machine = Machine(CPU, level=0.08, disturbed=DISTURBED[how](seed))
         texts = [text(10 * seed + i, 800, high=0.8, low=0.8, levels=True) for i in range(3)]
-        assert run(adaptive(CPU), machine, texts, views=views, seed=seed).speedup > 0.75 * best_fixed(machine, texts)
+        assert run(Driven(CPU), machine, texts, views=views, seed=seed).speedup > 0.75 * best_fixed(machine, texts)
 
 
 @pytest.mark.parametrize("how", [None, "every second step, long", "load"])
@@ -90,6 +90,6 @@ def test_a_servers_mix_of_prompts_is_not_slower(how: str | None) -> None:
     texts = [text(i, 120, **kinds[i % 3]) for i in range(32)]  # type: ignore[arg-type]
     prompts = np.random.default_rng(0).integers(64, 513, 32).tolist()
     machine = Machine(SERVER, ask=0.006, disturbed=DISTURBED[how](0)) if how else Machine(SERVER, ask=0.006)
-    found = run(adaptive(SERVER), machine, texts, rows=8, prompt=prompts, chunk=64)
+    found = run(Driven(SERVER), machine, texts, rows=8, prompt=prompts, chunk=64)
     assert found.speedup > 0.985
     assert min(request.speedup for request in found.requests) > 0.97

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
-from outpace.control.policy import Load
 from outpace.drafters.base import DraftCost, RowView
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
@@ -20,6 +18,7 @@ from tests.simulated import (
     CPU,
     TWO_CORES,
     WRONG,
+    Driven,
     Machine,
     Outcome,
     chains,
@@ -43,7 +42,7 @@ def kinds(*which: int) -> Any:
     return views
 
 
-def crowd(policy: Adaptive, machine: Machine, rows: int, *which: int, steps: int = 120) -> Outcome:
+def crowd(policy: Driven, machine: Machine, rows: int, *which: int, steps: int = 120) -> Outcome:
     texts = [steady(seed, 0.9, 2000) for seed in range(rows)]
     return run(policy, machine, texts, rows=rows, steps=steps, views=kinds(*which))
 
@@ -52,7 +51,7 @@ def crowd(policy: Adaptive, machine: Machine, rows: int, *which: int, steps: int
 @pytest.mark.parametrize("rows", [2, 8])
 def test_no_step_of_several_rows_is_longer_than_it_may_be(rows: int, which: tuple[int, ...]) -> None:
     machine, stretch = Machine(FLAT, ask=0.003, level=0.05), 1.25
-    free, held = (crowd(Adaptive(FLAT, stretch=its), machine, rows, *which) for its in (None, stretch))
+    free, held = (crowd(Driven(FLAT, stretch=its), machine, rows, *which) for its in (None, stretch))
     assert max(free.stretches) > stretch, "else nothing is shown"
     assert max(held.stretches) <= 1.05 * stretch
     assert held.speedup > 0.98
@@ -60,7 +59,7 @@ def test_no_step_of_several_rows_is_longer_than_it_may_be(rows: int, which: tupl
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_table_is_found_out(wrong: str) -> None:
-    policy, machine = Adaptive(WRONG[wrong](CPU), stretch=1.5), Machine(CPU, ask=0.003)
+    policy, machine = Driven(WRONG[wrong](CPU), stretch=1.5), Machine(CPU, ask=0.003)
     found = crowd(policy, machine, 4, 0, steps=300)
     assert sum(its > 1.05 * 1.5 for its in found.stretches) <= 6
     assert max(found.stretches[100:]) <= 1.1 * 1.5
@@ -68,13 +67,13 @@ def test_a_wrong_table_is_found_out(wrong: str) -> None:
 
 def test_rows_that_gain_still_draft() -> None:
     for rows, least in ((2, 2.0), (4, 1.4), (8, 1.05)):
-        assert crowd(Adaptive(CPU, stretch=2.0), Machine(CPU, ask=0.003), rows, 0, steps=400).speedup > least
+        assert crowd(Driven(CPU, stretch=2.0), Machine(CPU, ask=0.003), rows, 0, steps=400).speedup > least
 
 
 @pytest.mark.parametrize("which", [0, 1, 3])
 def test_a_row_alone_is_not_held_to_it(which: int) -> None:
     machine = Machine(CPU, ask=0.003, level=0.05)
-    free, held = (crowd(Adaptive(CPU, stretch=its), machine, 1, which) for its in (None, 1.0))
+    free, held = (crowd(Driven(CPU, stretch=its), machine, 1, which) for its in (None, 1.0))
     assert free.widths == held.widths
     assert max(free.widths) > 3
 
@@ -82,18 +81,15 @@ def test_a_row_alone_is_not_held_to_it(which: int) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_prompts_take_is_not_there_for_drafts(rows: int) -> None:
     """Long chunks leave nothing, and short ones what they do not take."""
-    policy = Adaptive(TWO_CORES, stretch=2.0)
+    policy = Driven(TWO_CORES, stretch=2.0)
     views = [view(row) for row in range(rows)]
 
     def planned(prefill: int) -> tuple[list[int], str]:
-        load = Load([300] * rows, prefill)
-        nodes = policy.plan(views, [15] * rows, load).nodes
-        kept, decisions = policy.trim(views, chains([min(n, 4) for n in nodes], [0.95] * rows), load)
+        nodes = policy.plan(views, [15] * rows, [300] * rows, prefill).nodes
+        kept, decisions = policy.trim(chains([min(n, 4) for n in nodes], [0.95] * rows))
         seconds = TWO_CORES.forward([1 + n for n in kept.widths.tolist()], [300] * rows)
         seconds += TWO_CORES.width(64) / 64 * prefill
-        policy.learn(
-            views, kept, verdicts(kept.widths.tolist()), {"draft": 0, "target": seconds, "verify": 0, "other": 0}
-        )
+        policy.learn(verdicts(kept.widths.tolist()), 0, seconds)
         return nodes, decisions[0].why
 
     for _ in range(40):
@@ -102,7 +98,7 @@ def test_what_prompts_take_is_not_there_for_drafts(rows: int) -> None:
         assert nodes == [0] * rows
         assert why == "the step would take longer than it may beside others"
     assert max(planned(2)[0]) > 0
-    assert Adaptive(TWO_CORES).plan(views, [15] * rows, Load([300] * rows, 64)).nodes == [15] * rows
+    assert Driven(TWO_CORES).plan(views, [15] * rows, [300] * rows, 64).nodes == [15] * rows
 
 
 def test_an_engine_tells_its_policy() -> None:
@@ -132,5 +128,5 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises(ParameterError, match="step_stretch"):
             EngineOptions(step_stretch=wrong)
     with pytest.raises(ValueError, match="shorter than a plain one"):
-        Adaptive(CPU, stretch=0.5)
+        Driven(CPU, stretch=0.5)
     assert EngineOptions(step_stretch=1).step_stretch == 1

@@ -1,5 +1,7 @@
 """scripts/release: what it refuses before it does anything; scripts/check_dist.py: what no release may contain."""
 
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -33,8 +35,10 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def release(repository: Path, *arguments: str) -> tuple[int, str]:
-    done = subprocess.run([repository / "scripts" / "release", *arguments], capture_output=True, text=True, timeout=60)
+def release(repository: Path, *arguments: str, path: str = "") -> tuple[int, str]:
+    command = [repository / "scripts" / "release", *arguments]
+    environment = os.environ | {"PATH": path + os.environ["PATH"]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -66,6 +70,49 @@ def test_refusals(repository: Path, how: str) -> None:
         assert code == 1
         assert complaint in said
     assert not (repository / "checked").exists()
+
+
+TOOLS = r"""#!/bin/sh
+case "$(basename "$0") $*" in
+  "python3 -m venv "*)
+    mkdir -p "$3/bin"
+    for tool in python pip twine cyclonedx-py outpace; do cp "$0" "$3/bin/$tool"; done ;;
+  "python -m build --outdir dist "*)
+    mkdir dist
+    echo source >dist/outpace-1.2.0.tar.gz
+    echo wheel >dist/outpace-1.2.0.whl ;;
+  cyclonedx-py*)
+    while [ "$1" != -o ]; do shift; done
+    echo bill >"$2" ;;
+  *) echo "$(basename "$0") $*" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("how", ["--dry-run", ""])
+def test_what_a_release_leaves(repository: Path, tmp_path_factory: pytest.TempPathFactory, how: str) -> None:
+    """With tools that do nothing but leave their files."""
+    tools = tmp_path_factory.mktemp("tools")
+    (tools / "python3").write_text(TOOLS)
+    (tools / "python3").chmod(0o755)
+    (repository / "scripts" / "demo-models.txt").write_text("a-model==1\n")
+    (repository / ".gitignore").write_text("dist\n")
+    (repository / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (today)\n\n- New.\n\n## 1.1.0\n\n- Old.\n")
+    git(repository, "add", "-A")
+    git(repository, "config", "user.name", "t")
+    git(repository, "config", "user.email", "t@example.org")
+    git(repository, "commit", "-qm", "two")
+    code, said = release(repository, "--skip-tests", *filter(None, [how]), path=f"{tools}:")
+    assert code == 0, said
+    left = {path.name: path.read_bytes() for path in (repository / "dist").iterdir()}
+    sums = left.pop("SHA256SUMS").decode().splitlines()
+    assert sums == [f"{hashlib.sha256(left[name]).hexdigest()}  {name}" for name in sorted(left)]
+    assert set(left) == {"NOTES.md", "outpace-1.2.0.cdx.json", "outpace-1.2.0.tar.gz", "outpace-1.2.0.whl"}
+    assert left["NOTES.md"].decode().split() == ["-", "New."]
+    assert "python3 scripts/check_dist.py dist" in said
+    assert "pip -q install -c constraints.txt dist/outpace-1.2.0.whl" in said
+    tags = subprocess.run(["git", "tag"], cwd=repository, check=True, capture_output=True, text=True).stdout.split()
+    assert tags == ([] if how else ["v1.2.0"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from outpace import Engine
 from outpace.common.arrays import common_prefix
-from outpace.control.policy import Fixed
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
 from outpace.engine.pace import LEAST, Pace, shares
@@ -32,7 +31,7 @@ from tests.toy import BYTES, ToyKV, ToyModel
 def make(kv: ToyKV, *, rows: int = 4, chunk: int = 8, memory: int | None = None, prefix: int = 0) -> Scheduler:
     return Scheduler(
         kv,
-        Drafting({}, Fixed),
+        Drafting({}),
         max_rows=rows,
         pace=Pace(chunk, None),
         memory=None if memory is None else memory * BYTES,

@@ -35,10 +35,10 @@ def again(trace: Trace, model: ToyModel | None = None, **options: Any) -> Report
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("halving", [False, True])
-def test_a_run_replayed_is_identical(tmp_path: Path, acceptance: Any, halving: bool) -> None:
+@pytest.mark.parametrize("size", [5, "auto"])
+def test_a_run_replayed_is_identical(tmp_path: Path, acceptance: Any, size: int | str) -> None:
     """Greedy and sampled, chains and trees, n = 3, penalties, stops, several at once; under any load."""
-    trace, _, results = record(tmp_path / "run.trace", made=engine(halving=halving), acceptance=acceptance)
+    trace, _, results = record(tmp_path / "run.trace", made=engine(size=size), acceptance=acceptance)
     report = again(trace)
     assert report.identical
     assert not report.skipped
@@ -86,7 +86,7 @@ def tampered(trace: Trace, change: Callable[[TracedRow], TracedRow | None], nth:
 
 @pytest.mark.parametrize("change", ["token", "path", "gained"])
 def test_a_record_that_was_changed_is_caught(tmp_path: Path, change: str) -> None:
-    trace, _, _ = record(tmp_path / "run.trace", REQUESTS[:1], made=engine(halving=True))
+    trace, _, _ = record(tmp_path / "run.trace", REQUESTS[:1], made=engine(size="auto"))
 
     def edit(row: TracedRow) -> TracedRow:
         if change == "token":
@@ -142,7 +142,7 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
 
 
 def test_the_drafter_proposes_what_was_verified_and_nothing_else(tmp_path: Path) -> None:
-    trace, steps, _ = record(tmp_path / "run.trace", made=engine(halving=True))
+    trace, steps, _ = record(tmp_path / "run.trace", made=engine(size="auto"))
     drafter = ReplayDrafter(trace)
     assert drafter.size == max(int(step.kept.widths.max(initial=0)) for step in steps)
     drafted = 0
@@ -180,8 +180,8 @@ HOT = {"max_tokens": 12, "temperature": 0.9, "seed": 4}
 
 
 def one(path: Path, params: Mapping[str, Any] = HOT, prompt: list[int] = PROMPT, **more: Any) -> Trace:
-    """One request's trace; ``size`` and ``halving`` only change how it is drafted."""
-    made = engine(**{k: more.pop(k) for k in ("size", "halving", "seed") if k in more})
+    """One request's trace; ``size`` only changes how it is drafted."""
+    made = engine(**{k: more.pop(k) for k in ("size", "seed") if k in more})
     return record(path, [(prompt, dict(params))], made=made, **more)[0]
 
 
@@ -199,7 +199,7 @@ def first(found: Comparison) -> Any:
 
 def test_the_same_run_drafted_in_another_way_is_identical(tmp_path: Path) -> None:
     a, _, _ = record(tmp_path / "a.trace")
-    b, _, _ = record(tmp_path / "b.trace", made=engine(size=3, halving=True, max_rows=2))
+    b, _, _ = record(tmp_path / "b.trace", made=engine(size="auto", max_rows=2))
     found = explain(a, b)
     assert found.identical
     assert len(found.explanations) == 7

@@ -72,7 +72,7 @@ def _instruction_sets() -> dict[str, Any]:
 
 
 def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    from outpace.control import auto
+    from outpace.control import adaptive
     from outpace.control import cost as costs
     from outpace.drafters.learned import shipped
     from outpace.params import SamplingParams
@@ -87,7 +87,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             engine.generate(_PROMPT, params)
             info = engine.model.info
             threads, path, team = (of(engine.model) for of in (machine.threads_of, machine.path_of, machine.team_of))
-            learnt = auto.report(cost, engine.policy)
+            learnt = adaptive.report(cost, engine.policy)
             drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outpace.measure.recommend import Prediction
 
 _MEASURED = 3  # settings that --measure runs
+_FEWEST = 6  # rows
 _LEAST = 1.02  # speedup below which nothing is recommended
 _DRAFTERS = ("ngram", "suffix", "recycle", "suffix+recycle", "auto")
 
@@ -30,7 +31,9 @@ def run(
     drafter: Annotated[
         list[str] | None, option("--drafter", "-d", help=f"Repeatable. Default: {', '.join(_DRAFTERS)}.")
     ] = None,
-    limit: Annotated[int, option("--limit", help="So many rows, spread evenly over the file.")] = 6,
+    limit: Annotated[
+        int | None, option("--limit", help="So many rows, spread evenly over the file. Default: 6, or more readers.")
+    ] = None,
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 128,
     temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
     readers: Annotated[int, option("--readers", help="Answers that are decoded at once.")] = 1,
@@ -62,7 +65,9 @@ def run(
         raise ParameterError("--measure runs on this machine: leave out --cores, --bandwidth and --card")
     if html is not None:
         check_writable(html)
-    rows = read_prompts(prompts, limit)
+    rows = read_prompts(prompts, limit or -(-_FEWEST // readers) * readers)
+    if len(rows) < readers:
+        raise ParameterError(f"--readers {readers} needs as many prompts, and there are {len(rows)}: give more")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     names = list(dict.fromkeys(["none", *(drafter or _DRAFTERS)]))
     loaded = load.engines(names, max_rows=readers, prefix_rows=0)
@@ -198,14 +203,30 @@ def _about(value: Mapping[str, Any]) -> str:
     return f"{value['model']}, {value['backend']} {value['dtype']}, {machine}; {value['prompts']} prompts, {many}"
 
 
+def _notes(value: Mapping[str, Any]) -> list[str]:
+    """What is to be known of the figures."""
+    notes = [f"not predicted: {name}: {why}" for name, why in value["not_predicted"].items()]
+    if "cores" not in value["machine"] or "model" not in value["machine"]:
+        notes.append(
+            "a bound, no measurement: a step takes there what reading its weights (16 bits on a card) takes, or the "
+            "arithmetic; caches and the time to start a step are not known, and lookups take what they take here"
+        )
+    for entry in value["settings"]:
+        if entry["name"] == "none" and "error" in entry:
+            again = value["bench"]["control"]["decode_tokens_per_second"] / entry["measured"] - 1
+            moved = 1 / (1 + entry["error"]) - 1
+            notes.append(f"the machine moved: plain decoding by {moved:+.0%} up to the measurement, {again:+.0%} in it")
+    return notes
+
+
 def _show(value: Mapping[str, Any]) -> None:
     heads, lines = _columns(value)
     print(_about(value))
     wide = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
     for line in [heads, *lines]:
         print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, wide, strict=True))))
-    for name, why in value["not_predicted"].items():
-        print(f"not predicted: {name}: {why}")
+    for note in _notes(value):
+        print(note)
     print(_advice(value))
 
 

@@ -1,5 +1,5 @@
 """The policy behind ``--size auto``: drafts what pays, and nothing where nothing does. It lives in C++
-(native/drafting/policy.h, step_costs.h, chances.h), since it runs between two forwards of a few milliseconds.
+(native/drafting/policy.h, step_costs.h, chances.h), where steps ask it between two forwards of a few milliseconds.
 
 It maximises committed tokens per second by renewal theory: over a long run that rate is greatest when every step
 maximises (expected tokens) - rate * (expected seconds), with the rate itself. Expected tokens come from calibrated
@@ -10,17 +10,27 @@ candidate, and what drafting may lose is bounded by a budget. docs/policy.md has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from outpace import _fast
 from outpace.control.cost import Cost
-from outpace.control.policy import Decision, Load, Sizes
-from outpace.drafters.base import RowView
-from outpace.exact.drafts import Drafts, Verdicts
+
+AUTO_SIZE = 15  # most nodes a step that "auto" asks for
+
+
+class Decision(NamedTuple):
+    """What was decided for a row in a step, and why: the speed expected of the best draft over plain decoding."""
+
+    size: int
+    expected: float | None  # None: no draft was there to judge, or its size was fixed
+    why: str = ""  # in words; with numbers where the policy was told to explain
+    worth: tuple[float, ...] = ()  # the chance of each proposed node's whole path, where the policy was told to explain
+
+    def __str__(self) -> str:
+        if self.expected is None:
+            return f"fixed size {self.size}" if self.size else f"off: {self.why or 'no draft was there'}"
+        return f"{'on' if self.size else 'off'}: expected {self.expected:.2f}x"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +67,10 @@ class Adaptive:
         longest = math.inf if stretch is None else stretch
         self._native = _fast.native.Policy(table, *line, *slopes, longest)
         self._native.explain = explain
-        self._numbers: dict[str, int] = {}  # of drafters and sources
 
     @property
     def native(self) -> Any:
-        """See ``Policy.native``."""
+        """For ``_native.Step.begin``."""
         return self._native
 
     @property
@@ -73,31 +82,8 @@ class Adaptive:
     def explain(self, on: bool) -> None:
         self._native.explain = on
 
-    def plan(self, rows: Sequence[RowView], most: Sequence[int], load: Load) -> Sizes:
-        if not len(rows) == len(most) == len(load.contexts):
-            raise ValueError(
-                f"rows, most and contexts differ in length: {len(rows)}, {len(most)}, {len(load.contexts)}"
-            )
-        given = [
-            (v.row, v.request, v.adaptive, n, context, self._kind(v))
-            for v, n, context in zip(rows, most, load.contexts, strict=True)
-        ]
-        return Sizes(*self._native.plan(given, load.prefill))
-
-    def trim(self, rows: Sequence[RowView], drafts: Drafts, load: Load) -> tuple[Drafts, Sequence[Decision]]:
-        given = [self._proposal(drafts, i) for i in range(len(drafts.widths))]
-        kept = self._native.trim(given, drafts.q is not None)
-        decisions = [Decision(*self._native.decision(i)) for i in range(len(kept))]
-        if [len(nodes) for nodes in kept] == drafts.widths.tolist():
-            return drafts, decisions
-        return _only(drafts, kept), decisions
-
-    def learn(self, rows: Sequence[RowView], drafts: Drafts, verdicts: Verdicts, seconds: Mapping[str, float]) -> None:
-        paths = [path[:n].tolist() for path, n in zip(verdicts.path, verdicts.accepted, strict=True)]
-        body = seconds["target"] + seconds["verify"] + seconds["other"]
-        self._native.learn(paths, seconds["draft"], body)
-
     def release(self, row: int) -> None:
+        """``row`` is gone: nothing is kept of it but shared averages."""
         self._native.release(row)
 
     def __len__(self) -> int:
@@ -109,37 +95,9 @@ class Adaptive:
         state = self._native.state()
         return Learnt(tuple(Curve(*curve) for curve in state["curves"]), state["advantage"], state["budget"])
 
-    def _number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
 
-    def _kind(self, v: RowView) -> tuple[int, bool, int, int, bool, bool]:
-        sampling = self._native.sampling_class(v.chooser.params.temperature)
-        levels = -1 if v.cost.levels is None else self._number(v.cost.levels)
-        return sampling, v.acceptance == "rejection", self._number(v.drafter), levels, v.cost.nodes, v.cost.trims
-
-    def _proposal(self, drafts: Drafts, i: int) -> tuple[list[int], list[float], list[int], int]:
-        """Of row i: parents, gains of whole paths (nan: unknown), sources and drafting forwards."""
-        n = int(drafts.widths[i])
-        parents = list(range(-1, n - 1)) if drafts.parents is None else drafts.parents[i, :n].tolist()
-        gains = [math.nan] * n if drafts.confidence is None else drafts.confidence[i, :n].tolist()
-        sources = [self._number(name) for name in drafts.sources_of(i)]
-        return parents, gains, sources, -1 if drafts.levels is None else int(drafts.levels[i])
-
-
-def _only(drafts: Drafts, kept: Sequence[Sequence[int]]) -> Drafts:
-    """Nodes ``kept`` of each row, ascending and with their parents."""
-    widths = np.array([len(nodes) for nodes in kept], np.int32)
-    take = np.zeros((len(kept), int(widths.max(initial=0))), np.intp)
-    place = np.full((len(kept), drafts.tokens.shape[1] + 1), -1, np.int32)  # of an old node; the last one: no parent
-    for i, nodes in enumerate(kept):
-        take[i, : len(nodes)] = nodes
-        place[i, nodes] = range(len(nodes))
-
-    def of(values: Any) -> Any:
-        return None if values is None else np.take_along_axis(values, take, axis=1)
-
-    return replace(
-        drafts, tokens=of(drafts.tokens), widths=widths, source=of(drafts.source), levels=None, confidence=None,
-        parents=None if drafts.parents is None else np.take_along_axis(place, of(drafts.parents), axis=1),
-        q=None if drafts.q is None else np.take_along_axis(drafts.q, take[..., None], axis=1),
-    )  # fmt: skip
+def report(cost: Cost, policy: Adaptive | None = None) -> dict[str, Any]:
+    """For ``doctor``: the table that was measured, and what the steps of this process have taught ``policy`` beyond it
+    (``learnt`` is None where it has learnt nothing)."""
+    learnt = None if policy is None else policy.learnt()
+    return {"cost": cost.to_dict(), "learnt": asdict(learnt) if learnt is not None and learnt.curves else None}

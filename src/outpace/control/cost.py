@@ -58,7 +58,7 @@ class Cost:
     row: float = 0.0  # for each row beyond the first
     position: float = 0.0  # for each cached position of a row
     position_width: float = 0.0  # for each cached position and new token
-    _table: list[float] = field(default_factory=list, compare=False, repr=False)
+    _table: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def width(self, new: int) -> float:
         """Seconds of ``new`` tokens in one row without context; beyond the table on its last slope."""

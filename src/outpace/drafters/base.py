@@ -66,7 +66,7 @@ class DraftContext:
 
 
 class RowView(NamedTuple):
-    """One decoding row, as a drafter and the policy see it before a step.
+    """One decoding row, as a drafter sees it before a step.
 
     ``row``: its number in the KV cache; ``request``: its request's id. ``tokens`` int32 [L]: all committed tokens, the
     pending one last; a view, not to be kept. ``limit``: the most committed tokens that the row will ever have.

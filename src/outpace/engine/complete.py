@@ -1,12 +1,12 @@
-"""What ``_native.Step`` leaves to Python, completed for the rows that need it: drafters, rules and policies that are
-written in Python, ``rejection`` and ``typical``, and models that are not the native one.
+"""What ``_native.Step`` leaves to Python, completed for the rows that need it: drafters and rules that are written in
+Python, ``rejection`` and ``typical``, and models that are not the native one.
 
 A function of ``STAGES`` takes the step as that stage left it; ``step.native.open`` are the rows that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from outpace.common.arrays import F64, I32
-from outpace.control.policy import EVERYTHING, PLAIN, Decision, Policy
-from outpace.drafters.base import Event, RowView
+from outpace.drafters.base import Event
 from outpace.drafters.learned.picks import level_by_level
 from outpace.engine.drafting import Drafting
 from outpace.engine.scheduler import Plan
@@ -25,7 +24,7 @@ from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.text import TextError
 from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, RuleError
-from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts, is_chain
+from outpace.exact.drafts import Draft, Drafts, Verdict, is_chain
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import Batch, HiddenStates, Model, Output
@@ -51,9 +50,6 @@ class Step:
     native: Any
     stages: Any
     computed: Output | None = None  # by a model in Python
-    views: SequenceOf[RowView] = ()  # as a policy in Python saw them
-    decisions: SequenceOf[Decision] | None = None  # of such a policy
-    learns: bool = True  # whether the policy learns from the step
     asked: dict[int, Draft] = field(default_factory=dict)  # where a drafter reads choices: its own proposal
     q: dict[int, F64] = field(default_factory=dict)
     dead: dict[int, Exception] = field(default_factory=dict)
@@ -107,19 +103,6 @@ def known_rules(sequence: Sequence) -> tuple[Any, bool]:
 # -- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def plan(step: Step) -> None:
-    """A policy in Python says how much each row drafts."""
-    rows = step.plan.decoding
-    most, _ = step.native.sizes
-    step.views = [step.drafting.view(s) for s in rows]
-    found = step.drafting.plan(rows, step.views, most, step.plan.load())
-    step.learns = found is not None
-    if found is None:  # it failed: rows whose size is their own go on
-        nodes = [0 if s.request.adaptive else n for s, n in zip(rows, most, strict=True)]
-        found = nodes, nodes
-    step.native.ask(*found)
-
-
 def propose(step: Step) -> None:
     """Drafters in Python draft for their rows."""
     native, drafting, decoding = step.native, step.drafting, step.plan.decoding
@@ -162,23 +145,6 @@ def rules(step: Step) -> None:
             native.keep(i, pruned(draft(step, i), chooser))
         except RuleError:  # VERIFY meets it again, and ends the request
             native.drop([i])
-
-
-def trim(step: Step) -> None:
-    """A policy in Python says what of the drafts is worth verifying."""
-    if not step.learns:
-        return
-    rows, proposed = step.plan.decoding, drafts(step, kept=False)
-    found = step.drafting.trim(rows, step.views, proposed, step.plan.load())
-    step.learns = found is not None
-    if found is None:
-        step.decisions = [PLAIN] * len(rows)
-        step.native.drop(list(range(len(rows))))
-        return
-    kept, step.decisions = found
-    if kept is not proposed:
-        step.native.put(list(range(len(rows))), kept, trimmed=True)
-        step.q = {} if kept.q is None else {i: kept.q[i] for i in step.q}
 
 
 def draft(step: Step, i: int) -> Draft:
@@ -287,9 +253,15 @@ def settle(step: Step) -> None:
             step.lost[i] = repr(error)
 
 
-STAGES = (plan, propose, rules, trim, forward, verify, settle)
-PHASES = ("draft", "draft", "draft", "draft", "target", "verify", "verify")
-DONE = len(STAGES)
+# By number (native/step/step.h); the policy's two leave nothing. With the phase that their time counts for.
+STAGES: dict[int, tuple[Callable[[Step], None], str]] = {
+    1: (propose, "draft"),
+    2: (rules, "draft"),
+    4: (forward, "target"),
+    5: (verify, "verify"),
+    6: (settle, "verify"),
+}
+DONE = 7
 
 
 # -- what became final -----------------------------------------------------------------------------------------------
@@ -333,12 +305,3 @@ def event(step: Step, i: int, gained: int, sequence: Sequence, hidden_states: Hi
     chunk = step.plan.chunks[i - len(step.plan.decoding)]
     start = chunk.start + 1
     return Event(sequence.row, start, sequence.tokens[start : start + chunk.count], None, hidden_states)
-
-
-def teach(step: Step, policy: Policy, seconds: Mapping[str, float]) -> None:
-    """Tell the policy what became of the step."""
-    native = step.drafting.native_policy
-    if native is None:
-        policy.learn(step.views, drafts(step, kept=True), Verdicts(*step.native.verdicts()), seconds)
-    elif native != EVERYTHING:
-        step.native.learn(seconds["draft"], seconds["target"] + seconds["verify"] + seconds["other"])

@@ -1,7 +1,7 @@
-"""Drafters and the policy behind a wall: whatever they raise, their rows go on plainly and nothing else notices.
+"""Drafters behind a wall: whatever they raise, their rows go on plainly and nothing else notices.
 
-A drafter that fails loses the rows that it served; new requests may try it again. A policy that fails is replaced by a
-fresh one. Only KeyboardInterrupt and its like pass through, and leave a state that the next step can go on from.
+A drafter that fails loses the rows that it served; new requests may try it again. Only KeyboardInterrupt and its like
+pass through, and leave a state that the next step can go on from.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from outpace.control.adaptive import Adaptive
-from outpace.control.policy import Decision, Load, Policy
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.errors import MemoryLimitError
 
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
     from outpace.engine.sequence import Sequence
-    from outpace.exact.drafts import Drafts
 
 NONE = "none"
 PLAINLY = DraftCost()
@@ -27,12 +25,10 @@ NOTHING = DrafterNeeds()
 
 
 class Drafting:
-    """``drafters`` by name; ``policy``: makes the policy."""
+    """``drafters`` by name; ``policy``: sizes the drafts of rows whose request leaves it to the engine (None: none)."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], policy: Callable[[], Policy]) -> None:
-        self.drafters, self._make_policy = dict(drafters), policy
-        self._policy = policy()
-        self._explains = False
+    def __init__(self, drafters: Mapping[str, Drafter], policy: Adaptive | None = None) -> None:
+        self.drafters, self.policy = dict(drafters), policy
         # Whether some drafter has KV of its own, which grows with its rows.
         self.keeps_cache = any(type(drafter).growth is not Drafter.growth for drafter in drafters.values())
         self._retired: dict[int, str] = {}  # rows of which KV alone is left, and whose drafter keeps its part of it
@@ -44,20 +40,10 @@ class Drafting:
             draws=any(d.needs.draws for d in drafters.values()),
         )
 
-    @property
-    def policy(self) -> Policy:
-        return self._policy
-
-    @property
-    def native_policy(self) -> Any:
-        """See ``Policy.native``; None also for a policy that does not have it."""
-        return getattr(self._policy, "native", None)
-
     def explain(self, on: bool) -> None:
         """Whether decisions say what each node was expected to be worth, and why: for whoever watches steps."""
-        self._explains = on
-        if isinstance(self._policy, Adaptive):
-            self._policy.explain = on
+        if self.policy is not None:
+            self.policy.explain = on
 
     def drafter_of(self, sequence: Sequence) -> Drafter | None:
         """The one that serves the row; None: it decodes plainly."""
@@ -88,39 +74,6 @@ class Drafting:
             adaptive=request.adaptive and drafts, drafter=drafter,
             cost=self.drafters[drafter].cost if drafts else PLAINLY,
         )  # fmt: skip
-
-    def plan(
-        self, rows: SequenceOf[Sequence], views: SequenceOf[RowView], most: SequenceOf[int], load: Load
-    ) -> tuple[list[int], list[int]] | None:
-        """Nodes to ask for and drafting forwards to allow, by row; None: the policy failed."""
-        try:
-            sizes = self._policy.plan(views, most, load)
-            if not all(0 <= n <= m for n, m in zip(sizes.nodes, most, strict=True)):
-                raise ValueError(f"it asks for {sizes.nodes} nodes where {most} are allowed")
-            return sizes.nodes, sizes.levels
-        except Exception as error:
-            self._policy_failed(error, rows)
-            return None
-
-    def trim(
-        self, rows: SequenceOf[Sequence], views: SequenceOf[RowView], proposed: Drafts, load: Load
-    ) -> tuple[Drafts, SequenceOf[Decision]] | None:
-        """What is to be verified of the drafts, and each row's decision; None: the policy failed."""
-        try:
-            kept, decisions = self._policy.trim(views, proposed, load)
-            if len(decisions) != len(views) or (kept is not proposed and (kept.widths > proposed.widths).any()):
-                raise ValueError("it kept more than was proposed")
-            return kept, decisions
-        except Exception as error:
-            self._policy_failed(error, rows)
-            return None
-
-    def learn(self, rows: SequenceOf[Sequence], teach: Callable[[Policy], None]) -> None:
-        """``teach``: tells the policy what became of the step."""
-        try:
-            teach(self._policy)
-        except Exception as error:
-            self._policy_failed(error, rows)
 
     def observing(self, rows: SequenceOf[tuple[int, int, Sequence]]) -> dict[str, list[tuple[int, int, Sequence]]]:
         """Those of ``rows`` whose drafter observes what becomes final in them, by its name."""
@@ -182,10 +135,8 @@ class Drafting:
                 self._retire(name, row, tokens)
             else:
                 self._release(name, row, tokens)
-        try:
-            self._policy.release(row)
-        except Exception as error:
-            self._policy_failed(error, ())
+        if self.policy is not None:
+            self.policy.release(row)
 
     def _retire(self, name: str, row: int, tokens: I32 | None) -> None:
         self._retired[row] = name
@@ -262,14 +213,6 @@ class Drafting:
             self.give_up(
                 sequence, f"the drafter {name} failed ({_brief(error)}), so it was decoded plainly from there on"
             )
-
-    def _policy_failed(self, error: Exception, rows: SequenceOf[Sequence]) -> None:
-        self._say(f"the policy failed ({_brief(error)})")
-        for sequence in rows:
-            if sequence.request.adaptive and sequence.size:
-                self.give_up(sequence, f"the policy failed ({_brief(error)}), so it was decoded plainly from there on")
-        self._policy = self._make_policy()
-        self.explain(self._explains)
 
     def _say(self, fault: str) -> None:
         self.faults.append(fault)

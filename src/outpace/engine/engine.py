@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from outpace.common.arrays import I32
 from outpace.control import cost as costs
-from outpace.control.auto import policy_for
+from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
-from outpace.control.policy import Fixed, Policy
 from outpace.drafters.base import Drafter
 from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
@@ -78,11 +76,10 @@ class Engine:
         for each in own.values():
             each.check_acceptance(self.options.acceptance)
         self.adaptive = self.options.size == "auto" and bool(self.drafters)
-        make: Callable[[], Policy] = Fixed
+        policy = None
         if self.adaptive:
-            table = costs.of(model) if cost is None else cost
-            make = partial(policy_for, table, stretch=self.options.step_stretch)
-        drafting = Drafting(self.drafters, make)
+            policy = Adaptive(cost or costs.of(model), stretch=self.options.step_stretch)
+        drafting = Drafting(self.drafters, policy)
         self._memory = min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None)
         scheduler = Scheduler(
             model.kv,
@@ -345,8 +342,8 @@ class Engine:
         self.cancel(request)
 
     @property
-    def policy(self) -> Policy:
-        """What decides how much is drafted, and has learnt from this engine's steps."""
+    def policy(self) -> Adaptive | None:
+        """What decides how much is drafted, and has learnt from this engine's steps; None: requests do."""
         return self._core.drafting.policy
 
     def reload(self) -> bool:

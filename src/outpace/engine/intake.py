@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.control.auto import AUTO_SIZE
+from outpace.control.adaptive import AUTO_SIZE
 from outpace.drafters.base import Drafter
 from outpace.engine.request import Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outpace.common.arrays import I32
-from outpace.control.policy import Decision
+from outpace.control.adaptive import Decision
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.params import Acceptance, SamplingParams
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outpace.common.arrays import I32, common_prefix
-from outpace.control.policy import Load
 from outpace.engine.drafting import Drafting
 from outpace.engine.pace import Pace, shares
 from outpace.engine.prefix import PIECE, PrefixCache
@@ -50,10 +49,6 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.chunks)
-
-    def load(self) -> Load:
-        """What the rows and chunks weigh, for the policy."""
-        return Load([s.cached for s in self.decoding], sum(chunk.count for chunk in self.chunks))
 
 
 class Scheduler:

@@ -55,7 +55,7 @@ class Sequence:
     ) -> None:
         self.request, self.sample, self._chooser = request, sample, chooser
         self._reader, self._text_of = reader, text_of  # of committed text; of a token by itself
-        self.size = request.size  # most nodes a step; falls to 0 when its drafter or the policy failed
+        self.size = request.size  # most nodes a step; falls to 0 when its drafter failed
         self.attempts = 0  # at giving it a row, that failed
         self.paused = False  # no memory for a draft in this step
         self.drafter = request.drafter
@@ -257,7 +257,7 @@ class Sequence:
             self.stats.add(self._uncounted.pop(0))
 
     def plainly(self, why: str) -> None:
-        """Its drafter or the policy failed: it goes on without them."""
+        """Its drafter failed: it goes on without it."""
         self.size, self.native = 0, None
         if why not in self.notes:
             self.notes.append(why)

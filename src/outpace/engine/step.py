@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from outpace import _fast
-from outpace.control.policy import PLAIN, Decision
+from outpace.control.adaptive import Decision
 from outpace.engine import complete
 from outpace.engine.clock import Clock
 from outpace.engine.complete import Step
@@ -88,10 +88,12 @@ def compute(step: Step, clock: Clock) -> None:
         (c.sequence.native or complete.admit(step, c.sequence), c.sequence.tokens, c.start, c.count, c.wanted)
         for c in plan.chunks
     ]
-    stage = native.begin(step.stages, step.drafting.native_policy, rows, chunks)
+    policy = step.drafting.policy
+    stage = native.begin(step.stages, None if policy is None else policy.native, rows, chunks)
     while stage < complete.DONE:
-        clock.start(complete.PHASES[stage])
-        complete.STAGES[stage](step)
+        completed, phase = complete.STAGES[stage]
+        clock.start(phase)
+        completed(step)
         clock.start("other")
         stage = native.run()
     step.lost.update(native.lost)
@@ -134,10 +136,7 @@ def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], thread
         sequence.cached = length
         if i in step.logprobs:
             sequence.logprobs.extend(step.logprobs[i][:kept])
-        size, expected = row.size, row.expected
-        if step.decisions is not None:
-            size, expected = step.decisions[i].size, step.decisions[i].expected
-        sequence.count(Counted(kept, row.levels, row.named, row.path, size, expected, threads or None))
+        sequence.count(Counted(kept, row.levels, row.named, row.path, row.size, row.expected, threads or None))
     for j, chunk in enumerate(step.plan.chunks):
         chunk.sequence.cached = chunk.start + chunk.count
         if chunk.wanted:
@@ -163,9 +162,9 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
             drafting.observe(
                 name, sequences, [complete.event(step, i, n, s, hidden_states.get(i)) for i, n, s in entries]
             )
-    if step.learns and step.native.planned:
-        seconds = clock.so_far()
-        drafting.learn(plan.decoding, lambda policy: complete.teach(step, policy, seconds))
+    if drafting.policy is not None:
+        spent = clock.so_far()
+        step.native.learn(spent["draft"], spent["target"] + spent["verify"] + spent["other"])
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:
@@ -185,11 +184,7 @@ def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...],
     plan = step.plan
     gained = tuple(len(end.tokens) for end in ends)
     kept = complete.drafts(step, kept=True)
-    decisions, native = step.decisions, step.native.decisions()
-    if native is not None:
-        decisions = [Decision(*fields) for fields in native]
-    elif decisions is None:
-        decisions = [Decision(n, None) if n else PLAIN for n in kept.widths.tolist()]
+    decided = step.native.decisions() or [(n, None) for n in kept.widths.tolist()]
     return StepRecord(
         index=next(core.steps),
         requests=tuple(s.request.id for s in plan.decoding),
@@ -200,7 +195,7 @@ def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...],
         kept=kept,
         verdicts=Verdicts(*step.native.verdicts()),
         gained=gained,
-        decisions=tuple(decisions),
+        decisions=tuple(Decision(*fields) for fields in decided),
         chunks=tuple(
             ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks
         ),

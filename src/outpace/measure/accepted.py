@@ -8,7 +8,7 @@ of the answer's own tokens, but not of rejected nodes: ``recycle``, which learns
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,6 @@ from outpace.params import SamplingParams
 
 _CHUNK = 128  # positions a forward: their logits are held at once
 _COLD = 8  # steps of an answer before which the target runs once, so that the caches are as they are between forwards
-_ROW = 0  # the drafter's name of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step as it would have been: after ``length`` committed tokens, ``nodes`` drafted in ``seconds``, of which
-    ``gained`` - 1 were accepted. ``cold``: whether the target had swept the caches before."""
+    """A row's step as it would have been: after ``length`` committed tokens, ``nodes`` drafted in ``seconds`` (a row's
+    share), of which ``gained`` - 1 were accepted. ``cold``: whether the target had swept the caches before."""
 
     length: int
     nodes: int
@@ -90,55 +89,85 @@ def record(
     return Recorded(tokens, prompt, limit, params, noise, layers, np.concatenate(states), np.concatenate(likeliest))
 
 
-def replayed(drafter: Drafter, answer: Recorded, size: int, request: int, model: Model | None = None) -> list[Taken]:
-    """The steps of the answer, if ``drafter`` were asked for ``size`` nodes in each, as the engine asks it.
+def replayed(
+    drafter: Drafter, answers: Sequence[Recorded], size: int, request: int, model: Model | None = None
+) -> list[list[Taken]]:
+    """The steps of each of the answers, decoded together, if ``drafter`` were asked for ``size`` nodes in each, as the
+    engine asks it. ``request``: the first answer's id; the others' ids follow.
 
     ``model``: the target, to run between the first drafts (None: only what is accepted matters). Raises DrafterError
     for a drafter that needs the target itself, or its choices after rejected nodes.
     """
     if drafter.needs.choices or drafter.needs.target_rows:
         raise DrafterError(f"{drafter.name} drafts with the target's own forwards: its acceptance has to be measured")
+    rows = [_Row(drafter, i, request + i, answer) for i, answer in enumerate(answers)]
     try:
-        return list(_steps(drafter, answer, size, request, model))
+        drafter.observe([row.event(1, row.length, None) for row in rows])
+        step = 0
+        while going := [row for row in rows if row.length < len(row.answer.tokens)]:
+            _step(drafter, going, size, model if step < _COLD else None, first=step == 0)
+            step += 1
     finally:
-        drafter.release(_ROW, answer.tokens)
+        for row in rows:
+            drafter.release(row.number, row.answer.tokens)
+    return [row.taken for row in rows]
 
 
-def _steps(drafter: Drafter, answer: Recorded, size: int, request: int, model: Model | None) -> Iterator[Taken]:
-    columns = [answer.layers.index(layer) for layer in drafter.needs.hidden_layers]
-    tokens, length = answer.tokens, answer.prompt  # the last token of a prompt is pending
-    chooser = Chooser.start(answer.params, answer.noise, (), tokens[: answer.prompt])
+class _Row:
+    """An answer on its way. ``length``: committed tokens; the last token of a prompt is pending."""
 
-    def observe(start: int, end: int, verdict: Verdict | None) -> None:
+    def __init__(self, drafter: Drafter, number: int, request: int, answer: Recorded) -> None:
+        self.number, self.answer, self.length = number, answer, answer.prompt
+        self.taken: list[Taken] = []
+        self._drafter, self._request = drafter, request
+        self._columns = [answer.layers.index(layer) for layer in drafter.needs.hidden_layers]
+        self._chooser = Chooser.start(answer.params, answer.noise, (), answer.tokens[: answer.prompt])
+
+    @property
+    def room(self) -> int:
+        """Nodes that may be drafted."""
+        return self.answer.limit - self.length - 1
+
+    def event(self, start: int, end: int, verdict: Verdict | None) -> Event:
+        answer, columns = self.answer, self._columns
         states = HostHiddenStates(answer.states[start - 1 : end - 1, columns]) if columns else None
-        drafter.observe([Event(_ROW, start, tokens[start:end], verdict, states)])
+        return Event(self.number, start, answer.tokens[start:end], verdict, states)
 
-    observe(1, length, None)
-    step = 0
-    while length < len(tokens):
-        cold = model is not None and step < _COLD
-        if model is not None and cold:
-            sweep(model)
-        most = min(size, answer.limit - length - 1)
-        view = RowView(
-            _ROW, request, tokens[:length], answer.limit, chooser.after(tokens[answer.prompt : length].tolist()),
-            "coupled", drafter=drafter.name, cost=drafter.cost,
+    def view(self) -> RowView:
+        answer = self.answer
+        chooser = self._chooser.after(answer.tokens[answer.prompt : self.length].tolist())
+        return RowView(
+            self.number, self._request, answer.tokens[: self.length], answer.limit, chooser, "coupled",
+            drafter=self._drafter.name, cost=self._drafter.cost,
         )  # fmt: skip
-        begun = time.perf_counter()
-        draft = drafter.propose([view], np.array([most], np.int32)).row(0) if most > 0 else None
-        spent = time.perf_counter() - begun
+
+
+def _step(drafter: Drafter, rows: Sequence[_Row], size: int, model: Model | None, *, first: bool) -> None:
+    """One step of rows that are not whole yet; ``model`` runs before."""
+    if model is not None:
+        sweep(model)
+    asked = [row for row in rows if row.room > 0 and size]
+    views = [row.view() for row in asked]
+    begun = time.perf_counter()
+    drafts = drafter.propose(views, np.array([min(size, row.room) for row in asked], np.int32)) if asked else None
+    spent = time.perf_counter() - begun
+    found = {} if drafts is None else {row.number: drafts.row(i) for i, row in enumerate(asked)}
+    events, taken = [], []
+    for row in rows:
+        tokens, length, draft = row.answer.tokens, row.length, found.get(row.number)
         path = np.zeros(0, np.int32) if draft is None else follow(draft, tokens[length:])
-        gained = min(len(path) + 1, len(tokens) - length)
+        row.length = end = min(length + len(path) + 1, len(tokens))
         if drafter.needs.ranks:
-            known = answer.likeliest[length - 1 : length + gained - 1, : drafter.needs.ranks]
-            drafter.rank(_ROW, tokens[length - 1 : length + gained - 1], np.ascontiguousarray(known))
-        end = length + gained
+            known = row.answer.likeliest[length - 1 : end - 1, : drafter.needs.ranks]
+            drafter.rank(row.number, tokens[length - 1 : end - 1], np.ascontiguousarray(known))
         if end < len(tokens):
-            begun = time.perf_counter()
-            observe(length, end, Verdict(tokens[length:end], path))
-            spent += time.perf_counter() - begun
-        yield Taken(length, 0 if draft is None else len(draft), gained, spent, cold and step > 0)
-        length, step = end, step + 1
+            events.append(row.event(length, end, Verdict(tokens[length:end], path)))
+        taken.append((length, 0 if draft is None else len(draft), end - length))
+    begun = time.perf_counter()
+    drafter.observe(events)
+    spent += time.perf_counter() - begun
+    for row, facts in zip(rows, taken, strict=True):
+        row.taken.append(Taken(*facts, spent / len(rows), model is not None and not first))
 
 
 def sweep(model: Model) -> None:
@@ -150,7 +179,11 @@ def sweep(model: Model) -> None:
         model.kv.free(row)
 
 
-def drafting_seconds(steps: Sequence[Taken]) -> float:
-    """Seconds of drafting a step, once the prompt is read: the mean of those that the target ran before."""
-    cold = [step.seconds for step in steps if step.cold]
-    return float(np.mean(cold)) if cold else 0.0
+def drafting_seconds(steps: Mapping[int, Sequence[Taken]]) -> dict[int, float]:
+    """Seconds of drafting a row's step by size, once the prompt is read: medians of the steps that the target ran
+    before, all raised alike to give the whole time, since what disturbs a step does not depend on the size."""
+    cold = {size: [step.seconds for step in taken if step.cold] for size, taken in steps.items()}
+    medians = {size: float(np.median(seconds)) if seconds else 0.0 for size, seconds in cold.items()}
+    usual = sum(medians[size] * len(seconds) for size, seconds in cold.items())
+    raised = sum(map(sum, cold.values())) / usual if usual else 1.0
+    return {size: raised * median for size, median in medians.items()}

@@ -1,8 +1,9 @@
 """Which drafter, and in what size: predicted from plain answers, the cost of a forward by width, and the load.
 
 One pass of the target over its plain answers says what each drafter would have had accepted (``measure/accepted.py``).
-The same pass says what a step costs by its width, since it verifies tokens that are surely wrong, now few, now many.
-A drafter's own time is measured while what it drafts is compared with the answers.
+A second pass says what a step costs: by its width, since it verifies tokens that are surely wrong, now few, now many;
+and by accepted token, since every fourth round of widths verifies what the answer has next. A drafter's own time is
+measured while what it drafts is compared with the answers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CARDS = {  # by their makers' data sheets: GB/s, and dense 16-bit TFLOP/s
 }
 _WARM_UP = 32  # tokens
 _FEWEST = 4 * len(SIZES)  # steps
+_WIDE = 64  # tokens: as wide as reading a prompt
 _REACHED = 0.6  # share of a data sheet's figures that decoding reaches
 
 
@@ -67,7 +69,7 @@ class Machine:
         if self.card is not None:
             bandwidth, flops = (_REACHED * figure for figure in CARDS[self.card])
             parameters = info.weight_bytes / (4 if info.dtype == "float32" else 2 if "16" in info.dtype else 0.6)
-            token, read = 2 * parameters / (flops * 1e12), info.weight_bytes / (bandwidth * 1e9)
+            token, read = 2 * parameters / (flops * 1e12), 2 * parameters / (bandwidth * 1e9)
         else:
             token *= 1.0 if self.cores is None else (getattr(model, "threads", None) or 1) / self.cores
             read = here.seconds[0] if self.bandwidth is None else info.weight_bytes / (self.bandwidth * 1e9)
@@ -99,30 +101,55 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Plain answers, decoded ``readers`` at a time, and what a step costs, drafting aside, by its width."""
+    """Plain answers, decoded ``readers`` at a time, and what a step costs, drafting aside: by its width, and
+    ``accepting`` seconds for each accepted token. ``waiting``: seconds that all answers, once begun, wait for the
+    prompts of others."""
 
     answers: list[Recorded]
     readers: int
     cost: Cost
+    accepting: float = 0.0
+    waiting: float = 0.0
 
 
 class _Widths(Drafter):
-    """Proposes what nobody would say, in every width in turn, so that an answer's own steps tell what a width costs."""
+    """Proposes in every width in turn what nobody would say, and in every fourth round what the answer has next."""
 
     name = "widths"
 
     def __init__(self, vocab: int) -> None:
         self._vocab, self._turn = vocab, 0
+        self.answers: dict[bytes, I32] = {}  # by the prompt's tokens, once known
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         self._turn += 1
-        most = (0, *SIZES)[self._turn % (len(SIZES) + 1)]
+        turns, turn = divmod(self._turn, len(SIZES) + 1)
+        most = (0, *SIZES)[turn]
         return Drafts.chains(
             [
-                (int(view.tokens[-1]) + 7919 * np.arange(1, min(most, size) + 1, dtype=np.int32)) % self._vocab
+                self._chain(view, min(most, size), turns % 4 == 3)
                 for view, size in zip(rows, sizes.tolist(), strict=True)
             ]
         )
+
+    def _chain(self, view: RowView, size: int, right: bool) -> I32:
+        index = view.chooser.index
+        answer = self.answers.get(view.tokens[: len(view.tokens) - index].tobytes())
+        if right and answer is not None:
+            return answer[index : index + size]
+        return ((int(view.tokens[-1]) + 7919 * np.arange(1, size + 1, dtype=np.int32)) % self._vocab).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step with drafts of ``_Widths``. ``seconds``: without drafting and context; ``begun``: its rows that had begun
+    to answer before; ``reads``: whether it reads a part of a prompt, too."""
+
+    width: int
+    accepted: int
+    seconds: float
+    begun: int
+    reads: bool
 
 
 def plain(
@@ -136,37 +163,35 @@ def plain(
     layers = tuple(sorted({layer for drafter in drafters for layer in drafter.needs.hidden_layers}))
     ranks = max((drafter.needs.ranks for drafter in drafters), default=0)
     table = costs.of(model)
-    measuring = type(engine)(
-        model,
-        engine.tokenizer,
-        drafter=_Widths(model.info.vocab_size),
-        size=max(SIZES),
-        max_rows=readers,
-        prefix_rows=0,
-    )
-    steps: list[tuple[int, float]] = []  # width, and seconds without drafting and context
+    widths = _Widths(model.info.vocab_size)
+    measuring = type(engine)(model, engine.tokenizer, drafter=widths, size=max(SIZES), max_rows=readers, prefix_rows=0)
+    steps: list[MeasuredStep] = []
+    answering: set[int] = set()  # requests that have begun to
     ended = 0.0
 
     def on_step(step: StepRecord) -> None:
         nonlocal ended
         begun, ended = ended, time.perf_counter()
-        if step.chunks:
-            return
-        widths = step.kept.widths.tolist()
+        each = step.kept.widths.tolist()
         context = sum(
-            n * (table.position + table.position_width * (1 + w)) for n, w in zip(step.starts, widths, strict=True)
+            n * (table.position + table.position_width * (1 + w)) for n, w in zip(step.starts, each, strict=True)
         )
-        steps.append((len(step) + sum(widths), max(ended - begun - step.seconds["draft"] - context, 1e-9)))
+        spent = max(ended - begun - step.seconds["draft"] - context, 1e-9)
+        accepted, old = sum(step.verdicts.accepted.tolist()), sum(request in answering for request in step.requests)
+        steps.append(MeasuredStep(len(step) + sum(each), accepted, spent, old, bool(step.chunks)))
+        answering.update(step.requests)
 
     prompt_ids = [prompt.tolist() for prompt in prompts]
-    measuring.generate_many(prompt_ids[:readers], params.with_(min_tokens=0, max_tokens=_WARM_UP), progress=False)
+    for each in (engine, measuring):
+        each.generate_many(prompt_ids[:readers], params.with_(min_tokens=0, max_tokens=_WARM_UP), progress=False)
     measuring.on_step = on_step
-    engine.generate_many(prompt_ids[:readers], params.with_(min_tokens=0, max_tokens=_WARM_UP), progress=False)
     results: list[Result] = []
     for start in range(0, len(prompts), readers):  # in turn, so that what disturbs a machine disturbs both
         group = prompt_ids[start : start + readers]
-        measuring.generate_many(group, params, progress=False)
         results += engine.generate_many(group, params, progress=False)
+        for prompt, result in zip(prompts[start:], results[start:], strict=False):
+            widths.answers[prompt.tobytes()] = np.asarray(result.token_ids, np.int32)
+        measuring.generate_many(group, params, progress=False)
     if len(steps) < _FEWEST or not any(result.stats.decode_seconds for result in results):
         raise ParameterError(f"the answers take {len(steps)} steps, too few to predict from: give more or longer ones")
     answers = []
@@ -174,52 +199,64 @@ def plain(
         tokens = np.concatenate([prompt, np.asarray(result.token_ids, np.int32)]).astype(np.int32)
         noise = Noise(result.seed, result.sample)
         answers.append(record(model, tokens, len(prompt), params, noise, layers=layers, ranks=ranks))
-    cost = _fit(steps, table)
-    bare = [_plainly(answer) for answer in answers]
-    expected, spent = sum(_seconds(bare, readers, cost, 0.0)), sum(result.stats.decode_seconds for result in results)
-    more = (expected - spent) / sum(
-        map(len, bare)
-    )  # what a step takes since a drafter in Python proposed, at any width
-    least = 0.5 * cost.seconds[0]
-    cost = replace(cost, seconds=tuple(max(seconds - more, least) for seconds in cost.seconds))
-    return Plain(answers, readers, cost)
+    found = replace(fit(steps, table), answers=answers, readers=readers)
+    cost, bare = found.cost, [_plainly(answer) for answer in answers]
+    expected = sum(_seconds(bare, found, cost, 0.0)) + found.waiting
+    spent = sum(result.stats.decode_seconds for result in results)
+    # What a step takes since a drafter in Python proposed, at any width.
+    more, least = (expected - spent) / sum(map(len, bare)), 0.5 * cost.seconds[0]
+    return replace(found, cost=replace(cost, seconds=tuple(max(seconds - more, least) for seconds in cost.seconds)))
 
 
-def _fit(steps: Sequence[tuple[int, float]], table: Cost) -> Cost:
-    """The medians by width, all raised alike to give the whole time: what disturbs a step does not depend on it."""
+def fit(steps: Sequence[MeasuredStep], table: Cost) -> Plain:
+    """The medians by width, and of the seconds of an accepted token, all raised alike to give the whole time: what
+    disturbs a step does not depend on them. No answers yet."""
+    decoding = [step for step in steps if not step.reads]
     by_width: dict[int, list[float]] = {}
-    for width, seconds in steps:
-        by_width.setdefault(width, []).append(seconds)
+    for step in decoding:
+        if not step.accepted:
+            by_width.setdefault(step.width, []).append(step.seconds)
     widths = sorted(by_width)
-    medians = np.array([np.median(by_width[width]) for width in widths])
-    raised = sum(seconds for _, seconds in steps) / sum(
-        median * len(by_width[width]) for width, median in zip(widths, medians.tolist(), strict=True)
-    )
-    return Cost(tuple(widths), tuple((raised * medians).tolist()), 0.0, table.position, table.position_width)
+    medians = [float(np.median(by_width[width])) for width in widths]
+
+    def usual(step: MeasuredStep) -> float:
+        return float(np.interp(step.width, widths, medians))
+
+    more = [(step.seconds - usual(step)) / step.accepted for step in decoding if step.accepted]
+    accepting = max(float(np.median(more)), 0.0) if more else 0.0
+    raised = sum(step.seconds for step in decoding) / sum(usual(step) + accepting * step.accepted for step in decoding)
+    cost = Cost(tuple(widths), tuple(raised * median for median in medians), 0.0, table.position, table.position_width)
+    waiting = sum(step.begun * max(step.seconds - raised * usual(step), 0.0) for step in steps if step.reads)
+    return Plain([], 0, cost, raised * accepting, waiting)
 
 
-def predict(engine: Engine, spec: str, size: int, recorded: Plain, machine: Machine) -> Prediction:
-    """What ``engine``'s drafter would do in steps of ``size`` nodes. Raises DrafterError for one that cannot be known
-    without running it."""
+def predict(engine: Engine, spec: str, sizes: Sequence[int], recorded: Plain, machine: Machine) -> list[Prediction]:
+    """What ``engine``'s drafter would do in steps of each of ``sizes`` nodes. Raises DrafterError for one that cannot
+    be known without running it."""
     drafter, model = engine.drafter, engine.model
-    here = recorded.cost
-    there = machine.cost(here, model)
-    bare = [_plainly(answer) for answer in recorded.answers]
-    steps = bare
-    if size:
-        steps = [replayed(drafter, answer, size, -1 - i, model) for i, answer in enumerate(recorded.answers)]
-    every = [step for answer in steps for step in answer]
-    drafting = drafting_seconds(every)
-    if drafter.needs.hidden_layers or drafter.cost.levels is not None:  # forwards of its own, in a like proportion
-        drafting *= there.seconds[0] / here.seconds[0]
-    speed = _later(steps) / sum(_seconds(steps, recorded.readers, there, drafting))
-    slow = _later(bare) / sum(_seconds(bare, recorded.readers, there, 0.0))
-    longest = max(answer.limit for answer in recorded.answers)
-    gained, nodes = (sum(getattr(step, name) for step in every) / len(every) for name in ("gained", "nodes"))
-    kv = model.kv.bytes_for(longest) + (drafter.growth(0, longest) if size else 0)
-    return Prediction(
-        spec, size, gained, nodes, drafting, speed, speed / slow, model.info.weight_bytes + recorded.readers * kv
-    )  # fmt: skip
+    answers, readers = recorded.answers, recorded.readers
+    there = machine.cost(recorded.cost, model)
+    bare = [_plainly(answer) for answer in answers]
+    waiting = recorded.waiting * there.width(_WIDE) / recorded.cost.width(_WIDE)
+    slow = _later(bare) / (sum(_seconds(bare, recorded, there, 0.0)) + waiting)
+    longest = max(answer.limit for answer in answers)
+    groups = [answers[start : start + readers] for start in range(0, len(answers), readers)]
+    steps = dict.fromkeys(sizes, bare)
+    for size in filter(None, sizes):
+        each = [replayed(drafter, group, size, (i - len(groups)) * readers, model) for i, group in enumerate(groups)]
+        steps[size] = [row for group in each for row in group]
+    every = {size: [step for row in rows for step in row] for size, rows in steps.items()}
+    own_forwards = drafter.needs.hidden_layers or drafter.cost.levels is not None
+    slower = there.seconds[0] / recorded.cost.seconds[0] if own_forwards else 1.0
+    found = []
+    for size, drafting in drafting_seconds(every).items():
+        taken, drafting = every[size], slower * drafting
+        speed = _later(steps[size]) / (sum(_seconds(steps[size], recorded, there, drafting)) + waiting)
+        gained, nodes = (sum(getattr(step, name) for step in taken) / len(taken) for name in ("gained", "nodes"))
+        kv = model.kv.bytes_for(longest) + (drafter.growth(0, longest) if size else 0)
+        memory = model.info.weight_bytes + readers * kv
+        found.append(Prediction(spec, size, gained, nodes, drafting, speed, speed / slow, memory))
+    return found
 
 
 def _plainly(answer: Recorded) -> list[Taken]:
@@ -231,17 +268,17 @@ def _later(answers: Sequence[Sequence[Taken]]) -> int:
     return sum(step.gained for steps in answers for step in steps[1:])
 
 
-def _seconds(answers: Sequence[Sequence[Taken]], readers: int, cost: Cost, drafting: float) -> list[float]:
-    """Seconds from each answer's first delta to its last, ``readers`` of them stepping together."""
+def _seconds(answers: Sequence[Sequence[Taken]], recorded: Plain, cost: Cost, drafting: float) -> list[float]:
+    """Seconds from each answer's first delta to its last, as many of them stepping together as in ``recorded``."""
     found = []
-    for start in range(0, len(answers), readers):
-        group = [list(steps) for steps in answers[start : start + readers]]
+    for start in range(0, len(answers), recorded.readers):
+        group = [list(steps) for steps in answers[start : start + recorded.readers]]
         spent = [0.0] * len(group)
         for turn in range(max(map(len, group))):
             rows = [i for i, steps in enumerate(group) if turn < len(steps)]
             now = [group[i][turn] for i in rows]
             seconds = cost.forward([1 + step.nodes for step in now], [step.length for step in now])
-            seconds += drafting * len(rows)
+            seconds += drafting * len(rows) + recorded.accepting * sum(step.gained - 1 for step in now)
             for i in rows if turn else ():
                 spent[i] += seconds
         found += spent
@@ -260,7 +297,7 @@ def predictions(
         own = engine.options.size
         try:
             asked = (0,) if engine.drafter.name == "none" else sizes if own == "auto" else (own,)
-            found += [predict(engine, spec, size, recorded, machine) for size in asked]
+            found += predict(engine, spec, asked, recorded, machine)
         except DrafterError as error:
             missing[spec] = str(error)
         done(1)

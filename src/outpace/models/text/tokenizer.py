@@ -28,7 +28,7 @@ class Tokenizer:
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
     ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
     ``texts``: what single tokens decode to, by whether special ones are skipped, kept for whoever decodes; None where a
-    token's bytes depend on its neighbours.
+    token's bytes depend on its neighbours. ``normalizes``: texts may become others before they become tokens.
     Methods may be called from several threads.
     """
 
@@ -59,6 +59,7 @@ class Tokenizer:
         self.added_ids = frozenset(added)
         self.spelling, independent = _spelling(fast)
         self.texts: dict[bool, dict[int, str]] | None = {False: {}, True: {}} if independent else None
+        self.normalizes = fast.normalizer is not None
         size = fast.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, max(added, default=-1) + 1)
         tokens = dict(template_tokens or {})

@@ -129,7 +129,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     if not tools and choice == "auto":
         choice = "none"
     marked = rendered(body, body.messages, tools, choice, model)
-    sampling.check_text(marked, model, "messages")
+    sampling.check_text(marked, model, "messages", special=True)
     tokens, prompt = model.control.encode(marked), unmarked(marked)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it

@@ -16,6 +16,7 @@ from outpace.common.version import __version__
 from outpace.params import SamplingParams
 from outpace.server.api.prompt import Prompt, rendered
 from outpace.server.api.route import Route, scope_of, service_of
+from outpace.server.api.sampling import check_size
 from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.tools import checked
@@ -110,7 +111,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
     settings = service_of(request).settings
 
     def tokenized(model: Served) -> Tokenized:
-        tokens = _tokens(body, model, 16 * settings.max_values).tolist()
+        tokens = _tokens(body, model, settings.max_values).tolist()
         more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
         return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
 
@@ -132,7 +133,7 @@ _OF_CHATS, _OF_TEXTS = tuple(Prompt.model_fields), ("add_special_tokens",)
 
 
 def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
-    """Token ids int32 [n] of a text of at most ``most`` characters. Raises ParameterError or APIError."""
+    """Token ids int32 [n] of a text of at most about ``most``. Raises ParameterError or APIError."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", param="prompt")
     kind, others = ("prompt", _OF_CHATS) if body.messages is None else ("messages", _OF_TEXTS)
@@ -144,8 +145,7 @@ def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
     else:
         tools = checked(body.tools)
         text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
-    if len(text) > most:
-        raise APIError(400, f"the text has {len(text)} characters: this server takes at most {most}", param=kind)
+    check_size(text, model, kind, most, special=kind == "messages")
     if kind == "prompt":
         return model.tokenizer.encode(text, add_special=body.add_special_tokens)
     return model.control.encode(text)

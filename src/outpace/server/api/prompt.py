@@ -39,6 +39,11 @@ def rendered(
     ``checked`` gives them. Raises ParameterError or APIError."""
     template = model.tokenizer.chat_template
     plain = conversation(messages, template, tools, choice)
+    if (size := _characters([plain.messages, plain.tools])) > model.most_text:
+        raise APIError(
+            400, f"the conversation has {size} characters: this server takes at most {model.most_text}",
+            param="messages", code="context_length_exceeded",
+        )  # fmt: skip
     talk = Conversation(model.control.marked(plain.messages), model.control.marked(plain.tools))
     variables = model.control.marked(_variables(body, template))
     if not body.continue_final_message:
@@ -63,6 +68,15 @@ def rendered(
             param="continue_final_message",
         )  # fmt: skip
     return begun
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in ``value``, of JSON's types."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(len, value)) + sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
 
 
 def _variables(body: Prompt, template: str | None) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from outpace.server.settings import ServerSettings
 _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
     "stop": (64, 1024), "stop_ids": (1024, None), "bad_words": (1024, 256),
 }  # fmt: skip
+_PIECE = 64 << 10  # characters that are made tokens at a time, to see whether a text is too much
 # parameters by their names in requests; responses have no ``n``
 REQUESTED = {each.request: each for each in PARAMETERS.values() if each.request is not None and each.name != "n"}
 
@@ -192,13 +193,33 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
         raise APIError(400, f"{name}={wanted} is more than this server's {most}: ask for fewer", param=name)
 
 
-def check_text(text: str, model: Served, param: str) -> None:
-    """Raise APIError for a text that cannot fit, before it is made tokens."""
-    if len(text) > model.most_characters:
+def check_text(text: str, model: Served, param: str, *, special: bool = False) -> None:
+    """Raise APIError for a text that cannot fit, before it is made tokens. ``special``: it may spell special ones."""
+    if len(text) > model.most_characters or not _few_tokens(text, model, model.info.max_length, special):
         raise APIError(
             400, f"the prompt has {len(text)} characters, but the context holds {model.info.max_length} tokens: "
             "shorten it", param=param, code="context_length_exceeded",
         )  # fmt: skip
+
+
+def check_size(text: str, model: Served, param: str, most: int, *, special: bool = False) -> None:
+    """The same for a text that need not fit into the context, but has at most about ``most`` tokens."""
+    if len(text) > model.most_text or not _few_tokens(text, model, most, special):
+        raise APIError(
+            400, f"the text has {len(text)} characters: this server makes at most {model.most_text} and {most} tokens "
+            "of one", param=param,
+        )  # fmt: skip
+
+
+def _few_tokens(text: str, model: Served, most: int, special: bool) -> bool:
+    """Whether a text has at most twice ``most`` tokens, as far as its pieces say: being cut adds a few to thousands. A
+    long text of many tokens takes seconds and hundreds of megabytes; of a piece, neither."""
+    found = 0
+    for start in range(0, len(text), _PIECE) if len(text) > _PIECE else ():
+        found += len(model.tokenizer.encode(text[start : start + _PIECE], add_special=False, parse_special=special))
+        if found > 2 * most:
+            return False
+    return True
 
 
 def check_length(tokens: I32, model: Served, param: str) -> None:

@@ -25,6 +25,8 @@ from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
 from outpace.server.settings import ServerSettings
 
+_CHARACTERS = 5  # of a token, on average
+
 
 class Models(Protocol):
     """The models of a server, by name. The first name is the one that requests get who name none."""
@@ -74,6 +76,7 @@ class Served:
         self.info: ModelInfo = engine.model.info
         self.created = int(time.time())
         self.admission = Admission(engine.options.max_rows, settings.queue, shared=len(settings.api_keys) > 1)
+        self.most_text = _CHARACTERS * settings.max_values  # characters of any text that is made tokens
         self.control = ControlTokens(self.tokenizer, allowed=settings.control_tokens)
 
     @cached_property
@@ -83,10 +86,11 @@ class Served:
 
     @cached_property
     def most_characters(self) -> int:
-        """A longer text has more tokens than the context holds: none has more characters than its spelling, and
-        normalizers join a few at most."""
+        """A longer text has more tokens than the context holds (none has more characters than its spelling, and
+        normalizers join a few at most), or takes long to be made tokens."""
         longest = max(len(self.tokenizer.token(token) or "") for token in range(self.tokenizer.vocab_size))
-        return 4 * longest * self.info.max_length
+        joined = 4 if self.tokenizer.normalizes else 1
+        return min(joined * longest * self.info.max_length, self.most_text)
 
     def ids(self, given: Sequence[int], param: str) -> I32:
         """Token ids int32 [n]. Raises APIError for one that the model does not have."""
