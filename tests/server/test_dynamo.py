@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,20 @@ from outpace import Engine, SamplingParams
 PYTHON = Path(__file__).parents[2] / ".venv" / "dynamo" / "bin" / "python"
 CHAT = [{"role": "user", "content": "Count to thirty."}]
 LENGTH = 240
+OURS = ["outpace.integrations.dynamo", "--model", "demo", "--threads", "1", "--drafter", "ngram"]
 
 
 @dataclass
 class Dynamo:
     url: str
+    model: str
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # the frontend, then the workers
 
     def ask(self, **body: Any) -> Any:
         return urllib.request.urlopen(self._request(body), timeout=60)
 
     def _request(self, body: dict[str, Any]) -> urllib.request.Request:
-        data = json.dumps({"model": "demo", "messages": CHAT, **body}).encode()
+        data = json.dumps({"model": self.model, "messages": CHAT, **body}).encode()
         return urllib.request.Request(f"{self.url}/v1/chat/completions", data, {"content-type": "application/json"})
 
     def get(self, path: str) -> str:
@@ -46,7 +49,9 @@ class Dynamo:
     def workers(self) -> int:
         """How many the frontend knows, once it serves the model."""
         try:
-            return self.get("/health").count('"endpoint":"generate"') if '"demo"' in self.get("/v1/models") else 0
+            return (
+                self.get("/health").count('"endpoint":"generate"') if f'"{self.model}"' in self.get("/v1/models") else 0
+            )
         except OSError:
             return 0
 
@@ -56,11 +61,10 @@ class Dynamo:
         return sum(map(float, lines))
 
 
-@pytest.fixture(scope="module")
-def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
-    if not (PYTHON.parents[1] / ".made").exists():
-        pytest.skip("ai-dynamo is not installed: scripts/scale does it")
-    home = tmp_path_factory.mktemp("dynamo")
+@contextmanager
+def started(home: Path, worker: list[str], model: str) -> Iterator[Dynamo]:
+    """A frontend and two workers that serve ``model``, with files in ``home``."""
+    home.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,9 +72,8 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
         **os.environ, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(home / "discovery"),
         "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    worker = ["outpace.integrations.dynamo", "--model", "demo", "--threads", "1", "--drafter", "ngram"]
     front = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--migration-limit", "3"]
-    made = Dynamo(f"http://127.0.0.1:{port}")
+    made = Dynamo(f"http://127.0.0.1:{port}", model)
     try:
         for i, command in enumerate((front, worker, worker)):
             with (home / f"{i}.log").open("wb") as log:
@@ -91,6 +94,19 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
 
 
 @pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (PYTHON.parents[1] / ".made").exists():
+        pytest.skip("ai-dynamo is not installed: scripts/scale does it")
+    return tmp_path_factory.mktemp("dynamo")
+
+
+@pytest.fixture(scope="module")
+def dynamo(home: Path) -> Iterator[Dynamo]:
+    with started(home / "whole", OURS, "demo") as dynamo:
+        yield dynamo
+
+
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine.load("demo", drafter="none", threads=1) as engine:
         yield engine
@@ -103,18 +119,21 @@ class Stream(threading.Thread):
     dynamo: Dynamo
     body: dict[str, Any]
     pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # with logprobs
     others: list[str] = field(default_factory=list)  # what came that is no chunk of the answer
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def run(self) -> None:
-        with self.dynamo.ask(stream=True, **self.body) as answer:
+        with self.dynamo.ask(**self.body) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
                     found = json.loads(line[6:])
                     if found.get("choices"):
-                        self.pieces.append(found["choices"][0]["delta"].get("content") or "")
+                        (choice,) = found["choices"]
+                        self.pieces.append(choice["delta"].get("content") or "")
+                        self.tokens += [each["token_id"] for each in (choice.get("logprobs") or {}).get("content", ())]
                     else:
                         self.others.append(line.decode())
                 elif line.strip() not in (b"", b"data: [DONE]"):
@@ -154,27 +173,48 @@ def test_an_answer_with_a_grammar_goes_on_where_the_client_says(dynamo: Dynamo) 
     assert whole["message"]["content"].endswith(rest["message"]["content"])
 
 
-def test_streams_of_a_killed_worker_go_on_with_the_same_tokens(dynamo: Dynamo, engine: Engine) -> None:
-    """The last test: afterwards there is one worker."""
+def broken(home: Path, worker: list[str], model: str, bodies: list[dict[str, Any]]) -> list[Stream]:
+    """Answers of which some lost their worker in mid-stream; all over again where they were whole before that."""
+    for number in range(5):
+        with started(home / f"broken-{number}", worker, model) as dynamo:
+            streams = [Stream(dynamo, body) for body in bodies]
+            for stream in streams:
+                stream.start()
+            while any(len(stream.pieces) < 8 and stream.is_alive() for stream in streams):
+                time.sleep(0.01)
+            dynamo.processes[1].send_signal(signal.SIGKILL)
+            for stream in streams:
+                stream.join(120)
+            if dynamo.migrations:
+                return streams
+    raise AssertionError("no answer was left when its worker was killed")
+
+
+def test_streams_of_a_killed_worker_go_on_with_the_same_tokens(home: Path, engine: Engine) -> None:
     wishes: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "seed": 7},
         {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.3, "presence_penalty": 0.4},
         {"temperature": 0.7, "seed": 11, "top_p": 0.9},
     ]
-    streams = [Stream(dynamo, {**wish, "max_tokens": LENGTH, "min_tokens": LENGTH}) for wish in wishes]
-    for stream in streams:
-        stream.start()
-    until = time.monotonic() + 60
-    while any(len(stream.pieces) < 8 for stream in streams):
-        assert time.monotonic() < until, [stream.others for stream in streams]
-        time.sleep(0.01)
-    dynamo.processes[1].send_signal(signal.SIGKILL)
-    for stream in streams:
-        stream.join(120)
-    assert dynamo.migrations > 0
     whole = engine.generate_many(
         [CHAT] * len(wishes), [SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, **wish) for wish in wishes]
     )
-    for stream, result in zip(streams, whole, strict=True):
+    bodies = [{**wish, "max_tokens": LENGTH, "min_tokens": LENGTH, "stream": True} for wish in wishes]
+    for stream, result in zip(broken(home / "ours", OURS, "demo", bodies), whole, strict=True):
         assert ("".join(stream.pieces), stream.others) == (result.text, [])
+
+
+def test_streams_of_a_worker_that_knows_no_migration_begin_anew(home: Path) -> None:
+    """Dynamo's own sample engine, whose answer is 1, 2, 3 ...: what the others would otherwise do, too."""
+    code = "from outpace.integrations.dynamo import *; print(card_of(resolve('demo')))"
+    model = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    worker = ["dynamo.common.backend.sample_main", "--model-name", model, "--delay", "0.03"]
+    body = {"max_tokens": 60, "ignore_eos": True, "logprobs": True, "stream": True}
+    lost = []
+    for stream in broken(home / "sample", [*worker, "--discovery-backend", "file"], model, [body] * 4):
+        assert len(stream.tokens) == 60
+        if stream.tokens != [*range(1, 61)]:
+            lost.append(stream.tokens.index(1, 1))
+            assert stream.tokens == [*range(1, lost[-1] + 1), *range(1, 61 - lost[-1])]
+    assert lost
