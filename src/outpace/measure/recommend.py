@@ -217,7 +217,8 @@ def fit(steps: Sequence[MeasuredStep], table: Cost) -> Plain:
         if not step.accepted:
             by_width.setdefault(step.width, []).append(step.seconds)
     widths = sorted(by_width)
-    medians = [float(np.median(by_width[width])) for width in widths]
+    each = [float(np.median(by_width[width])) for width in widths]
+    medians = np.minimum.accumulate(each[::-1])[::-1].tolist()  # disturbances only add: no width is above a greater one
 
     def usual(step: MeasuredStep) -> float:
         return float(np.interp(step.width, widths, medians))
