@@ -20,7 +20,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.statistics import Stats
 from outpace.errors import MissingExtraError, ParameterError
 from outpace.exact.noise import Noise
-from outpace.measure import plot
+from outpace.measure import machine, plot
 from outpace.measure.bench import CONTROL, Bench, Configuration, Run, speedup
 from outpace.measure.compare import (
     NEAR_TIE,
@@ -364,3 +364,22 @@ def test_only_what_was_promised_is_compared() -> None:
         require_tokens("rejection", sampled)
     with pytest.raises(ParameterError, match="lossy"):
         require_tokens("typical", sampled)
+
+
+def test_energy_is_read_where_the_processor_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By packages; their parts, which are in them, do not count."""
+    assert machine.joules(tmp_path) is None
+    for name, used in (("intel-rapl:0", 7_000_000), ("intel-rapl:0:0", 5_000_000), ("intel-rapl:1", 2_500_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{used}\n")
+    assert machine.joules(tmp_path) == 9.5
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("not a number")
+    assert machine.joules(tmp_path) is None
+    readings = iter([10.0, 14.0, 20.0, 21.0, 30.0, 5.0])  # the last counter began anew
+    monkeypatch.setattr(machine, "joules", lambda: next(readings))
+    engine = Engine(ToyModel(max_length=512), Tokenizer())
+    bench = Bench([Configuration("none", engine)], SamplingParams(max_tokens=4, ignore_eos=True))
+    bench.run(ROWS, 1, lambda n: None)
+    assert [run.joules for run in bench.runs] == [4.0, 1.0, None]
+    assert bench.figures("none")["joules_per_token"] is None
+    assert bench.figures("none", "even")["joules_per_token"] == 0.25

@@ -152,6 +152,8 @@ def _measure(
                 speed = config["decode_tokens_per_second"]
                 entry |= {"measured": speed, "error": entry["speed"] / speed - 1, "joules": config["joules_per_token"]}
                 entry["measured_tokens_per_step"] = config["tokens_per_step"]
+                if entry["price_per_million_tokens"] is not None:
+                    entry["price_per_million_tokens"] *= entry["speed"] / speed
         for name, config in speeds.items():  # the policy's sizes, which nothing predicts
             value["settings"].append({"name": name, "measured": config["decode_tokens_per_second"]})
     return stopped
@@ -205,7 +207,7 @@ def _about(value: Mapping[str, Any]) -> str:
 
 def _notes(value: Mapping[str, Any]) -> list[str]:
     """What is to be known of the figures."""
-    notes = [f"not predicted: {name}: {why}" for name, why in value["not_predicted"].items()]
+    notes = [f"not predicted: {why}" for why in value["not_predicted"].values()]
     if "cores" not in value["machine"] or "model" not in value["machine"]:
         notes.append(
             "a bound, no measurement: a step takes there what reading its weights (16 bits on a card) takes, or the "
@@ -235,14 +237,16 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
     heads, lines = _columns(value)
     shown = {line[0] for line in lines}
-    bars = [
-        Bar(e["name"], e.get("measured", e.get("speed")), "measured" if "measured" in e else "predicted")
-        for e in value["settings"] if e["name"] in shown
-    ]  # fmt: skip
+    bars = []
+    for entry in value["settings"]:
+        if entry["name"] in shown:
+            speed, how = (entry["measured"], "measured") if "measured" in entry else (entry["speed"], "predicted")
+            bars.append(Bar(entry["name"], speed, how, entry["name"] != "none"))
+    bars.sort(key=lambda bar: -bar.value)
     write(
         path,
         "outpace recommend",
-        [Section(_advice(value), _about(value), "tokens/s of each reader", bars, heads, lines)],
+        [Section(_advice(value), _about(value), "tokens/s of each reader", bars, heads, lines, _notes(value))],
     )
 
 

@@ -39,7 +39,7 @@ def run(
             raise ParameterError("--chart draws what peers measured: give that file, too")
         for theme in ("light", "dark"):
             written.append(chart.with_name(f"{chart.name}-{theme}.svg"))
-            write_bytes(written[-1], bars(drawn.bars, drawn.counts, drawn.about, theme).encode())
+            write_bytes(written[-1], bars(drawn.bars, drawn.counts, f"{drawn.about}, {drawn.machine}", theme).encode())
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         for result in found:

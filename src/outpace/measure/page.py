@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,11 +18,13 @@ INK = {
     "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#3fb950"),
 }
 _STYLE = """
-body { max-width: 76rem; margin: 0 auto; padding: 1.5rem; }
-section { margin-top: 2rem; } h1 { font-size: 1.3rem; } h2 { font-size: 1rem; } svg { max-width: 100%; height: auto; }
-table { border-collapse: collapse; margin-top: .8rem; font-size: .85rem; }
-th, td { text-align: right; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
+body { display: block; height: auto; max-width: 76rem; margin: 0 auto; padding: 1.5rem; }
+section { margin-top: 2rem; overflow-x: auto; } section.part { margin-top: 1.2rem; }
+svg { max-width: 100%; height: auto; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1rem; } h3 { font-size: .9rem; } p { margin: .2rem 0; }
+table { border-collapse: collapse; margin-top: .8rem; font-size: .85rem; width: auto; }
+th, td { text-align: right; padding: .2rem 0 .2rem 1.6rem; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
 """
 
 
@@ -38,25 +40,29 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, a line about the setting, bars with what they count, and a table."""
+    """A heading, a line about the setting, notes and commands, bars with what they count, and a table. ``part``: of
+    the section before it."""
 
     title: str
     about: str
     counts: str = ""
     bars: Sequence[Bar] = ()
     heads: Sequence[str] = ()
-    lines: Sequence[Sequence[str]] = field(default=())
+    lines: Sequence[Sequence[str]] = ()
+    notes: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    part: bool = False
 
 
 def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> str:
     """An SVG picture of a bar for each of ``rows``, from the top."""
     text, quiet, grey, green = INK[theme]
     most = max((row.value for row in rows), default=0.0) or 1.0
-    height = _TOP + len(rows) * (_BAR + _GAP) + 28
+    height = _TOP + len(rows) * (_BAR + _GAP) + (28 if about else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="14">',
-        f"<title>{escape(title)}: {escape(about)}</title>",
+        f"<title>{escape(f'{title}: {about}' if about else title)}</title>",
         f'<text x="0" y="18" fill="{text}" font-size="16" font-weight="600">{escape(title)}</text>',
     ]
     for i, row in enumerate(rows):
@@ -84,7 +90,10 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
         f"<title>{escape(title)}</title><style>{colours}{style}{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
     ]
     for section in sections:
-        parts.append(f'<section><h2>{escape(section.title)}</h2><p class="quiet">{escape(section.about)}</p>')
+        kind, level = (' class="part"', 3) if section.part else ("", 2)
+        parts.append(f"<section{kind}><h{level}>{escape(section.title)}</h{level}>")
+        parts += [f'<p class="quiet">{escape(line)}</p>' for line in (section.about, *section.notes) if line]
+        parts += [f'<p class="quiet"><code>{escape(line)}</code></p>' for line in section.commands]
         if section.bars:
             parts.append(bars(section.bars, section.counts, ""))
         if section.lines:

@@ -44,13 +44,19 @@ class Result:
         prompts = {row["prompts"] for row in value.get("table", ())}
         parts = [value.get("model"), *(f"{n} Spec-Bench prompts, greedy" for n in prompts)]
         parts += [f"{value['threads']} threads"] if value.get("threads") else []
-        return ", ".join(str(part) for part in [*parts, self.machine] if part)
+        return ", ".join(str(part) for part in parts if part)
 
     @property
-    def provenance(self) -> dict[str, str]:
-        """Version, time and commands, as far as the file has them."""
-        found = {name: str(self.value[name]) for name in ("outpace", "time", "command") if name in self.value}
-        return found | {f"server {name}": str(each) for name, each in self.value.get("commands", {}).items()}
+    def made(self) -> str:
+        """With which version, when, and the file's name."""
+        version = f"outpace {self.value['outpace']}" if "outpace" in self.value else "version not recorded"
+        return ", ".join([version, *([str(self.value["time"])] if "time" in self.value else []), self.path.name])
+
+    @property
+    def commands(self) -> list[str]:
+        """The benchmark's, then those of the servers that it started."""
+        own = [str(self.value["command"])] if "command" in self.value else []
+        return own + [f"{name}: {command}" for name, command in self.value.get("commands", {}).items()]
 
 
 def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
@@ -92,7 +98,11 @@ def _invariance(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar
     figures = {
         n: f"{f['changed']} of {f['answers']} answers changed, {f['bits']} more in bits alone" for n, f in scores
     }
-    return figures, "Answers changed", [Bar(n, f["changed"], f"of {f['answers']}", n == "outpace") for n, f in scores]
+    bars = [
+        Bar(n, 100 * f["changed"] / max(f["answers"], 1), f"{f['changed']} of {f['answers']}", n == "outpace")
+        for n, f in scores
+    ]  # fmt: skip
+    return figures, "Answers changed, %", bars
 
 
 def _prove(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
@@ -148,7 +158,11 @@ def sections(results: Sequence[Result]) -> list[Section]:
         rows = dict.fromkeys(row for result in own for row in result.figures)
         lines = [[row, *(result.figures.get(row, "-") for result in own)] for row in rows]
         found.append(Section(kind, "", heads=["", *(result.machine for result in own)], lines=lines))
-        for result in own:
-            made = [list(item) for item in result.provenance.items()]
-            found.append(Section(result.path.name, result.about, result.counts, result.bars, ["made with", ""], made))
+        found += [
+            Section(
+                result.machine, result.about, result.counts, result.bars,
+                notes=[result.made], commands=result.commands, part=True,
+            )
+            for result in own
+        ]  # fmt: skip
     return found
