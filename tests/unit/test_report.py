@@ -18,8 +18,9 @@ SPEED = {"tokens_per_second": 90.0, "first_p50": 0.02}
 COUNTS = {"changed": 1, "answers": 40, "bits": 2}
 KINDS: dict[str, Any] = {
     "serving": {"servers": {"outpace": {"concurrency": {"4": SPEED}}}, "commands": {"outpace": "outpace serve"}},
-    "invariance": {"scores": {"outpace": {**COUNTS, "changed": 0}, "other": COUNTS}},
-    "prove": {"cases": {"ngram": [{"identical": True}, {"identical": False}]}},
+    "invariance": {"scores": {"outpace": {**COUNTS, "changed": 0}, "other": COUNTS},
+                   "commands": {"outpace": ["one", "two"]}},
+    "prove": {"cases": {f"ngram T={t} size=4 batch=1": [{"identical": t < 1}] for t in (0.0, 1.2)}},
     "scores": {"tasks": {"copy": {"scores": {"exact": 0.25}, "same": True, "answers": 8}}},
     "bench": {"configs": [{"name": "<none>", "decode_tokens_per_second": 80.0, "tokens_per_step": 1.0, "identical": 2,
                            "prompts": 2}], "runs": [{"text": "of a user"}]},
@@ -45,7 +46,8 @@ def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
     text = page.read_text()
     for shown in ("one &amp; two, 2 cores", "three, 2 cores", "1 of 2 answers identical", "0 of 40 answers changed",
                   "exact 0.25; plain and drafted the same", "90 tokens/s, first token 20 ms", "&lt;none&gt;",
-                  "outpace: outpace serve", "version not recorded, peers.json", "AMD EPYC (Zen 4)"):  # fmt: skip
+                  "outpace: outpace serve", "outpace: two", "(1 of 40)",
+                  "version not recorded, peers.json", "AMD EPYC (Zen 4)"):  # fmt: skip
         assert shown in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "runs" not in json.loads((keep / "bench.json").read_text())

@@ -55,8 +55,10 @@ class Result:
     @property
     def commands(self) -> list[str]:
         """The benchmark's, then those of the servers that it started."""
-        own = [str(self.value["command"])] if "command" in self.value else []
-        return own + [f"{name}: {command}" for name, command in self.value.get("commands", {}).items()]
+        found = [str(self.value["command"])] if "command" in self.value else []
+        for name, started in self.value.get("commands", {}).items():
+            found += [f"{name}: {command}" for command in ([started] if isinstance(started, str) else started)]
+        return found
 
 
 def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
@@ -106,12 +108,11 @@ def _invariance(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar
 
 
 def _prove(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
-    figures = {}
-    for key, answers in {**value["cases"], "generate of transformers": value.get("generate", [])}.items():
-        if answers:
-            same = sum(answer["identical"] for answer in answers)
-            figures[key] = f"{same} of {len(answers)} answers identical"
-    return figures, "", []
+    """By drafter: its temperatures, sizes and batches together."""
+    answers: dict[str, list[bool]] = {}
+    for key, found in {**value["cases"], "generate of transformers": value.get("generate", [])}.items():
+        answers.setdefault(key.partition(" T=")[0], []).extend(bool(answer["identical"]) for answer in found)
+    return {name: f"{sum(same)} of {len(same)} answers identical" for name, same in answers.items() if same}, "", []
 
 
 def _scores(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
