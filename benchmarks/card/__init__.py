@@ -67,7 +67,7 @@ class Card:
         if self._model is None:
             self.module = shapes.llama(self.shape, self.device, self.dtype)
             memory = (64 << 20) if self.tiny else (16 << 30)
-            self._model = TransformersModel(self.module, name="card", kv_memory=memory)
+            self._model = TransformersModel(self.module, name="card", kv_memory=memory, graphs=True, warn=print)
         return self._model
 
     def wait(self) -> None:
@@ -183,6 +183,9 @@ def forwards(card: Card) -> Figures:
 
             run = partial(_forward, model, batch, choosers, row, context)
             found[f"context {context} width {width}"] = {"ms": 1e3 * card.seconds(run)}
+        graphs, model.graphs = model.graphs, None
+        found[f"context {context} width {width}, without graphs"] = {"ms": 1e3 * card.seconds(run)}
+        model.graphs = graphs
         model.kv.free(row)
     first = found[f"context {100 if card.tiny else 300} width 1"]["ms"]
     return {**found, "plain_of_bound": 1e3 * bound / first}

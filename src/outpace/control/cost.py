@@ -303,6 +303,7 @@ def _identity(model: Model) -> dict[str, Any]:
         "backend": info.backend,
         "dtype": info.dtype,
         "device": info.device,
+        "card": getattr(model, "card", None),
         "kv_bytes_per_position": info.kv_bytes_per_position,
         "max_length": info.max_length,
         "threads": getattr(model, "threads", None),

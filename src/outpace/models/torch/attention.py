@@ -91,9 +91,17 @@ class _Row:
         """Rows of equal ones are computed together: what padding wastes stays under half of each."""
         return (self.end - self.begin - 1).bit_length(), (len(self.places) - 1).bit_length()
 
+    def sees(self, window: int | None) -> npt.NDArray[np.bool_]:
+        """[n, slots]: which of the row's slots its new tokens see."""
+        own = np.concatenate([np.ones((self.end - self.begin, self.start), np.bool_), self.tree], axis=1)
+        if window is not None:
+            at = np.concatenate([np.arange(self.start, dtype=np.int32), self.positions])
+            own &= self.positions[:, None] - at < window
+        return own
 
-def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: torch.device) -> Plan:
-    """Who attends to what, once ``kv`` has room for the new tokens. Raises ValueError."""
+
+def row_plans(batch: Batch, kv: TorchKV) -> list[_Row]:
+    """Each row's share, once ``kv`` has room for the new tokens. Raises ValueError."""
     rows = []
     for b in range(len(batch.starts) - 1):
         begin, end = int(batch.starts[b]), int(batch.starts[b + 1])
@@ -105,6 +113,12 @@ def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: tor
             raise ValueError(f"row {row} holds {length} positions, but its new tokens begin at position {first}")
         tree = np.tri(n, dtype=np.bool_) if batch.is_chain(b) else ancestors(batch.parent[begin:end])
         rows.append(_Row(begin, end, length, batch.position[begin:end], tree, kv.places(row, length + n)))
+    return rows
+
+
+def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: torch.device) -> Plan:
+    """Who attends to what, once ``kv`` has room for the new tokens. Raises ValueError."""
+    rows = row_plans(batch, kv)
     alike: dict[tuple[int, int], list[_Row]] = {}
     for each in rows:
         alike.setdefault(each.sizes, []).append(each)
@@ -172,10 +186,7 @@ def _seen(
     for b, (row, first) in enumerate(zip(rows, firsts, strict=True)):
         n, end = row.end - row.begin, len(row.places) - first
         slots[b, :end] = row.places[first:]
-        own = np.concatenate([np.ones((n, row.start - first), np.bool_), row.tree], axis=1)
-        if window is not None:
-            at = np.concatenate([np.arange(first, row.start, dtype=np.int32), row.positions])
-            own &= row.positions[:, None] - at < window
+        own = row.sees(window)[:, first:]
         sees[b, :n, : end - covered] = own[:, covered:]
         sees[b, :n, end - covered :] = False
     return upload.add(slots), None if sees.all() else sees, covered

@@ -44,7 +44,8 @@ class _Row:
 class TorchKV:
     """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read.
 
-    ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool.
+    ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool. Behind its last block, from ``spare``
+    on, it has one that no row takes, for tokens that only fill up a shape.
     """
 
     def __init__(
@@ -148,6 +149,11 @@ class TorchKV:
     def reserved(self) -> int:
         """Bytes of the pool: what the device has given."""
         return len(self._references) * self._block_bytes
+
+    @property
+    def spare(self) -> int:
+        """Where the block that no row takes begins."""
+        return len(self._references) * self._size
 
     @property
     def limit(self) -> int | None:
@@ -266,8 +272,8 @@ class TorchKV:
             try:
                 for pool in (self.keys, self.values):
                     for i, old in enumerate(pool):
-                        if old.shape[1] < wanted * self._size:
-                            pool[i] = self._larger(old, wanted * self._size)
+                        if old.shape[1] < (wanted + 1) * self._size:
+                            pool[i] = self._larger(old, (wanted + 1) * self._size)
                 break
             except (MemoryError, RuntimeError):  # what torch raises where memory is short
                 wanted = there + (wanted - there) // 2
@@ -280,6 +286,7 @@ class TorchKV:
         with torch.inference_mode(False):  # what a forward allocates is written outside of forwards, too
             new = torch.empty((old.shape[0], positions, old.shape[2]), dtype=self.dtype, device=self._device)
             new[:, : old.shape[1]] = old
+            new[:, -self._size :] = 0  # what nobody sees still has to be a number
             return new
 
     def _full(self) -> str:

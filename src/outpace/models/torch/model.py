@@ -16,6 +16,7 @@ from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
 from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
 from outpace.models.torch.decoder import OwnDecoder, described
+from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.parts import TorchParts, find
@@ -35,6 +36,7 @@ class TransformersModel:
         longest: int | None = None,
         kv_memory: int | None = None,
         kv_block: int = BLOCK,
+        graphs: bool | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
@@ -42,13 +44,15 @@ class TransformersModel:
         Its own forward works in between: it attends in its own way whenever it does not run here.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
-        blocks of ``kv_block`` positions. ``warn`` is called with what had to be limited. Weights are read here: what
-        changes in them later does not count. Raises ModelError with the reason when the model cannot be served exactly;
+        blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
+        graphs (None: on a card), where our own forward serves and they prove right. ``warn`` is called with what had to
+        be limited. Weights are read here: what changes in them later does not count. Raises ModelError with the reason
+        when the model cannot be served exactly;
         the module is then, as after ``close``, what it was.
         """
         self._restore = _as_it_is(module)
         try:
-            self._take(module, name, eos_ids, longest, kv_memory, kv_block, warn)
+            self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, warn)
         except BaseException:
             self._restore.close()
             raise
@@ -61,6 +65,7 @@ class TransformersModel:
         longest: int | None,
         kv_memory: int | None,
         kv_block: int,
+        graphs: bool | None,
         warn: Callable[[str], None],
     ) -> None:
         module.requires_grad_(False).eval()
@@ -119,6 +124,21 @@ class TransformersModel:
                 agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
+        self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
+        if self._own is not None and (self._device.type == "cuda" if graphs is None else graphs):
+            try:
+                trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+                captured = Graphs(self._own, trial, self._windows, self._device)
+                with torch.inference_mode():
+                    agree(lambda batch: self._run(batch, trial, self._own, captured), trial, reference)
+                self.graphs = Graphs(self._own, self.kv, self._windows, self._device)
+            except (ModelError, RuntimeError) as error:
+                warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
+
+    @property
+    def card(self) -> str | None:
+        """The card's name; None on a CPU."""
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
 
     @property
     def threads(self) -> int | None:
@@ -145,14 +165,14 @@ class TransformersModel:
                 f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
             )
         with torch.inference_mode():
-            return self._run(batch, self.kv, self._own)
+            return self._run(batch, self.kv, self._own, self.graphs)
 
     def _live(self) -> Any:
         if self._module is None:
             raise ModelError(f"{self.info.name} is closed: load it again")
         return self._module
 
-    def _run(self, batch: Batch, kv: TorchKV, own: OwnDecoder | None) -> TorchOutput:
+    def _run(self, batch: Batch, kv: TorchKV, own: OwnDecoder | None, graphs: Graphs | None = None) -> TorchOutput:
         layers = self.info.layers if batch.layers is None else batch.layers
         if not 1 <= layers <= self.info.layers or any(not 0 <= layer < layers for layer in batch.hidden_layers):
             raise ValueError(
@@ -161,6 +181,10 @@ class TransformersModel:
         features = None if batch.features is None else self._features(batch)
         try:
             with kv.writing(counts(batch)):
+                fit = None if graphs is None or features is not None else graphs(batch, layers, batch.hidden_layers)
+                if fit is not None:
+                    logits, hidden_states, where = fit
+                    return TorchOutput(batch, logits, [hidden_states[i] for i in batch.hidden_layers], where)
                 planned = plan(batch, kv, self._windows, self._device)
                 if own is None:
                     logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
@@ -229,7 +253,7 @@ class TransformersModel:
     def close(self) -> None:
         """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
-        self._parts = self._own = None
+        self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
         self._short.clear()

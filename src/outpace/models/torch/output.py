@@ -49,8 +49,16 @@ class TorchHiddenStates:
 class TorchOutput:
     """A forward's result where it was computed; what is asked for comes to the host in one copy."""
 
-    def __init__(self, batch: Batch, logits: torch.Tensor, hidden_states: Sequence[torch.Tensor] = ()) -> None:
-        self._batch = batch
+    def __init__(
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        hidden_states: Sequence[torch.Tensor] = (),
+        where: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """``where`` int64 [N]: the packed tokens' rows of ``logits`` and ``hidden_states``; None: logits are those of
+        wanted tokens, hidden states of all, in their order."""
+        self._batch, self._where = batch, where
         self._logits = logits  # [M, V]
         self._hidden_states = tuple(hidden_states)  # each [N, H]
         self._host: F32 | None = None
@@ -162,7 +170,8 @@ class TorchOutput:
             if not hidden_rows[rows].all():
                 unread = sorted(set(rows[~hidden_rows[rows]].tolist()))
                 raise ValueError(f"rows {unread} of the batch keep no hidden states: name them in Batch.hidden_rows")
-        return TorchHiddenStates(self._hidden_states, np.asarray(at, np.int32))
+        index = np.asarray(at, np.int32) if self._where is None else self._where[at].astype(np.int32)
+        return TorchHiddenStates(self._hidden_states, index)
 
     def _everything(self) -> F32:
         if self._host is None:
@@ -170,4 +179,4 @@ class TorchOutput:
         return self._host
 
     def _found(self, at: I32) -> np.ndarray[Any, np.dtype[np.intp]]:
-        return np.searchsorted(self._batch.wanted, at)
+        return np.searchsorted(self._batch.wanted, at) if self._where is None else self._where[at]
