@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,10 @@ class Replicas:
     """``outpace serve --replicas``. ``url``: of the ingress."""
 
     def __init__(self, python: str, count: str, *options: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [python, "-m", "outpace", "serve", "--replicas", count, "--port", str(port), *options]
-        variables = {**os.environ, "OUTPACE_API_KEYS": "", "RAY_USAGE_STATS_ENABLED": "0"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables())
         assert self.process.stderr is not None
         text = ""
         for line in self.process.stderr:
@@ -93,13 +92,7 @@ class Replicas:
 
     def servers(self) -> dict[int, str]:
         """URLs of the replicas' servers by process id; they are descendants of this process."""
-        found = {}
-        for pid in _descendants(self.process.pid):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"serve" in command and b"--replicas" not in command and (port := _listens(pid)):
-                    found[pid] = f"http://127.0.0.1:{port}"
-        return found
+        return servers(descendants(self.process.pid))
 
     def close(self) -> None:
         self.process.terminate()
@@ -112,16 +105,71 @@ class Replicas:
         self.process.stderr.close()
 
 
-@contextlib.contextmanager
-def replicas(python: str, count: str = "2", *options: str) -> Iterator[Replicas]:
-    running = Replicas(python, count, *options)
-    try:
-        yield running
-    finally:
-        running.close()
+class Cluster:
+    """Ray on this machine, as ``ray start --head`` starts it. ``url``: of the ingress that ``serve`` starts on it."""
+
+    def __init__(self, python: str) -> None:
+        self._address, self._port, agent, client = (f"127.0.0.1:{free_port()}", *(free_port() for _ in range(3)))
+        self._python, self.url = python, f"http://127.0.0.1:{self._port}"
+        self.process = subprocess.Popen([
+            python, "-m", "ray.scripts.scripts", "start", "--head", "--block",
+            "--port", self._address.partition(":")[2], "--num-cpus", "4", "--include-dashboard", "false",
+            "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
+        ], stdout=subprocess.DEVNULL, env=variables())  # fmt: skip
+
+    def serve(self, count: str, *options: str) -> None:
+        """Start replicas, or replace those that there are. Raises OSError."""
+        words = ["serve", "--replicas", count, "--ray", self._address, "--port", str(self._port), *options]
+        for _ in range(30):  # Ray may not listen yet
+            ran = subprocess.run(
+                [self._python, "-m", "outpace", *words], capture_output=True, text=True, env=variables()
+            )
+            if ran.returncode == 0:
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(1)
+        raise OSError(f"outpace serve --ray ended with {ran.returncode}:\n{ran.stderr}")
+
+    def servers(self) -> dict[int, str]:
+        return servers(descendants(self.process.pid))
+
+    def ingress(self) -> list[int]:
+        """Processes that run the ingress."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(self.process.pid)}
+        return [pid for pid, path in commands.items() if path.exists() and b":Ingress" in path.read_bytes()]
+
+    def close(self) -> None:
+        for pid in descendants(self.process.pid)[::-1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
 
 
-def _descendants(parent: int) -> list[int]:
+def variables() -> dict[str, str]:
+    """Of the environment in which Ray runs."""
+    return {**os.environ, "OUTPACE_API_KEYS": "", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def servers(pids: Iterable[int]) -> dict[int, str]:
+    """URLs of the replicas' servers among these processes, by process id."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"serve" in command and b"--replicas" not in command and (where := _listens(pid)):
+                found[pid] = f"http://{where}"
+    return found
+
+
+def descendants(parent: int) -> list[int]:
     """Ray's processes have other parents; all belong to the session of the process that began them, or below it."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -133,15 +181,17 @@ def _descendants(parent: int) -> list[int]:
     return found
 
 
-def _listens(pid: int) -> int | None:
+def _listens(pid: int) -> str | None:
+    """The address at which a process listens, in its network."""
     own = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             own.add(os.readlink(link))
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-            return int(fields[1].partition(":")[2], 16)
+            host, _, port = fields[1].partition(":")
+            return f"{socket.inet_ntoa(bytes.fromhex(host)[::-1])}:{int(port, 16)}"
     return None
 
 
@@ -250,7 +300,7 @@ def broken(
 ) -> tuple[bool, float]:
     """A stream whose server gets a signal: whether it was the same, and its longest gap in seconds; below 0: it was
     written before its server could be found."""
-    at = random.Random(number).randrange(1, max(2, wanted["chunks"] // 2))
+    at = random.randrange(1, max(2, wanted["chunks"] // 2))
     hit: list[int] = []
     servers = running.servers()
 
@@ -277,7 +327,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     sent = signal.SIGSTOP if given.stop else signal.SIGKILL
     gaps, rounds, differ = [], 0, 0
-    with replicas(given.python, "3", "--max-length", "1024", "--drafter", "ngram") as running:
+    with closing(Replicas(given.python, "3", "--max-length", "1024", "--drafter", "ngram")) as running:
         wanted = {(kind, i): stream(running.url, request(kind, i))[0] for kind in KINDS for i in range(7)}
         with Measuring() as measuring:
             for number in range(given.rounds):
