@@ -43,6 +43,20 @@ def test_who_does_not_ask_is_let_go(few: Running, sent: bytes) -> None:
             pass
 
 
+@pytest.mark.parametrize(("keep_alive", "headers"), [(1, 600.0), (600, 0.1)])
+def test_an_answered_connection_that_asks_nothing_more_is_closed(keep_alive: int, headers: float) -> None:
+    """By uvicorn's time for idle connections, and by that for headers, whichever comes first."""
+    with Tiny() as its:
+        engine = Engine.load(str(its.path("Q8_0", layers=1, tokenizer=1, vocab=180)), drafter="none")
+        with serving(engine, name="tiny", header_timeout=headers) as running:
+            running.server.config.timeout_keep_alive = keep_alive
+            with connect(running) as connection:
+                connection.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+                while connection.recv(4096):
+                    pass
+
+
 def test_who_asks_is_served_beside_any_number_who_do_not(few: Running) -> None:
     """Silent ones make room, those that are answered never do; where all are answered, the next one is told."""
     with ExitStack() as held:

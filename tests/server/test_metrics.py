@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -157,6 +158,24 @@ def test_a_client_that_leaves_is_counted(served: Running) -> None:
     stream.close()
     served.at_rest()
     assert scraped(served)["outpace_answers_total"][("gone",)] == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_counted_once(served: Running, stream: bool, written: dict[str, io.StringIO]) -> None:
+    """As an answer that nobody read, not as a refusal too."""
+    before = scraped(served)
+    body = json.dumps({"prompt": SAID, "max_tokens": 600, "ignore_eos": True, "stream": stream}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    with served.held() as reached, socket.create_connection(served.server.address) as connection:
+        connection.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        assert reached.wait(30)
+    served.at_rest()
+    after = scraped(served)
+    assert after["outpace_answers_total"][("gone",)] == before["outpace_answers_total"].get(("gone",), 0) + 1
+    assert sum(after["outpace_answers_total"].values()) == sum(before.get("outpace_answers_total", {}).values()) + 1
+    assert after.get("outpace_refused_total") == before.get("outpace_refused_total")
+    (line,) = written["text"].getvalue().splitlines()
+    assert line.startswith("left by its client ")
 
 
 def test_what_fails_is_counted_once(served: Running, written: dict[str, io.StringIO]) -> None:

@@ -88,6 +88,17 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
     assert f"--port {port}" in done.stderr
 
 
+def test_other_names_of_the_server_are_allowed_by_option() -> None:
+    def status(port: int, host: str) -> int:
+        return httpx.get(f"http://127.0.0.1:{port}/health", headers={"host": host}, timeout=60).status_code
+
+    with process("--allow-host", "outpace.example") as (_, port):
+        allowed = ("outpace.example", "OUTPACE.example:8000", "localhost", "a.localhost", "127.0.0.1", "[::1]:80")
+        assert {host: status(port, host) for host in allowed} == dict.fromkeys(allowed, 200)
+        others = ("evil.example", "a.outpace.example", "outpace.example.evil.example", "")
+        assert {host: status(port, host) for host in others} == dict.fromkeys(others, 403)
+
+
 def test_another_model_is_loaded_when_it_is_asked_for() -> None:
     with process("--also", "demo-gemma", "--model-memory", "2GiB", "--kv-memory", "256MiB") as (_, port):
         for name in ("demo-gemma", "demo"):

@@ -116,6 +116,34 @@ def test_text_cannot_inject_special_tokens(demo: Tokenizer) -> None:
     assert not demo.special_ids & set(demo.encode(text).tolist())  # nothing sticks
 
 
+@pytest.mark.parametrize("kind", ["Unigram", "WordPiece", "WordLevel"])
+def test_texts_spell_no_special_token_that_is_a_models_own_piece(kind: str) -> None:
+    """These models take a piece of their vocabulary wherever a text has it; only who may parse it gets it."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers
+
+    pieces = ["<unk>", "</s>", "a", "<", "/", "s", ">", "\u2581"]
+    model = {
+        "Unigram": lambda: models.Unigram([(piece, 0.0 if len(piece) > 1 else -3.0) for piece in pieces], 0, False),
+        "WordPiece": lambda: models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"),
+        "WordLevel": lambda: models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"),
+    }[kind]()
+    fast = Fast(model)
+    fast.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.WhitespaceSplit()
+    fast.add_special_tokens(["<unk>", "</s>"])
+    fast.add_tokens(["<extra>"])
+    tokenizer = Tokenizer(fast)
+    end, extra = 1, len(pieces)
+    assert tokenizer.encode("a </s> <extra>", parse_special=True).tolist()[-1] == extra
+    assert end in tokenizer.encode("a </s> a", parse_special=True)
+    plain = tokenizer.encode("a </s> <extra>").tolist()
+    assert end not in plain
+    assert plain[-1] == extra
+    respelled = tokenizer.respelled(lambda token: f"{token[0]}!{token[1:]}")
+    assert end not in respelled("a </s> a")
+    assert respelled("a <!/s> <extra>").tolist() == tokenizer.encode("a </s> <extra>", parse_special=True).tolist()
+
+
 @pytest.mark.parametrize("name", ["demo", "demo-gemma"])
 def test_long_texts_are_encoded_as_short_ones(name: str) -> None:
     its = Tokenizer.from_gguf(GGUFFile.open(resolve(name).path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -237,7 +238,8 @@ def _twin(fast: Any, spell: Callable[[str], str] | None = None) -> Any:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
-    twin = Fast(fast.model)
+    model, unspelled = _model(fast)
+    twin = Fast(model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(fast, part) is not None:
             setattr(twin, part, getattr(fast, part))
@@ -248,9 +250,31 @@ def _twin(fast: Any, spell: Callable[[str], str] | None = None) -> Any:
         return AddedToken(**token.__getstate__() | {"content": spell(token.content), "normalized": False})
 
     added = fast.get_added_tokens_decoder()
-    for special, tokens in groupby((added[i] for i in sorted(added)), key=lambda token: token.special):
+    kept = [added[i] for i in sorted(added) if spell is not None or i not in unspelled]
+    for special, tokens in groupby(kept, key=lambda token: token.special):
         (twin.add_special_tokens if special else twin.add_tokens)([named(token) for token in tokens])
     return twin
+
+
+def _model(fast: Any) -> tuple[Any, frozenset[int]]:
+    """The model, without those of its own pieces that spell special tokens, and their ids: Unigram, WordPiece and
+    WordLevel give a text such a piece's id, whoever wrote it. In BPE no merge makes one."""
+    model, added = fast.model, fast.get_added_tokens_decoder()
+    state = json.loads(model.__getstate__()) if type(model).__name__ != "BPE" else {}
+    unknown = state.get("unk_token")
+    found = {i for i, token in added.items() if state and token.special and model.token_to_id(token.content) == i}
+    own = {i: added[i].content for i in found if added[i].content != unknown}
+    if not own:
+        return model, frozenset()
+    secret = secrets.token_hex(16)  # a name that nobody can write
+    if type(model).__name__ == "Unigram":
+        for i in own:
+            state["vocab"][i][0] = f"{secret}{i}"
+    else:
+        state["vocab"] = {f"{secret}{i}" if i in own else piece: i for piece, i in state["vocab"].items()}
+    other = type(model)()
+    other.__setstate__(json.dumps(state).encode())
+    return other, frozenset(own)
 
 
 def _spelling(fast: Any) -> tuple[Literal["bytes", "pieces"] | None, bool]:
