@@ -58,9 +58,10 @@ def filled(count: int, item: bytes) -> bytes:
     return many(item.replace(b"%b", b"x" * (BYTES // count - len(item) - 1)), count - 1)
 
 
-def logprobs(count: int) -> bytes:
-    """An answer of so many tokens, to be replayed."""
-    entry = b'{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}'
+def logprobs(count: int, others: int) -> bytes:
+    """An answer of so many tokens, to be replayed; ``others``: alternatives to each."""
+    other = b'{"token":"a","logprob":-0.5,"bytes":[97]}'
+    entry = b'%b,"top_logprobs":%b}' % (other[:-1], many(other, others))
     choice = b'{"message":{"content":"a"},"logprobs":{"content":%s}}' % many(entry, count)
     return b'{"request":%s,"answer":{"object":"chat.completion","choices":[%s]}}' % (chat(), choice)
 
@@ -133,7 +134,12 @@ KINDS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
         "/v1/messages", b'{"model":"demo","max_tokens":1,"messages":%s}' % many(_MESSAGE, _VALUES // 17),
     ),
     "messages of Ollama's": lambda: ("/api/chat", b'{"model":"demo","messages":%s}' % many(_MESSAGE, _VALUES // 17)),
-    "an answer to be replayed": lambda: ("/v1/replay", logprobs(20_000)),
+    "tokens to be replayed": lambda: ("/v1/replay", logprobs(20_000, 0)),
+    "alternatives to be replayed": lambda: ("/v1/replay", logprobs(1500, 20)),
+    "names to be replayed": lambda: (
+        "/v1/replay", b'{"request":%b,"answer":{"object":"text_completion",%b}'
+        % (text(), named(b'"a%d":1', 260_000)[1:] + b"}"),
+    ),
 }  # fmt: skip
 
 

@@ -258,7 +258,7 @@ def test_open_webuis_calls(demo: Running, path: str, body: dict[str, Any] | None
         assert answer.headers["content-type"] == "application/json"
         its = answer.json()
         assert READ[path] in its
-        assert (its.get("done_reason") == "unload") is (body.get("keep_alive") == 0)
+        assert body.get("keep_alive") != 0 or its["done_reason"] == "load"  # the only model stays
     elif path.startswith("/v1"):
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert '"error":{' not in answer.text

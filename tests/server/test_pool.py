@@ -91,6 +91,24 @@ def test_the_least_recently_used_idle_model_goes() -> None:
     run(scenario())
 
 
+def test_a_model_is_unloaded_when_it_is_asked_for_and_nobody_uses_it() -> None:
+    house = House()
+
+    async def scenario() -> None:
+        pool = house.pool(a=5, b=5)
+        assert await pool.unload("a")  # it was never there
+        async with pool.lease("a"):
+            assert not await pool.unload("a")
+        assert house.inside.keys() == {"a"}
+        assert await pool.unload("a")
+        assert not house.inside
+        await use(pool, "a")
+        assert house.loads == ["a", "a"]
+        await pool.close()
+
+    run(scenario())
+
+
 def test_many_that_wait_share_one_load_off_the_loop() -> None:
     house = House()
     house.gate.clear()

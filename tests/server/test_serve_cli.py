@@ -104,6 +104,13 @@ def test_another_model_is_loaded_when_it_is_asked_for() -> None:
         for name in ("demo-gemma", "demo"):
             status, answer = ask(port, {"prompt": "One two", "model": name, "max_tokens": 2}, "/v1/completions")
             assert (status, answer.get("model")) == (200, name), answer
+        for name in ("demo-gemma", "demo"):  # Ollama's way to unload
+            status, answer = ask(port, {"model": name, "prompt": "", "keep_alive": 0, "stream": False}, "/api/generate")
+            assert (status, answer["done_reason"]) == (200, "unload")
+            loaded = httpx.get(f"http://127.0.0.1:{port}/api/ps", timeout=60).json()["models"]
+            assert name not in {each["name"] for each in loaded}
+        assert httpx.get(f"http://127.0.0.1:{port}/ready", timeout=60).status_code == 200
+        assert ask(port, {"prompt": "One", "model": "demo", "max_tokens": 2}, "/v1/completions")[0] == 200
 
 
 def test_models_of_a_hub_come_by_name_once_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

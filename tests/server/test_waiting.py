@@ -164,6 +164,9 @@ class Loading:
         assert self.engine is not None
         yield self.engine
 
+    async def unload(self, name: str) -> bool:
+        return False
+
     def state(self) -> dict[str, dict[str, Any]]:
         return {"slow": {"state": "loading"}}
 

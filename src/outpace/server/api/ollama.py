@@ -150,7 +150,8 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: Kind
     service = service_of(request)
     name = _name(service, body.model)
     if work is None:
-        if body.keep_alive in (0, "0", "0s") and name in service.models.names():  # it goes when another needs the room
+        unload = body.keep_alive in (0, "0", "0s") and name in service.models.names()
+        if unload and await service.unload(name):
             return _made(kind, body.model, "", "", [], done=True, done_reason="unload")
         await leased(request, name, lambda model: None)
         return _made(kind, body.model, "", "", [], done=True, done_reason="load")

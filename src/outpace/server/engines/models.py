@@ -35,6 +35,9 @@ class Models(Protocol):
     def lease(self, name: str) -> Any:
         """``async with`` it: the model's AsyncEngine, which stays loaded meanwhile."""
 
+    async def unload(self, name: str) -> bool:
+        """Unload a model unless it is in use or always there; whether it is gone."""
+
     def state(self) -> Mapping[str, Mapping[str, Any]]:
         """By name, what is known of each; "state" is "loaded" or another."""
 
@@ -53,6 +56,9 @@ class SingleModel:
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[AsyncEngine]:
         yield self._engine
+
+    async def unload(self, name: str) -> bool:
+        return False
 
     def state(self) -> dict[str, dict[str, Any]]:
         return {self._name: {"state": "loaded"}}

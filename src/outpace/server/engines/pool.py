@@ -142,6 +142,13 @@ class Pool:
             entry.used = self._now()
             await asyncio.shield(self._tell())
 
+    async def unload(self, name: str) -> bool:
+        """Unload a model unless somebody uses it. Whether its memory is free, or about to be."""
+        entry = self._entries[name]
+        if entry.state == "loaded" and entry.idle:
+            await self._unload(entry)
+        return entry.state not in ("loaded", "loading")
+
     async def close(self) -> None:
         """Unload everything, in use or not; who waits gets an OutpaceError. Calling twice is allowed."""
         self._closed = True

@@ -149,6 +149,13 @@ class Service:
             self._loading.discard(patience)
         return serving
 
+    async def unload(self, name: str) -> bool:
+        """Unload a model unless it is in use or the only one; whether it is gone."""
+        gone = await self.models.unload(name)
+        if gone:
+            self._served.pop(name, None)
+        return gone
+
     def known(self, name: str) -> Served | None:
         """A model that has served; None: not yet."""
         return self._served.get(name)
