@@ -44,7 +44,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     count_ = views.size();
     steps_.resize(std::max(steps_.size(), count_));
     fixed_ = verified_ = 0;
-    for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = 0;
+    for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = asking.chosen = asking.deep = 0;
     double cached = 0.0;
     bool fixed = false, any = false;
     for (size_t i = 0; i < count_; ++i) {
@@ -90,6 +90,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         if (!step.nodes) continue;
         Asking& asking = asking_[step.kind.drafter];
         ++asking.rows;
+        asking.chosen += step.view.adaptive;
         if (step.kind.levels >= 0) asking.levels = std::max(asking.levels, step.levels);
     }
 }
@@ -158,9 +159,10 @@ void Policy::plan_levels() {
     if (levels) levels_at_ = step_;
 }
 
-double Policy::asking() const {
+double Policy::asking(bool own) const {
     double steps = 0.0;
-    for (const auto& [drafter, asking] : asking_) steps += asking.all();
+    for (const auto& [drafter, asking] : asking_)
+        steps += own ? asking.all(asking.chosen, asking.deep) : asking.all(asking.rows, asking.levels);
     return std::max(steps, 0.0);
 }
 
@@ -175,7 +177,7 @@ double Policy::Asking::forward(int rows) const {  // plain steps that a level ta
 // -- after drafting ---------------------------------------------------------------------------------------------------
 
 void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
-    for (auto& [drafter, asking] : asking_) asking.levels = 0;
+    for (auto& [drafter, asking] : asking_) asking.levels = asking.deep = 0;
     free_.clear();
     fixed_ = 0;
     int own = 0;
@@ -186,6 +188,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
             if (draft.levels >= 0) step.levels = draft.levels;
             Asking& asking = asking_[step.kind.drafter];
             asking.levels = std::max(asking.levels, step.levels);
+            if (step.view.adaptive) asking.deep = std::max(asking.deep, step.levels);
         }
         step.kept.clear();
         if (draft.tokens.empty()) {

@@ -96,11 +96,12 @@ private:
         Ratios each;                  // a row
         std::array<Ratios, 8> level;  // a level, by doublings of the rows
         double value = 0.05;          // plain steps that a row's asking saves, lately
-        int rows = 0, levels = 0;     // in this step
+        int rows = 0, levels = 0;     // in this step,
+        int chosen = 0, deep = 0;     // and of them those whose size was chosen here
         bool behind = false;          // when last asked, it had to read more than what a step or two add
         bool guessed = false;         // a level's time was taken when it was behind, for want of a better one
         double forward(int rows) const;
-        double all() const { return rows * each.median() + levels * forward(rows); }
+        double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }
     };
     struct Node {  // that was proposed
         int parent, depth, source;
@@ -135,7 +136,7 @@ private:
     double rate() const { return advantage_ * static_cast<double>(count_); }  // tokens that a plain step's time must bring
     double more(int nodes) const { return costs_.more(fixed_ + nodes) - costs_.more(fixed_); }
     double least(int nodes) const { return costs_.least(fixed_ + nodes) - costs_.least(fixed_); }
-    double asking() const;
+    double asking(bool own = false) const;  // of all rows, or of those whose size was chosen here
     bool fits(int nodes, double asking) const { return 1.0 + costs_.most(fixed_ + nodes) + asking <= longest_; }
     bool may_try(double cost, int64_t last) const;
     Choice choose(const std::vector<Free>& free, double asking, bool hopeful = false) const;

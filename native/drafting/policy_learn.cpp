@@ -26,8 +26,10 @@ void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const 
 }
 
 void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
+    const auto chooses = [](const Step& step) { return step.view.adaptive; };
+    if (std::none_of(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count_), chooses)) return;
     const int chosen = verified_ - fixed_;
-    const double loss = more(chosen) + asking();
+    const double loss = more(chosen) + asking(true);
     double all = 0.0, gained = 0.0;
     for (size_t i = 0; i < count_; ++i) {
         const double accepted = static_cast<double>(paths[i]->size());
@@ -52,7 +54,7 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     if (costs_.prompts() > 0) return;
     const double keep = 1.0 - 1.0 / kHorizon;
     tokens_ = tokens_ * keep + 1.0 + all / rows;
-    plains_ = plains_ * keep + 1.0 + more(chosen) + asking();
+    plains_ = plains_ * keep + 1.0 + costs_.more(verified_) + asking();
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 
@@ -118,7 +120,7 @@ void Policy::time_drafting(const Seconds& seconds) {
     for (const auto& [drafter, asking] : asking_) askers += asking.rows > 0;
     for (auto& [drafter, asking] : asking_) {
         if (!asking.rows) continue;
-        const double its = askers > 1 && expected > 0 ? spent * asking.all() / expected : spent / askers;
+        const double its = askers > 1 && expected > 0 ? spent * asking.all(asking.rows, asking.levels) / expected : spent / askers;
         if (!asking.levels) {
             asking.each.add(its / asking.rows);
             continue;

@@ -197,6 +197,18 @@ def test_a_row_that_opted_out_does_not_hold_the_others_back_as_long_as_the_batch
     assert bad.requests[0].speedup > SLOWEST
 
 
+def test_rows_with_a_size_of_their_own_neither_spend_the_budget_nor_raise_the_rate() -> None:
+    def views(row: int, request: int) -> RowView:
+        return view(row, request, cost=DraftCost(levels="net"), adaptive=False)
+
+    policy, machine = Driven(CPU), Machine(CPU, level=0.3)
+    before = policy.learnt()
+    run(policy, machine, [steady(0, 0.9)], views=views, steps=100)
+    after = policy.learnt()
+    assert (after.budget, after.advantage) == (before.budget, before.advantage)
+    assert after.curves != before.curves
+
+
 @pytest.mark.parametrize(("chance", "level"), [(0.0, 0.1), (0.3, 0.1), (0.8, 0.1), (0.9, 0.3), (0.5, 0.05), (0.3, 0.3)])
 def test_a_stepwise_drafter_drafts_as_many_levels_as_pay(chance: float, level: float) -> None:
     def views(row: int, request: int) -> RowView:
