@@ -124,8 +124,12 @@ void Policy::plan_levels() {
     }
     if (rows.empty()) return;
     double level = 0.0;
-    bool behind = false;
-    for (const auto& [drafter, its] : drafters) level += asking_[drafter].forward(its), behind = behind || asking_[drafter].behind;
+    bool known = true;
+    for (const auto& [drafter, count] : drafters) {
+        const Ratios& times = asking_[drafter].at(count);
+        level += times.low();
+        known = known && times.measured();
+    }
     if (level <= 0) most = 1;  // until a level's time is known
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
@@ -145,7 +149,7 @@ void Policy::plan_levels() {
         if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
             best = worth, levels = l;
     }
-    const bool tries = (behind && budget_ >= 0) || may_try(level + more(1), levels_at_);  // one that had to read told no time
+    const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
     for (const size_t i : rows) {
         Step& step = steps_[i];
@@ -154,7 +158,7 @@ void Policy::plan_levels() {
             step.nodes = step.levels;
         else if (!levels)
             step.nodes = step.row->rests ? 0 : step.nodes;
-        step.decision.why = Why::Levels;
+        step.decision.why = budget_ < 0 ? Why::Spent : Why::Levels;
     }
     if (levels) levels_at_ = step_;
 }
@@ -166,12 +170,13 @@ double Policy::asking(bool own) const {
     return std::max(steps, 0.0);
 }
 
-double Policy::Asking::forward(int rows) const {  // plain steps that a level takes; 0: nobody knows
+// Of few values the least counts: a drafter that is thought too dear is not asked, and nothing would correct that.
+const Ratios& Policy::Asking::at(int rows) const {
     const int at = static_cast<int>(doublings(rows));
     for (int apart = 0; apart < 8; ++apart)
         for (const int k : {at - apart, at + apart})
-            if (k >= 0 && k < 8 && level[static_cast<size_t>(k)].count()) return level[static_cast<size_t>(k)].median();
-    return 0.0;
+            if (k >= 0 && k < 8 && level[static_cast<size_t>(k)].count()) return level[static_cast<size_t>(k)];
+    return level[static_cast<size_t>(at)];
 }
 
 // -- after drafting ---------------------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         }
         step.kept.clear();
         if (draft.tokens.empty()) {
-            if (step.nodes) step.decision.why = Why::Nothing;
+            if (step.nodes && (step.levels || step.kind.levels < 0)) step.decision.why = Why::Nothing;
             continue;
         }
         if (!step.row) continue;

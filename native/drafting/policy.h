@@ -98,9 +98,9 @@ private:
         double value = 0.05;          // plain steps that a row's asking saves, lately
         int rows = 0, levels = 0;     // in this step,
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
-        bool behind = false;          // when last asked, it had to read more than what a step or two add
-        bool guessed = false;         // a level's time was taken when it was behind, for want of a better one
-        double forward(int rows) const;
+        bool behind = false;          // in this step it has to read more than what a step or two add
+        const Ratios& at(int rows) const;  // of the batch most like it
+        double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: nobody knows
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }
     };
     struct Node {  // that was proposed

@@ -101,12 +101,11 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, s
 
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
 void Policy::read() {
-    for (auto& [drafter, asking] : asking_) asking.behind = asking.behind && !asking.levels;
+    for (auto& [drafter, asking] : asking_) asking.behind = false;
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
         if (!step.row || step.kind.levels < 0 || !step.nodes || step.levels <= 0) continue;
-        Asking& asking = asking_[step.kind.drafter];
-        asking.behind = asking.behind || step.view.context - step.row->read > kUnread;
+        asking_[step.kind.drafter].behind |= step.view.context - step.row->read > kUnread;
         step.row->read = step.view.context;
     }
 }
@@ -126,11 +125,11 @@ void Policy::time_drafting(const Seconds& seconds) {
             continue;
         }
         const double level = std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels;
-        if (asking.behind && (asking.guessed || asking.forward(asking.rows) > 0)) continue;
-        if (asking.guessed)
-            for (Ratios& times : asking.level) times.forget(0);
-        asking.guessed = asking.behind;
-        asking.level[doublings(asking.rows)].add(asking.guessed ? std::min(level, kUnknown) : level);
+        Ratios& times = asking.level[doublings(asking.rows)];
+        if (!asking.behind)
+            times.add(level);
+        else if (!times.measured())
+            times.add(std::min(level, kUnknown));
     }
 }
 

@@ -53,7 +53,7 @@ void StepCosts::turn(int rows, double cached, int64_t prefill) {
         const auto above = curves_.lower_bound(key);
         const Curve* near = above != curves_.end() ? &above->second : curves_.empty() ? nullptr : &curves_.rbegin()->second;
         if (near)
-            for (size_t k = 0; k < kSizes; ++k) (fresh.ratios[k] = near->ratios[k]).forget(kEnough);
+            for (size_t k = 0; k < kSizes; ++k) (fresh.ratios[k] = near->ratios[k]).forget(Ratios::kEnough);
         found = curves_.emplace(key, fresh).first;
     }
     now_ = &found->second;
@@ -80,7 +80,7 @@ void StepCosts::draw(Curve& curve) {
         }
         const double found = std::expm1(std::log1p(said) + ratios.correct(std::log1p(guess) - std::log1p(said)));
         curve.more[at] = least = std::max({found, least, 0.1 * kTiny * size});
-        const bool enough = ratios.count() >= kEnough;
+        const bool enough = ratios.measured();
         const auto bound = [&](double log, double before) {
             return std::max({std::expm1(std::log1p(said) + log), before, 0.1 * kTiny * size});
         };
@@ -102,7 +102,7 @@ double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
     return low + (high - low) * (at - from) / (size_at(k) - from);
 }
 
-bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].count() >= kEnough; }
+bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].measured(); }
 
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;

@@ -27,20 +27,23 @@ struct CostTable {                           // seconds of a forward
 
 class Ratios {  // the last 32 values of something that is disturbed now and then
 public:
+    static constexpr int kEnough = 4;  // values that count as measured
+
     void add(double value);
     int count() const { return count_; }
+    bool measured() const { return count_ >= kEnough; }
     double median() const { return middle_; }
     double low() const { return low_; }
     double high() const { return high_; }
     // `guess`, as far as the values do not contradict it: bounded by those between which the median lies.
-    double correct(double guess) const { return count_ < 4 ? guess : std::fmin(std::fmax(guess, lower_), upper_); }
+    double correct(double guess) const { return measured() ? std::fmin(std::fmax(guess, lower_), upper_) : guess; }
     void forget(int most);  // all but so many
 
 private:
     std::array<float, 32> values_{};
     int count_ = 0, next_ = 0;
-    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;     // the median, and what it lies between all but surely,
-    double lower_ = 0.0, upper_ = 0.0;                     // and probably
+    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;  // the median, and what it lies between all but surely,
+    double lower_ = 0.0, upper_ = 0.0;              // and probably
 };
 
 class StepCosts {
@@ -71,8 +74,6 @@ public:
     const std::map<int, Curve>& curves() const { return curves_; }
 
 private:
-    static constexpr int kEnough = 4;  // ratios that count as measured
-
     void draw(Curve& curve);
     static double line(const std::array<double, kSizes>& more, int64_t nodes);
 
