@@ -21,6 +21,7 @@ from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
+from outpace.measure import bench as measured
 from outpace.measure.recommend import SIZES
 
 PROMPTS = [
@@ -169,6 +170,39 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert found["moved"] == (found["speedup"]["ratio"] > found["tokens_per_step"])
     assert found["speedup"]["ratio"] == found["decode_tokens_per_second"] / found["plain_decode_tokens_per_second"]
     assert found["control"]["low"] <= found["control"]["ratio"] <= found["control"]["high"]
+
+
+@pytest.mark.parametrize(("ratio", "moved"), [(1.0, False), (40.0, True)])
+def test_compare_says_when_tokens_a_step_cannot_explain_its_ratio(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ratio: float, moved: bool
+) -> None:
+    monkeypatch.setattr(measured, "speedup", lambda before, after: {"ratio": ratio, "low": 0.5, "high": 50.0})
+    args = ("generate", "Name three colours.", "--compare", "--max-tokens", "8")
+    _, out, _ = outpace(capsys, *args)
+    assert f"{ratio:.2f}x (0.50-50.00)" in out
+    assert ("40.000x is more than" in out) is moved
+    assert ("tokens a step can give: the machine moved between the runs" in out) is moved
+    _, out, _ = outpace(capsys, *args, "--json")
+    assert json.loads(out)["compare"]["moved"] is moved
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", 'id,category,prompt\nx,lists,"Say one, two."\n,,Say hello.\n', [("x", "lists"), ("2", "all")]),
+        ("a.txt", "Say one, two.\n\nSay hello.\n", [("1", "all"), ("3", "all")]),
+    ],
+)
+def test_bench_takes_tables_and_texts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, expected: list[tuple[str, str]]
+) -> None:
+    (tmp_path / name).write_text(text)
+    args = ("bench", "--prompts", tmp_path / name, "--drafter", "none", "--max-tokens", "4", "--json")
+    code, out, _ = outpace(capsys, *args)
+    assert code == 0
+    runs = [run for run in json.loads(out)["runs"] if run["config"] == "none"]
+    assert [(run["id"], run["category"]) for run in runs] == expected
+    assert runs[0]["prompt_tokens"] == runs[1]["prompt_tokens"] + 2  # " one, two" for " hello"
 
 
 def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:

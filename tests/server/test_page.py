@@ -213,6 +213,91 @@ def test_a_refusal_is_shown_and_nothing_lacks_a_name(page: Any) -> None:
     assert page.locator("#new").is_visible()
 
 
+UNDER = """() => {
+  const header = document.querySelector("header").getBoundingClientRect();
+  const found = [];
+  for (let x = header.left + 2; x < header.right; x += 8)
+    for (let y = header.top + 2; y < header.bottom; y += 8)
+      if (!document.elementFromPoint(x, y).closest("header")) found.push([x, y]);
+  for (const each of document.querySelectorAll("#app, #side, main, main > *")) {
+    const { top, bottom, height, width } = each.getBoundingClientRect();
+    if (height > 1 && width > 1 && (top < header.bottom - 0.5 || bottom > innerHeight + 0.5)) found.push(each.id);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)])
+def test_nothing_lies_under_the_header(page: Any, width: int, height: int) -> None:
+    page.set_viewport_size({"width": width, "height": height})
+    assert page.evaluate(UNDER) == []
+    page.get_by_label("Examples").get_by_role("button").first.click()
+    page.get_by_label("Answer again").wait_for(timeout=60_000)
+    for place in (0, 10_000):
+        page.locator("#messages").evaluate("(its, place) => { its.scrollTop = place }", place)
+        assert page.evaluate(UNDER) == []
+    page.click("#system summary")
+    assert page.evaluate(UNDER) == []
+    if width == 360:
+        page.click("#chats")
+        assert page.evaluate("document.querySelector('#side').getBoundingClientRect().top") >= page.evaluate(
+            "document.querySelector('header').getBoundingClientRect().bottom"
+        )
+    page.click("#settings")
+    panel = page.locator("#panel").bounding_box()
+    assert panel["x"] >= 0
+    assert panel["y"] >= 0
+    assert panel["x"] + panel["width"] <= width
+    assert panel["y"] + panel["height"] <= height
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const mixed = (colours) => {  // painted over one another, as the browser does
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => rgb.map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const all = {};
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const own = node.parentElement;
+    if (!node.data.trim() || !own.checkVisibility({ checkOpacity: true }) || own.closest(".unseen, option")) continue;
+    const under = [];
+    for (let each = own; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
+    const [a, b] = [mixed(under), mixed([...under, getComputedStyle(own).color])].map(light);
+    all[node.data.trim().slice(0, 30)] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  }
+  return all;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read_in_light_and_dark(page: Any, scheme: str) -> None:
+    """WCAG's contrast of 4.5, in the system's colours and in those that the button switches to."""
+    page.emulate_media(color_scheme=scheme)
+    said(page, "Repeat: one two three, one two three, one two three, one two three.")
+    page.evaluate("document.querySelectorAll('details').forEach(its => { its.open = true })")
+    paper = "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).every(its => its < 60)"
+    for dark in (scheme == "dark", scheme != "dark"):
+        assert page.evaluate(paper) is dark
+        for opened, closed in (("#system summary", "#system summary"), ("#settings", "#close")):
+            page.click(opened)
+            found = page.evaluate(CONTRAST)
+            assert len(found) > 10
+            assert {text: ratio for text, ratio in found.items() if ratio < 4.5} == {}
+            page.click(closed)
+        page.click("#theme")
+        page.get_by_label("Show the steps of this answer").click()
+        steps = page.frame_locator("#steps")
+        steps.locator("#h-step").wait_for()
+        assert steps.locator("body").evaluate(f"() => {paper}") is not dark
+        assert {text: ratio for text, ratio in steps.locator("body").evaluate(CONTRAST).items() if ratio < 4.5} == {}
+        page.click("#leave")
+
+
 def focused(page: Any) -> Any:
     return page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label')")
 

@@ -213,6 +213,6 @@ def doubt(name: str, figures: Mapping[str, Any]) -> str:
         return ""
     speed, most = figures["speedup"]["ratio"], figures["tokens_per_step"]
     return (
-        f"{name}'s {speed:.2f}x is more than {most:.2f} tokens a step can give: the machine moved between the runs, or "
+        f"{name}'s {speed:.3f}x is more than {most:.3f} tokens a step can give: the machine moved between the runs, or "
         "the answers are too short to tell"
     )
