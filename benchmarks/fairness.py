@@ -31,7 +31,7 @@ TIMES = 3  # what the chat may take beside a load, over what it takes alone, bef
 SETTLES = 2.0  # seconds until a load is there
 _CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "ignore_eos": True}
 _LONG = {**_CHAT, "max_tokens": 2000, "stream": True, "priority": 2**31 - 1}
-_WORDS = "several words that nobody has asked for before, number {} and "
+_WORDS = "words that no request had before, number {} and "
 
 
 def _body(load: str, number: int) -> tuple[str, dict[str, Any]]:

@@ -87,7 +87,7 @@ class Replicas:
                 break
         else:
             raise OSError(f"outpace serve --replicas ended with {self.process.wait()}:\n{text}")
-        self._reading = threading.Thread(target=self.process.stderr.read, daemon=True)  # nobody blocks on a full pipe
+        self._reading = threading.Thread(target=self.process.stderr.read, daemon=True)  # or a full pipe blocks it
         self._reading.start()
 
     def servers(self) -> dict[int, str]:

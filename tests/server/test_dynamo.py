@@ -147,6 +147,13 @@ def refused(dynamo: Dynamo, **body: Any) -> str:
     return error.value.read().decode()
 
 
+def test_a_grammar_in_the_servers_spelling(dynamo: Dynamo) -> None:
+    for guided, allowed in (({"guided_choice": ["a.b", "c"]}, {"a.b", "c"}), ({"guided_regex": "x{3}"}, {"xxx"})):
+        with dynamo.ask(max_tokens=8, **guided) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"] in allowed
+    assert "guided_regex" in refused(dynamo, max_tokens=8, guided_regex="a", guided_choice=["a"])
+
+
 def test_what_cannot_be_is_refused_with_its_reason(dynamo: Dynamo) -> None:
     assert "temperature=1e-05 is too close to 0" in refused(dynamo, temperature=1e-5)
     assert "n=2 is not served by this worker" in refused(dynamo, n=2)

@@ -303,7 +303,7 @@ def test_when_nobody_asks_free_memory_goes_back_once(monkeypatch: pytest.MonkeyP
         return True
 
     def given_back() -> None:
-        """Nobody asks before that: what was decided for the requests so far would be counted with later ones."""
+        """The next requests wait for this: what was decided for those so far would be counted with theirs."""
         end = time.monotonic() + 20
         while services[0].came not in trimmed:
             assert time.monotonic() < end

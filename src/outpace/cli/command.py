@@ -52,7 +52,7 @@ class Command:
         """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
         hints = get_type_hints(self.function, include_extras=True)
         signature = inspect.signature(self.function).parameters
-        parser = _Parser(f"{program} {self.name}", self.about, self.example)
+        parser = Parser(f"{program} {self.name}", self.about, self.example)
         for field, hint, default in self.options():
             parser.add(field, hint, default)
         given = vars(parser.read(arguments))
@@ -150,7 +150,7 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
 
 
-class _Parser:
+class Parser:
     """argparse, filled from annotations."""
 
     def __init__(self, program: str, about: str, example: str) -> None:

@@ -104,7 +104,10 @@ def run(
             raise MissingExtraError(f"replicas need Ray: {install('outpace[ray]')}")
         from outpace.integrations.ray.start import run as run_replicas
 
-        return run_replicas(sys.argv[2:], replicas or "1", ray)
+        return run_replicas(
+            sys.argv[2:], replicas or "1", ray, host=host, port=port, threads=load.threads, device=load.device,
+            max_rows=max_rows, max_body=max_body, drain=drain,
+        )  # fmt: skip
     settings = ServerSettings(
         host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
         max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),

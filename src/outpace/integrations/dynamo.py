@@ -1,29 +1,32 @@
 """An engine as a worker of NVIDIA Dynamo (``ai-dynamo`` 1.6): ``python -m outpace.integrations.dynamo --model demo``.
 
 Dynamo's frontend tokenizes, routes and detokenizes. When a worker dies in mid-stream, the frontend asks another one:
-with the delivered tokens appended to the prompt and taken off ``max_tokens``. Such a request is told from a new one by
-its ``migration_link``, which the frontend copies from the first chunk that a worker sends (``worker_trace_link``): the
+with the delivered tokens appended to the prompt and taken off ``max_tokens``. Only such a request has a
+``migration_link``, which the frontend copies from the first chunk that a worker sends (``worker_trace_link``): the
 worker writes there where the prompt ends, and the seed. So the answer goes on with the tokens it would have had.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
-import re
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.run import run
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
+from pydantic import ValidationError
 
+from outpace.cli.command import Parser, UsageError
+from outpace.cli.serve import COMMAND
 from outpace.common.files import cache_dir, write_json
+from outpace.common.option import option
 from outpace.engine.aio import AsyncEngine, Running
 from outpace.engine.engine import Engine
 from outpace.engine.grammar import Grammars
@@ -32,6 +35,7 @@ from outpace.errors import OutpaceError
 from outpace.models.load import Source, resolve
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.params import SamplingParams
+from outpace.server.errors import APIError
 
 MARK = 0x6F757470616365_01  # the upper half of a trace id that stands for no trace: "outpace", and a version
 RESUME = "outpace.resume:"  # an annotation (nvext.annotations): delivered token ids as JSON
@@ -42,6 +46,7 @@ SAMPLING = (
 )  # fmt: skip
 STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 OURS = {"include_stop_str_in_output": "include_stop", "stop_token_ids": "stop_ids"}
+ENGINE = ("drafter", "size", "threads", "kv_memory", "max_rows")  # options of outpace serve that a worker has
 UNKNOWN = ("n", "best_of", "use_beam_search", "length_penalty")  # Dynamo ends a request with its first choice
 
 
@@ -64,31 +69,30 @@ class Outpace(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Outpace, Any]:
-        """The engine, not yet loaded, and how Dynamo registers it. Raises ModelError for a model that is not there."""
-        parser = argparse.ArgumentParser("outpace.integrations.dynamo", description="A worker of NVIDIA Dynamo.")
-        parser.add_argument("--model", "-m", default="demo", help="As outpace serve takes it.")
-        parser.add_argument("--served-name", help="What requests call it. Default: the model's name.")
-        parser.add_argument("--drafter", "-d", default="auto", help="As outpace serve takes it.")
-        for name, kind in (("size", str), ("threads", int), ("kv-memory", str), ("max-rows", int)):
-            parser.add_argument(f"--{name}", type=kind, help="As outpace serve takes it.")
-        parser.add_argument("--namespace", default="dynamo", help="Dynamo's.")
-        parser.add_argument(
-            "--discovery-backend", default=os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), help="Dynamo's."
-        )
-        parser.add_argument("--request-plane", default=os.environ.get("DYN_REQUEST_PLANE", "tcp"), help="Dynamo's.")
-        given = vars(parser.parse_args(argv))
-        options = {name: given[name] for name in ("drafter", "threads", "kv_memory", "max_rows")}
-        size = given["size"]
-        options["size"] = int(size) if size and size.isdigit() else size
+        """The engine, not yet loaded, and how Dynamo registers it. Raises ModelError for a model that is not there,
+        SystemExit for options that mean nothing."""
+        parser = Parser("python -m outpace.integrations.dynamo", "A worker of NVIDIA Dynamo.", "... --model demo")
+        for name, hint, default in COMMAND.options():
+            if name in ("model", "served_name", *ENGINE):
+                parser.add(name, hint, default)
+        for name, value in (
+            ("namespace", "dynamo"),
+            ("discovery_backend", os.environ.get("DYN_DISCOVERY_BACKEND", "etcd")),
+            ("request_plane", os.environ.get("DYN_REQUEST_PLANE", "tcp")),
+        ):
+            parser.add(name, Annotated[str, option(f"--{name.replace('_', '-')}", help="Dynamo's.")], value)
+        try:
+            given = vars(parser.read(sys.argv[1:] if argv is None else argv))
+        except UsageError as error:
+            raise SystemExit(f"outpace.integrations.dynamo: {error}") from None
+        options = {name: given[name] for name in ENGINE if given[name] is not None}
         served = given["served_name"] or given["model"]
         config = WorkerConfig(
             namespace=given["namespace"], component="outpace", model_name=str(card_of(resolve(given["model"]))),
             served_model_name=served, discovery_backend=given["discovery_backend"],
             request_plane=given["request_plane"], enable_kv_routing=False,
         )  # fmt: skip
-        return cls(
-            given["model"], served, {name: value for name, value in options.items() if value is not None}
-        ), config
+        return cls(given["model"], served, options), config
 
     async def start(self, worker_id: int) -> Any:
         """Load the engine. Raises as ``Engine.load`` does."""
@@ -127,18 +131,19 @@ class Outpace(LLMEngine):
 
     def _rules(self, engine: Engine, guided: Mapping[str, Any] | None) -> list[Any]:
         """The grammar that ``guided_decoding`` asks for. Raises ParameterError."""
-        wanted = {kind: what for kind, what in (guided or {}).items() if what is not None}
-        if not wanted:
+        given = {f"guided_{kind}": what for kind, what in (guided or {}).items() if what is not None}
+        if not given:
             return []
+        from outpace.server.api import formats
+
+        if unknown := set(given) - set(formats.Formats.model_fields):
+            raise InvalidArgument(f"{', '.join(sorted(unknown))} is not served by this worker: leave it out")
+        try:
+            found = formats.wanted(formats.Formats.model_validate(given), None)
+        except (ValidationError, APIError) as error:
+            raise InvalidArgument(str(error)) from error
         self._grammars = self._grammars or Grammars.of(engine)
-        (kind, what), *more = wanted.items()
-        if not more and kind == "json":
-            return [self._grammars.json_schema(json.loads(what) if isinstance(what, str) else what)]
-        if not more and kind in ("regex", "choice"):
-            return [self._grammars.regex(what if kind == "regex" else "|".join(map(re.escape, what)))]
-        if not more and kind == "grammar":
-            return [self._grammars.lark(what)]
-        raise InvalidArgument(f"guided_decoding has {', '.join(wanted)}: give one of json, regex, choice, grammar")
+        return [] if found is None else [formats.compiled(found[0], self._grammars)]
 
     async def abort(self, context: Any) -> None:
         """End a request whose client is gone."""

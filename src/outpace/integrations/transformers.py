@@ -23,7 +23,8 @@ from outpace.drafters.forward.model import drafting_with
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
-from outpace.errors import Argument, ParameterError
+from outpace.engine.results import Delta
+from outpace.errors import ParameterError
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
 from outpace.models.base import Model
 from outpace.models.load import live
@@ -188,8 +189,10 @@ def generate(
     tokenizers = None if assistant_tokenizer is None else (text_tokenizer, assistant_tokenizer)
     with door.lock:
         engine = door.engine(spec, assistant_model, tokenizers)
-        loop = _Loop(engine, input_ids, list(logits_processor), list(stopping_criteria), config, streamer)
-        return loop.run(_padding(input_ids, model_kwargs))
+        padding = _padding(input_ids, model_kwargs)
+        return _Loop(
+            engine, input_ids, list(logits_processor), list(stopping_criteria), config, streamer, padding
+        ).run()
 
 
 def _refuse(model: Any, config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -216,7 +219,7 @@ def _padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]
     mask = torch.ones((batch, width), dtype=torch.bool) if mask is None else mask.bool().cpu()
     lengths = mask.sum(1)
     if mask.shape != (batch, width) or not torch.equal(mask, torch.arange(width)[None] >= width - lengths[:, None]):
-        raise _unserved(f"an {Argument('attention_mask').name} that is not left padding")
+        raise _unserved("an attention_mask that is not left padding")
     if not int(lengths.min()):
         raise ParameterError("a prompt is empty: give at least one token that the attention_mask lets through")
     positions = model_kwargs.get("position_ids")
@@ -229,7 +232,10 @@ def _padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]
 
 @dataclass
 class _Loop:
-    """transformers' loop over columns of new tokens, with an engine that decodes the rows."""
+    """transformers' loop over columns of new tokens, with an engine that decodes the rows.
+
+    ``input_ids`` int64 [B, S]; ``padding`` [B]: how many of each row's first tokens are padding.
+    """
 
     engine: Engine
     input_ids: torch.Tensor
@@ -237,111 +243,128 @@ class _Loop:
     criteria: list[Any]
     config: Any
     streamer: Any
+    padding: list[int]
     rules: list[Processors | None] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)  # a column each, float32 [B, V]
+    logits: list[torch.Tensor] = field(default_factory=list)
+    column: int = 0  # new columns that are whole
 
-    def run(self, padding: list[int]) -> Any:
-        config, prompts = self.config, self.input_ids
+    def __post_init__(self) -> None:
+        config, (batch, width) = self.config, self.input_ids.shape
         self._keep = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-        batch, width = prompts.shape
-        ends = sorted({int(i) for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id})
-        longest = min(c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria))
-        asked = [c for c in self.criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-        new = longest - width
+        own = (EosTokenCriteria, MaxLengthCriteria)
+        self._ends = sorted({int(i) for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id})
+        self._longest = min(c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria))
+        self._asked = [c for c in self.criteria if not isinstance(c, own)]
+        self._new = self._longest - width
+        self._ids = torch.cat([self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)))], dim=1)
+        self._rows: list[list[int]] = [[] for _ in range(batch)]  # new tokens; some may be ahead of the columns
+        self._over = [False] * batch  # the engine has ended it
+        self._done = [False] * batch  # transformers has
+
+    def run(self) -> Any:
+        """What ``generate`` returns. Raises ParameterError where the model's context is too short."""
         if self.streamer is not None:
-            self.streamer.put(prompts.cpu())
-        ids = torch.cat([prompts, prompts.new_zeros((batch, max(new, 1)))], dim=1)
-        pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        seeds = torch.randint(0, 2**62, (batch,)).tolist() if config.do_sample else [0] * batch
-        requests = {}
-        rows: list[list[int]] = [[] for _ in range(batch)]
-        over, done = [False] * batch, [False] * batch
-        column = 0
-        scores: list[torch.Tensor] = []
-        logits: list[torch.Tensor] = []
-        engine = self.engine
+            self.streamer.put(self.input_ids.cpu())
+        requests: dict[int, int] = {}
         try:
-            for row in range(batch):
-                params = self._params(row, padding[row], ends, max(new, 1), seeds[row])
-                prompt = prompts[row, padding[row] :].cpu().numpy()
-                requests[engine.add(prompt, params)] = row
-            while not all(done):
-                for delta in engine.step():
+            self._begin(requests)
+            while not all(self._done):
+                for delta in self.engine.step():
                     if delta.request in requests:
-                        row = requests[delta.request]
-                        rows[row] += delta.token_ids
-                        if delta.result is not None:
-                            over[row] = True
-                            delta.result.raise_for_error()
-                while not all(done) and all(d or len(r) > column for d, r in zip(done, rows, strict=True)):
-                    tokens = [pad if d else r[column] for d, r in zip(done, rows, strict=True)]
-                    ids[:, width + column] = torch.tensor(tokens, device=ids.device)
-                    if self._keep:
-                        self._record(column, rows, done, padding, scores, logits)
-                    column += 1
-                    done = [d or t in ends or column >= new for d, t in zip(done, tokens, strict=True)]
-                    so_far = ids[:, : width + column]
-                    for criterion in asked:
-                        stops = criterion(so_far, tuple(scores) if config.output_scores else None)
-                        stops = torch.as_tensor(stops).expand(batch).tolist()
-                        done = [d or bool(s) for d, s in zip(done, stops, strict=True)]
-                    if self.streamer is not None:
-                        self.streamer.put(torch.tensor(tokens))
-                for d, o, r in zip(done, over, rows, strict=True):
-                    if o and not d and len(r) <= column:
-                        raise ParameterError(
-                            f"the model's context of {engine.model.info.max_length} positions is full before "
-                            f"max_length={longest}: lower max_new_tokens or shorten the prompt"
-                        )
+                        self._take(requests[delta.request], delta)
+                while not all(self._done) and self._whole():
+                    self._append()
+                self._require_room()
                 for request, row in requests.items():
-                    if done[row] and not over[row]:
-                        over[row] = True
-                        engine.cancel(request)
+                    if self._done[row] and not self._over[row]:
+                        self._over[row] = True
+                        self.engine.cancel(request)
         finally:
             for request in requests:
-                engine.cancel(request)
+                self.engine.cancel(request)
         if self.streamer is not None:
             self.streamer.end()
-        sequences = ids[:, : width + column]
-        if not config.return_dict_in_generate:
+        return self._answer()
+
+    def _begin(self, requests: dict[int, int]) -> None:
+        """Add a request a row to the engine, and to ``requests``."""
+        rows = range(len(self._rows))
+        seeds = torch.randint(0, 2**62, (len(rows),)).tolist() if self.config.do_sample else [0] * len(rows)
+        for row in rows:
+            prompt = self.input_ids[row, self.padding[row] :].cpu().numpy()
+            requests[self.engine.add(prompt, self._params(row, seeds[row]))] = row
+
+    def _take(self, row: int, delta: Delta) -> None:
+        self._rows[row] += delta.token_ids
+        if delta.result is not None:
+            self._over[row] = True
+            delta.result.raise_for_error()
+
+    def _whole(self) -> bool:
+        """Whether every row that goes on has a token for the next column."""
+        return all(done or len(row) > self.column for done, row in zip(self._done, self._rows, strict=True))
+
+    def _append(self) -> None:
+        """Append a column, and ask what may stop there."""
+        pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+        tokens = [pad if d else row[self.column] for d, row in zip(self._done, self._rows, strict=True)]
+        end = self.input_ids.shape[1] + self.column
+        self._ids[:, end] = torch.tensor(tokens, device=self._ids.device)
+        if self._keep:
+            self._record()
+        self.column += 1
+        full = self.column >= self._new
+        self._done = [d or full or token in self._ends for d, token in zip(self._done, tokens, strict=True)]
+        for criterion in self._asked:
+            stops = criterion(self._ids[:, : end + 1], tuple(self.scores) if self.config.output_scores else None)
+            stopped = torch.as_tensor(stops).expand(len(tokens)).tolist()
+            self._done = [d or bool(s) for d, s in zip(self._done, stopped, strict=True)]
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+
+    def _require_room(self) -> None:
+        for done, over, row in zip(self._done, self._over, self._rows, strict=True):
+            if over and not done and len(row) <= self.column:
+                raise ParameterError(
+                    f"the model's context of {self.engine.model.info.max_length} positions is full before "
+                    f"max_length={self._longest}: lower max_new_tokens or shorten the prompt"
+                )
+
+    def _answer(self) -> Any:
+        sequences = self._ids[:, : self.input_ids.shape[1] + self.column]
+        if not self.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=tuple(scores) if config.output_scores else None,
-            logits=tuple(logits) if config.output_logits else None,
+            scores=tuple(self.scores) if self.config.output_scores else None,
+            logits=tuple(self.logits) if self.config.output_logits else None,
         )
 
-    def _params(self, row: int, padding: int, ends: list[int], new: int, seed: int) -> SamplingParams:
-        width = self.input_ids.shape[1]
+    def _params(self, row: int, seed: int) -> SamplingParams:
+        width, new = self.input_ids.shape[1], max(self._new, 1)
         processors = of_row(self.processors, row, width)
         fields: dict[str, Any] = {"temperature": 1.0 if self.config.do_sample else 0.0}
         if not self._keep:
-            fields, taken = as_parameters(processors, ends, width, sampled=self.config.do_sample)
+            fields, taken = as_parameters(processors, self._ends, width, sampled=self.config.do_sample)
             processors = processors[taken:]
         rule = None
         if processors or self._keep:
-            rule = Processors(processors, self.input_ids[row, :padding], keep=self._keep)
+            rule = Processors(processors, self.input_ids[row, : self.padding[row]], keep=self._keep)
         self.rules.append(rule)
         if "min_tokens" in fields:
             fields["min_tokens"] = min(fields["min_tokens"], new)
         vocab = self.engine.model.info.vocab_size
-        stop = [i for i in ends if 0 <= i < vocab]
+        stop = [i for i in self._ends if 0 <= i < vocab]
         return SamplingParams(**fields, max_tokens=new, stop_ids=stop, seed=seed, rules=[] if rule is None else [rule])
 
-    def _record(
-        self,
-        column: int,
-        rows: list[list[int]],
-        done: list[bool],
-        padding: list[int],
-        scores: list[torch.Tensor],
-        logits: list[torch.Tensor],
-    ) -> None:
+    def _record(self) -> None:
         """Keep what the column's tokens were chosen from, [B, V] before and after the processors; 0 in ended rows."""
         found = []
         for row, rule in enumerate(self.rules):
             assert rule is not None
-            state = (*self.input_ids[row, padding[row] :].tolist(), *rows[row][:column])
-            found.append(None if done[row] else rule.kept.pop(state))
+            state = (*self.input_ids[row, self.padding[row] :].tolist(), *self._rows[row][: self.column])
+            found.append(None if self._done[row] else rule.kept.pop(state))
         nothing = torch.zeros_like(next(pair[0] for pair in found if pair is not None))
-        logits.append(torch.stack([nothing if pair is None else pair[0] for pair in found]))
-        scores.append(torch.stack([nothing if pair is None else pair[1] for pair in found]))
+        self.logits.append(torch.stack([nothing if pair is None else pair[0] for pair in found]))
+        self.scores.append(torch.stack([nothing if pair is None else pair[1] for pair in found]))

@@ -42,7 +42,8 @@ class Result:
         """The setting in a line."""
         value = self.value
         prompts = {row["prompts"] for row in value.get("table", ())}
-        parts = [value.get("model"), *(f"{n} Spec-Bench prompts, greedy" for n in prompts)]
+        parts = [value.get("model"), *(f"{n} prompts" for n in prompts)]
+        parts += [f"at most {value['max_tokens']} tokens each"] if value.get("max_tokens") else []
         parts += [f"{value['threads']} threads"] if value.get("threads") else []
         return ", ".join(str(part) for part in parts if part)
 

@@ -21,8 +21,8 @@ CATCH_UP = 512  # tokens of one row that are caught up with in one forward
 class OwnCache:
     """Rows of ``model``, named by the target's rows and made when they are first used. Token ids are the draft model's.
 
-    The model is this cache's alone: rows that are nobody's, left by an interrupted call, are freed. ``native`` drafts
-    from the same rows in C++.
+    The model is this cache's alone: rows that an interrupted call left are freed. ``native`` drafts from the same rows
+    in C++.
     """
 
     def __init__(self, model: Model) -> None:
@@ -118,7 +118,7 @@ class OwnCache:
         return common_prefix(self._rows.tokens(row)[: self.length(row)], tokens)
 
     def _settle(self) -> None:
-        """Free rows that are nobody's, and forget those that are gone: an interrupted call leaves such."""
+        """Free rows without an owner, and forget those that are gone: an interrupted call leaves such."""
         there, ours = set(self.model.kv.rows), self._rows.cached()
         for gone in there - set(ours.values()):
             self.model.kv.free(gone)

@@ -176,7 +176,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def described(module: Any) -> bool:
-    """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain linear layers, nobody's hooks."""
+    """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain linear layers, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
     if family is None or getattr(config, "final_logit_softcapping", None):

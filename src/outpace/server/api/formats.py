@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.engine.grammar import LIMITS, Source
+from outpace.engine.grammar import LIMITS, Grammars, Source
 from outpace.errors import GrammarError
 from outpace.params import LogitRule
 from outpace.server.engines.models import Served
@@ -88,14 +88,19 @@ def rules(found: tuple[Source, str] | None, model: Served, after: str | None) ->
     """
     if found is None:
         return []
-    (kind, text), name = found
-    compiled: dict[str, Any] = {
-        "json": model.grammars.json_schema, "regex": model.grammars.regex, "lark": model.grammars.lark,
-    }  # fmt: skip
+    source, name = found
     try:
-        return [compiled[kind](text, after=after)]
+        return [compiled(source, model.grammars, after)]
     except GrammarError as error:
         raise APIError(400, str(error), param=name) from error
+
+
+def compiled(source: Source, grammars: Grammars, after: str | None = None) -> LogitRule:
+    """The rule of ``source``. Raises GrammarError."""
+    kind, text = source
+    makes: dict[str, Any] = {"json": grammars.json_schema, "regex": grammars.regex, "lark": grammars.lark}
+    rule: LogitRule = makes[kind](text, after=after)
+    return rule
 
 
 def rule_of_calls(text: str, found: tuple[Source, str] | None, model: Served, after: str | None) -> LogitRule:
