@@ -20,7 +20,7 @@ DraftNetwork::DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vecto
         if (norm.size() * norms_.size() != wide()) wrong("a norm of its layers has " + std::to_string(norm.size()) + " values");
     std::lock_guard<std::mutex> lock(model_->lock());
     Scratch& s = model_->scratch_;
-    for (ActBuffer& in : s.in) in.need(fuse_.acts(), fuse_.groups);
+    s.need_in(fuse_);
     for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(fuse_.in_padded()));
     fused_.need(static_cast<size_t>(kChunk) * static_cast<size_t>(fuse_.out_padded()));
 }
@@ -33,7 +33,7 @@ std::vector<float> DraftNetwork::features(const std::vector<const float*>& hidde
     std::vector<float> found;
     for (size_t first = 0; first < hidden_states.size(); first += kChunk) {
         const int count = static_cast<int>(std::min<size_t>(kChunk, hidden_states.size() - first));
-        const bool solo = count <= 2 && pool.size() > 1;  // as in Model::Run
+        const bool solo = count <= kSolo && pool.size() > 1;  // as in Model::Run
         const auto body = [&](Seat& me) {
             uint8_t* in = m.scratch_.in[solo ? static_cast<size_t>(me.id) : 0].get(fuse_.acts());
             float* line = m.scratch_.line[static_cast<size_t>(me.id)].get();

@@ -69,7 +69,7 @@ void Model::fit_scratch() {
     int hidden = round_up(weights_->config.hidden, 64), inner = 0;
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
-        for (ActBuffer& in : s.in) in.need(m.acts(), m.groups);
+        s.need_in(m);
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
@@ -82,7 +82,7 @@ void Model::fit_scratch() {
         s.y.need(chunk(std::max(l.o.out_padded(), l.down.out_padded())));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
     }
-    for (Buffer<float>& x : s.x) x.need(chunk(hidden));
+    for (size_t i = 0; i < s.x.size(); ++i) s.x[i].need(i == 0 ? chunk(hidden) : static_cast<size_t>(kSolo) * static_cast<size_t>(hidden));
     for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(std::max(hidden, inner)));
     for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
     s.rotated.need(chunk(heads));

@@ -25,7 +25,7 @@ public:
           batch_(batch),
           first_(first),
           n_(count),
-          solo_(count <= 2 && pool.size() > 1),
+          solo_(count <= kSolo && pool.size() > 1),
           claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
             if (model.plan_[i].wanted >= 0) wanted_.push_back(i - first);

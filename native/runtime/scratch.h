@@ -15,6 +15,7 @@
 namespace outpace {
 
 constexpr int kChunk = 128;  // tokens that pass through the layers together; a longer forward takes several passes
+constexpr int kSolo = 2;     // most tokens whose norms every thread computes for itself, which is cheaper than a barrier
 
 // Zeroed memory on cache-line boundaries.
 template <class T>
@@ -71,8 +72,9 @@ private:
 struct ActBuffer {
     std::array<Buffer<uint8_t>, 3> of;
     uint8_t* get(Acts acts) const { return of[static_cast<size_t>(acts)].get(); }
-    void need(Acts acts, int groups) {
-        of[static_cast<size_t>(acts)].need(static_cast<size_t>(groups) * kChunk * static_cast<size_t>(act_bytes(acts)));
+    void need(Acts acts, int groups, int tokens = kChunk) {
+        of[static_cast<size_t>(acts)].need(
+            static_cast<size_t>(groups) * static_cast<size_t>(tokens) * static_cast<size_t>(act_bytes(acts)));
     }
 };
 
@@ -92,7 +94,7 @@ struct Scratch {
     explicit Scratch(int threads)
         : x(static_cast<size_t>(threads)), in(x.size()), line(x.size()), pair(x.size()), bests(x.size() * kChunk) {}
 
-    // One for each thread where narrow forwards compute norms redundantly (see Run::solo), [kChunk][...].
+    // The first thread's, for a whole chunk: [kChunk][...]; and, for each of the others, [kSolo][...].
     std::vector<Buffer<float>> x;
     std::vector<ActBuffer> in;
     std::vector<Buffer<float>> line;  // a thread's own row
@@ -105,6 +107,10 @@ struct Scratch {
     Buffer<float> parts;              // partial results of attention
     std::vector<std::atomic<int>> finished;  // ranges of a tile's KV head; 0 between layers
     std::vector<Best> bests;          // [thread][kChunk]
+
+    void need_in(const Matrix& m) {  // room in `in` for the inputs of `m`
+        for (size_t i = 0; i < in.size(); ++i) in[i].need(m.acts(), m.groups, i == 0 ? kChunk : kSolo);
+    }
 };
 
 }  // namespace outpace

@@ -171,41 +171,45 @@ struct Choice {
         narrowed = true;
     }
 
+    // Sum of e^(logit / temperature - top) over all that are still there.
+    double weight(double top) const {
+        const int n = narrowed ? static_cast<int>(kept.size()) : vocab;
+        double total = 0.0;
+        for (int first = 0; first < n; first += kStretch) {
+            const int some = std::min(kStretch, n - first);
+            float left[kStretch];
+            for (int i = 0; (narrowed || mask) && i < some; ++i) {
+                const int id = narrowed ? kept[static_cast<size_t>(first + i)] : first + i;
+                left[i] = allowed(id) ? logits[id] : -kInfinity;
+            }
+            total += weight_of(narrowed || mask ? left : logits + first, some, s.temperature, top, kernels);
+        }
+        return total;
+    }
+
     // False when the cut is too close to call.
     bool top_p() {
-        const double top = scaled(best);
-        std::vector<float> values;
-        for (const int32_t id : kept) values.push_back(logits[id]);
-        std::vector<double> weights(narrowed ? kept.size() : static_cast<size_t>(vocab));
-        kernels.weigh(narrowed ? values.data() : logits, static_cast<int>(weights.size()), s.temperature, top, weights.data());
-        for (int i = 0; mask && !narrowed && i < vocab; ++i)
-            if (!allowed(i)) weights[static_cast<size_t>(i)] = 0.0;
-        double total = 0.0;
-        for (const double w : weights) total += w;
-        const auto token = [&](int32_t i) { return narrowed ? kept[static_cast<size_t>(i)] : i; };
-        for (double least = 1e-4;; least = least > 1e-200 ? least * least : 0.0) {
-            std::vector<int32_t> order;  // indices into weights
-            for (size_t i = 0; i < weights.size(); ++i) {
-                const int32_t id = token(static_cast<int32_t>(i));
-                if (weights[i] >= least && logits[id] > -kInfinity && allowed(id)) order.push_back(static_cast<int32_t>(i));
-            }
-            std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-                const float x = logits[token(a)], y = logits[token(b)];
-                return x > y || (x == y && a < b);
-            });
+        const double top = scaled(best), total = weight(top);
+        for (double drop = 4.0;; drop *= 2.0) {  // the likeliest, further down where they are not enough
+            const float lowest = std::numeric_limits<float>::lowest();
+            const float least = drop < 600.0 ? std::max(lowest, static_cast<float>((top - drop) * s.temperature)) : lowest;
+            int32_t* end = ids;
+            if (narrowed)
+                end = std::copy_if(kept.begin(), kept.end(), ids, [&](int32_t id) { return logits[id] >= least; });
+            else
+                end += at_least(0, vocab, least);
+            std::sort(ids, end, [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
             double reached = 0.0;
-            for (size_t i = 0; i < order.size(); ++i) {
-                reached += weights[static_cast<size_t>(order[i])] / total;
+            for (const int32_t* id = ids; id < end; ++id) {
+                reached += exponential(scaled(*id) - top) / total;
                 if (std::fabs(reached - s.top_p) < kEdge) return false;
                 if (reached < s.top_p) continue;
-                std::vector<int32_t> survivors;
-                for (size_t j = 0; j <= i; ++j) survivors.push_back(token(order[j]));
-                std::sort(survivors.begin(), survivors.end());
-                kept = std::move(survivors);
+                kept.assign(static_cast<const int32_t*>(ids), id + 1);
+                std::sort(kept.begin(), kept.end());
                 narrowed = true;
                 return true;
             }
-            if (least == 0.0) return false;
+            if (least == lowest) return false;
         }
     }
 
@@ -284,6 +288,16 @@ struct Choice {
 };
 
 }  // namespace
+
+double weight_of(const float* x, int n, double temperature, double top, const Kernels& kernels) {
+    double weights[kStretch + 8];
+    kernels.weigh(x, n, temperature, top, weights);
+    std::fill(weights + n, weights + (n + 7) / 8 * 8, 0.0);
+    double sums[8] = {};
+    for (int i = 0; i < n; i += 8)
+        for (int lane = 0; lane < 8; ++lane) sums[lane] += weights[i + lane];
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
 
 double gumbel(const Sampling& s, int token) {
     const double u = (static_cast<double>(philox_word(s, static_cast<uint32_t>(token))) + 0.5) * 0x1p-32;

@@ -56,6 +56,11 @@ struct Workspace {
     std::vector<uint32_t> mask;
 };
 
+constexpr int kStretch = 256;  // logits that are looked at together: what they weigh is summed within one, then over all
+
+// Sum of e^(x / temperature - top) over [n], n <= kStretch.
+double weight_of(const float* x, int n, double temperature, double top, const Kernels& kernels);
+
 enum : int { kNoneAllowed = -1, kNaN = -2, kUndecided = -3 };
 
 // The Gumbel noise of a token at the sampling's output index, as noise.py has it.

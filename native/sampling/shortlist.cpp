@@ -11,17 +11,6 @@ namespace {
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// Sum of e^(x - top) over [n].
-double weight_of(const float* x, int n, float top, const Kernels& kernels) {
-    double weights[kStretch + 8];
-    kernels.weigh(x, n, 1.0, static_cast<double>(top), weights);
-    std::fill(weights + n, weights + (n + 7) / 8 * 8, 0.0);
-    double sums[8] = {};
-    for (int i = 0; i < n; i += 8)
-        for (int lane = 0; lane < 8; ++lane) sums[lane] += weights[i + lane];
-    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
-}
-
 bool before(const Shortlist::Entry& a, const Shortlist::Entry& b) { return a.score > b.score || (a.score == b.score && a.place < b.place); }
 
 }  // namespace
@@ -45,7 +34,7 @@ Mass Shortlist::consider(
     const Best best = kernels.argmax(x, n);
     if (best.nan || std::isinf(best.value)) return {std::numeric_limits<float>::quiet_NaN(), 0.0};
     const bool sampled = sampling.temperature > 0.0;
-    const Mass mass{best.value, sampled || !weighed ? 0.0 : weight_of(x, n, best.value, kernels)};
+    const Mass mass{best.value, sampled || !weighed ? 0.0 : weight_of(x, n, 1.0, best.value, kernels)};
     int32_t places[kStretch];
     const auto score = [&](int i) {
         return sampled ? static_cast<double>(x[i]) / sampling.temperature + gumbel(sampling, tokens[i]) : static_cast<double>(x[i]);
@@ -87,7 +76,8 @@ Mass whole(const Mass* stretches, int count) {
 double log_sum(const float* logits, int n, const Best& best, const Kernels& kernels) {
     if (best.nan || std::isinf(best.value)) return std::numeric_limits<double>::quiet_NaN();
     double sum = 0.0;
-    for (int first = 0; first < n; first += kStretch) sum += weight_of(logits + first, std::min(kStretch, n - first), best.value, kernels);
+    for (int first = 0; first < n; first += kStretch)
+        sum += weight_of(logits + first, std::min(kStretch, n - first), 1.0, best.value, kernels);
     return best.value + natural_log(sum);
 }
 

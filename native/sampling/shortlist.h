@@ -8,8 +8,6 @@
 
 namespace outpace {
 
-constexpr int kStretch = 256;  // logits that are looked at together: what they weigh is summed within one, then over all
-
 constexpr int kRivals = 16;    // scores, at the least, among which noise leaves the choice open
 
 // What a stretch's logits weigh: sum of e^(logit - top).
