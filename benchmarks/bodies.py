@@ -154,9 +154,9 @@ def measured(server: Started, kind: str) -> dict[str, Any]:
             waits.append(health(port))
             time.sleep(0.005)
 
+    idle = at_rest(port)["memory"]
     Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the peak begins anew
     used = spent(server.pid).all
-    idle = at_rest(port)["memory"]
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
