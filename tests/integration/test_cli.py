@@ -472,15 +472,15 @@ def test_what_is_asked_for_is_what_comes(capsys: pytest.CaptureFixture[str]) -> 
 def test_recommend_predicts_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: Path) -> None:
     page, drafters = tmp_path / "page.html", ("-d", "ngram:min=2", "-d", "suffix:size=3", "-d", "layers:1")
     asked = ("recommend", "--prompts", prompts, "-n", "48", "--html", page, *drafters)
-    code, out, _ = outpace(capsys, *asked, "--measure", "--price-per-hour", "2", "--json")
+    code, out, err = outpace(capsys, *asked, "--measure", "--price-per-hour", "2", "--json")
+    assert code == 0, err
     found = json.loads(out)
     settings = {entry["name"]: entry for entry in found["settings"]}
-    assert code == 0
     assert {"none", "suffix:size=3 --size 3", *(f"ngram:min=2 --size {n}" for n in SIZES)} <= set(settings)
     assert all(entry["error"] > -1 for entry in settings.values() if "error" in entry)
     assert settings["none"]["measured"] > 0
     assert settings["none"]["speedup"] == 1.0
-    assert settings["none"]["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / settings["none"]["speed"])
+    assert settings["none"]["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / settings["none"]["measured"])
     assert "own forwards" in found["not_predicted"]["layers:1"]
     assert found["recommended"] in (None, *settings)
     assert "<svg" in page.read_text()

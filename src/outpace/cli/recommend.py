@@ -154,8 +154,11 @@ def _measure(
                 entry["measured_tokens_per_step"] = config["tokens_per_step"]
                 if entry["price_per_million_tokens"] is not None:
                     entry["price_per_million_tokens"] *= entry["speed"] / speed
+        (bare,) = (entry for entry in value["settings"] if entry["name"] == "none")
         for name, config in speeds.items():  # the policy's sizes, which nothing predicts
-            value["settings"].append({"name": name, "measured": config["decode_tokens_per_second"]})
+            speed, cost = config["decode_tokens_per_second"], bare["price_per_million_tokens"]
+            cost = None if cost is None else cost * bare["measured"] / speed
+            value["settings"].append({"name": name, "measured": speed, "price_per_million_tokens": cost})
     return stopped
 
 
@@ -177,7 +180,9 @@ def _columns(value: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     lines, seen = [], set()
     for entry in value["settings"]:
         if "speed" not in entry:
-            line = [entry["name"], *["-"] * (4 + priced), f"{entry['measured']:.1f}", "-"]
+            line = [entry["name"], *["-"] * 4]
+            line += [f"{entry['price_per_million_tokens']:.3f}"] if priced else []
+            line += [f"{entry['measured']:.1f}", "-"]
         elif entry["drafter"] in seen and "measured" not in entry:
             continue
         else:

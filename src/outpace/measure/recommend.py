@@ -40,7 +40,7 @@ CARDS = {  # by their makers' data sheets: GB/s, and dense 16-bit TFLOP/s
     "L40S": (864.0, 362.0),
 }
 _WARM_UP = 32  # tokens
-_FEWEST = 4 * len(SIZES)  # steps
+_FEWEST = 2 * (len(SIZES) + 1)  # steps: two of each width
 _WIDE = 64  # tokens: as wide as reading a prompt
 _REACHED = 0.6  # share of a data sheet's figures that decoding reaches
 
