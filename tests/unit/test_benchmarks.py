@@ -133,7 +133,8 @@ def test_ctrl_c_leaves_the_streams_that_were_broken(
             raise KeyboardInterrupt
         return True, 0.5
 
-    monkeypatch.setattr(scale, "replicas", lambda *_: nullcontext(SimpleNamespace(url="", servers=lambda: [1, 2])))
+    running = SimpleNamespace(url="", servers=lambda: [1, 2], close=lambda: None)
+    monkeypatch.setattr(scale, "Replicas", lambda *_: running)
     monkeypatch.setattr(scale, "stream", lambda *_: ({}, 0.0))
     monkeypatch.setattr(scale, "broken", broken)
     assert call("scale", []) == 130

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outpace.integrations.ray.delivered import Delivered, LostError, MixedError
+from outpace.integrations.ray.delivered import Delivered, DeliveredEvents, LostError
 from outpace.integrations.ray.routing import Routes, beginnings
 
 
@@ -57,11 +57,28 @@ def test_another_server_is_asked_to_go_on_after_what_came_and_nothing_comes_twic
     assert stream.whole
 
 
-def test_servers_with_other_bits_are_refused() -> None:
+def event(number: int, kind: str, key: str, **more: Any) -> bytes:
+    data = {"type": f"response.{kind}", "sequence_number": number, "item_id": f"msg_{key * 32}00", **more}
+    return b"event: x\ndata: " + json.dumps(data).encode() + b"\n\n"
+
+
+def test_events_count_once_one_has_token_ids_and_are_numbered_as_one_answer() -> None:
+    stream = DeliveredEvents({"input": "Hi", "seed": 3})
+    delta = {"output_index": 0, "delta": "a", "logprobs": [1]}
+    assert stream.take(event(5, "content_part.added", "a")) == b""
+    assert stream.take(event(6, "output_text.delta", "a", **delta, token_ids=[7])).count(b"event: ") == 2
+    assert stream.take(event(7, "output_text.delta", "a", **delta)) == b""  # its token ids never come
+    assert stream.request()["resume"] == {"token_ids": [7]}
+    went_on = stream.take(event(0, "output_text.done", "b", output_index=0, logprobs=[], token_ids=[8]))
+    assert json.loads(went_on.partition(b"data: ")[2]) == {
+        "type": "response.output_text.done", "sequence_number": 2, "item_id": f"msg_{'a' * 32}00", "output_index": 0,
+        "logprobs": [1],
+    }  # fmt: skip
+
+
+def test_another_server_goes_on_after_one_that_ends() -> None:
     stream = Delivered({**chat("Hi"), "seed": 3})
     stream.take(chunk("a", [1]))
-    with pytest.raises(MixedError, match="other"):
-        stream.take(chunk("b", [2], system_fingerprint="other"))
-    assert stream.request()["resume"] == {"token_ids": [1]}
     with pytest.raises(LostError, match="ends"):
         stream.take(b'data: {"error": {"message": "it ends", "code": "shutting_down"}}\n\n')
+    assert stream.request()["resume"] == {"token_ids": [1]}
