@@ -151,7 +151,7 @@ def test_a_grammar_in_the_servers_spelling(dynamo: Dynamo) -> None:
     for guided, allowed in (({"guided_choice": ["a.b", "c"]}, {"a.b", "c"}), ({"guided_regex": "x{3}"}, {"xxx"})):
         with dynamo.ask(max_tokens=8, **guided) as answer:
             assert json.load(answer)["choices"][0]["message"]["content"] in allowed
-    assert "guided_regex" in refused(dynamo, max_tokens=8, guided_regex="a", guided_choice=["a"])
+    assert '"code":400' in refused(dynamo, max_tokens=8, guided_regex="(")
 
 
 def test_what_cannot_be_is_refused_with_its_reason(dynamo: Dynamo) -> None:
