@@ -2,6 +2,7 @@
 
     python -m benchmarks simulate --measure docs/results/steps.json       # a minute, nothing else running
     python -m benchmarks simulate --plot docs/images/replicas.svg
+    python -m benchmarks simulate --real 20                               # two real servers behind the same routers
 
 Conversations with shared system prompts come at a rate that would load the replicas by ``--load`` if every prompt were
 computed whole; the same ones for each way to choose a replica. Then a share of the replicas dies at once, and their
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.simulate.real import measured
 from benchmarks.simulate.replicas import Conversation, Outcome, Router, Simulation, Turn
 from benchmarks.simulate.steps import Steps, measure, read
 from outpace.cli.terminal import table
@@ -56,6 +58,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {"prefixes": Routes, "least load": Le
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=Path, default=Path("docs/results/steps.json"), help="measured step times")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure step times into FILE, and end")
+    parser.add_argument("--real", type=float, metavar="SECONDS", help="ask real servers, so long each, and end")
     parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--seconds", type=float, default=60.0, help="in which conversations begin")
     parser.add_argument("--load", type=float, default=0.8)
@@ -71,6 +74,8 @@ def run(given: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             print(measure(given.measure, Path(folder) / "log"))
         return 0
+    if given.real is not None:
+        return ask_real(given)
     if given.plot is not None:
         plot.check(given.plot)
     steps = read(given.steps)
@@ -86,6 +91,18 @@ def run(given: argparse.Namespace) -> int:
     emit(given, {"figures": figures})
     if given.plot is not None and figures:
         draw(given.plot, figures)
+    return measuring.end(0)
+
+
+def ask_real(given: argparse.Namespace) -> int:
+    """Two servers behind each router, and one alone, in turn and twice. Raises OSError."""
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, Measuring() as measuring:
+        for name, count in [("prefixes", 2), ("round robin", 2), ("prefixes", 1)] * 2:
+            found = measured(ROUTERS[name](), count, given.real, Path(folder) / "log")
+            figures.append({"router": name, "servers": count, **found})
+            print(f"{name}, {count} servers: found {found['hits']:.3f} of prompts, {found['tokens']:.0f} tokens/s")
+    emit(given, {"real": figures})
     return measuring.end(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,3 +84,13 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert call("simulate", ["--steps", str(out)]) == 2  # no measured steps
     assert "--measure writes them" in capsys.readouterr().err
     assert read(steps).step(0, 10) == pytest.approx(10 * read(steps).prefill)
+
+
+def test_two_replicas_write_almost_twice_what_one_does() -> None:
+    """All is asked at once, of 24 system prompts, with the step times that were measured."""
+    steps, spent = read(HERE / "docs/results/steps.json"), []
+    crowd = [Conversation(each.system, [replace(each.turns[0], pause=0.0)]) for each in asked(24, systems=24)]
+    for count in (1, 2):
+        answered = Simulation(steps, Routes(), count).run(crowd).answered
+        spent.append(max(request.last for request in answered))
+    assert spent[0] / spent[1] > 1.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 PIECE = 512  # characters of a text, or token ids, that are compared as one
 MOST = 256  # pieces of one request that are compared
 REMEMBERED = 100_000  # beginnings
-SLACK = 1.25  # a replica may have so much of the mean load, and two requests more
+_PRIME = 2**61 - 1
+SLACK = 1.25  # a replica may have so much of the mean load, and one request more
 
 
 def beginnings(body: Any) -> list[str]:
@@ -48,15 +50,16 @@ class Routes:
         The longest beginning that some replica has answered decides, else rendezvous hashing of the first, on which
         several routers agree; a replica with more than its share of the load is passed over.
         """
-        usable = {name: count for name, count in load.items() if name not in avoid}
+        usable = {name: count for name, count in load.items() if name not in avoid} if avoid else load
         if not usable:
             return None
-        bound = SLACK * sum(usable.values()) / len(usable) + 2
+        bound = SLACK * sum(usable.values()) / len(usable) + 1
         light = {name for name, count in usable.items() if count < bound}
         known = (self._last.get(begin) for begin in reversed(begins))
         chosen = next((name for name in known if name in light), None)
         if chosen is None and begins:
-            chosen = max(light, key=lambda name: blake2b(f"{begins[0]} {name}".encode(), digest_size=8).digest())
+            first = int(begins[0], 16)
+            chosen = max(light, key=lambda name: first * _number(name) % _PRIME)
         elif chosen is None:
             chosen = min(usable, key=lambda name: (usable[name], name))
         for begin in begins:
@@ -65,3 +68,8 @@ class Routes:
         while len(self._last) > REMEMBERED:
             self._last.popitem(last=False)
         return chosen
+
+
+@lru_cache(maxsize=10_000)
+def _number(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) % _PRIME
