@@ -39,9 +39,9 @@ bool Model::Run::layer(Seat& me, int index) {
     clock(me, kNorm);
 
     products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
-    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys are on their way while it waits and rotates
+    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
+        for (size_t line = 0; line < 2 * m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
     clock(me, kQkv);
