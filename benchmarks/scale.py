@@ -153,9 +153,11 @@ def variables() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
+    """One that the system gives to nobody who asks for any: Ray's own processes ask while it starts."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def servers(pids: Iterable[int]) -> dict[int, str]:
