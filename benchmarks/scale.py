@@ -120,16 +120,18 @@ class Cluster:
     def serve(self, count: str, *options: str) -> None:
         """Start replicas, or replace those that there are. Raises OSError."""
         words = ["serve", "--replicas", count, "--ray", self._address, "--port", str(self._port), *options]
+        failure = ""
         for _ in range(30):  # Ray may not listen yet
+            if self.process.poll() is not None:
+                raise OSError(f"ray start ended with {self.process.returncode}")
             ran = subprocess.run(
                 [self._python, "-m", "outpace", *words], capture_output=True, text=True, env=variables()
             )
             if ran.returncode == 0:
                 return
-            if self.process.poll() is not None:
-                break
+            failure = f"outpace serve --ray ended with {ran.returncode}:\n{ran.stderr}"
             time.sleep(1)
-        raise OSError(f"outpace serve --ray ended with {ran.returncode}:\n{ran.stderr}")
+        raise OSError(failure)
 
     def servers(self) -> dict[int, str]:
         return servers(descendants(self.process.pid))
@@ -153,9 +155,9 @@ def variables() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One that the system gives to nobody who asks for any: Ray's own processes ask while it starts."""
+    """One that neither the system gives to those who ask for any nor Ray to its workers."""
     while True:
-        port = random.randrange(10_000, 32_768)
+        port = random.randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
