@@ -202,7 +202,7 @@ struct Attention {
             begin[i] = job.first[i] > base ? job.first[i] - base : 0;
             end[i] = job.position[i] + 1 - base;
             end[i] = end[i] > kBlock ? kBlock : end[i];
-            own[i] = job.path[i] ? job.cached - base : kBlock;
+            own[i] = !job.path[i] ? kBlock : job.cached > base ? job.cached - base : 0;
             const int slots = own[i] < end[i] ? kBlock : end[i];
             high = slots > high ? slots : high;
             peaks[i] = -INFINITY;
