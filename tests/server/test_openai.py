@@ -198,7 +198,9 @@ def test_an_answer_goes_on_with_the_last_message(demo: Running) -> None:
 @pytest.mark.parametrize("thinks", [True, False])
 def test_effort_is_what_the_template_knows(thinks: bool) -> None:
     tokenizer: Any = SimpleNamespace(chat_template=QWEN3, render_chat=ChatTemplate(QWEN3, {}).render, special_ids=())
-    model: Any = SimpleNamespace(tokenizer=tokenizer, control=ControlTokens(tokenizer, allowed=True))
+    model: Any = SimpleNamespace(
+        tokenizer=tokenizer, control=ControlTokens(tokenizer, allowed=True), most_text=10_000
+    )  # fmt: skip
     body = ChatRequest.model_validate({"messages": ASK, "reasoning_effort": "low" if thinks else "none"})
     assert ("</think>" in rendered(body, body.messages, [], "none", model)) is not thinks
     twice = body.model_copy(update={"chat_template_kwargs": {"enable_thinking": thinks}})

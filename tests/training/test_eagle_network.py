@@ -41,10 +41,11 @@ class Beside:
         self.parts, self._of = self, parts
 
     def embed(self, tokens):
-        return self._of.embed(torch.from_numpy(tokens).long())
+        return self._of.embed(torch.as_tensor(tokens).long())
 
-    def logits(self, normed, ids):
-        return normed @ self._of.head[torch.from_numpy(ids).long()].T
+    def head_of(self, ids):
+        rows = self._of.head[torch.from_numpy(ids).long()]
+        return lambda normed: normed @ rows.T
 
 
 def serving(net, parts, ids):
