@@ -3,14 +3,14 @@
     scripts/soak                                             # 10,000 generations; with other counts: --help
 
 What comes is mixed from the first request to the last. Every answer is looked at: the same question has the same one
-however often and beside whatever it is asked; what means nothing is told so, by name; slow readers get all of theirs.
+however often and beside whatever it is asked; nonsense is refused by name; slow readers get all of theirs.
 Between parts, when nothing runs, the engine's invariants are checked and what is held is counted (rows, blocks,
 threads, files, memory). Memory may not grow by 5 % once the first fifth has filled what is bounded: its trend counts,
 the median of the slopes between any two parts (Theil and Sen), which neither one part nor noise makes. Free pages are
-given back before memory is read, as the server does when nobody asks: how many the C library keeps (36 to 63 MB of 330
+given back before memory is read, as the server does when it is idle: how many the C library keeps (36 to 63 MB of 330
 in one run, up and down) says nothing of leaks. KV that was once in use stays mapped: it is filled before. At last the
-server is told to stop under load, where everybody has to be answered or refused; and `outpace serve` is killed (-9) in
-mid-stream and started again, where the first answer has to be that of before, within 5 s. Linux only.
+server gets a signal to stop under load, where every request has to be answered or refused; and `outpace serve` is
+killed (-9) in mid-stream and started again, where the first answer has to be that of before, within 5 s. Linux only.
 """
 
 from __future__ import annotations
@@ -361,5 +361,5 @@ def _show(found: dict[str, Any]) -> None:
     for name in first:
         print(f"{name:10} after a tenth {first[name]:>12} at the end {last[name]:>12}")
     trend = growth([state["memory"] for state in found["states"]])
-    print(f"memory's trend: {trend:+.1%}; told to stop under load: {found['stopped']}")
+    print(f"memory's trend: {trend:+.1%}; stopped under load: {found['stopped']}")
     print(f"killed, it answered again after {found['again']:.1f} s")

@@ -39,7 +39,7 @@ def resident() -> int:
 async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
     known = [service.known(name) for name in service.models.names()]
     if not service.inside:
-        await service.work(allocator.trim)  # as when nobody has asked for a while
+        await service.work(allocator.trim)  # as when it is idle
     return {
         **await serving.ask(counted),
         "inside": service.inside,

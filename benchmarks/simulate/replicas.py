@@ -19,11 +19,12 @@ import numpy as np
 
 from benchmarks.simulate.steps import Steps
 from outpace.common.arrays import I32, common_prefix
+from outpace.engine.intake import EngineOptions
 from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.integrations.ray.routing import beginnings
 
-CHUNK = 512  # prompt tokens a step, as EngineOptions.prefill_chunk
-KEPT = 16  # rows, as EngineOptions.prefix_rows
+CHUNK = EngineOptions().prefill_chunk  # prompt tokens a step
+KEPT = EngineOptions().prefix_rows
 
 
 class Router(Protocol):

@@ -100,7 +100,7 @@ private:
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
         bool behind = false;          // in this step it has to read more than what a step or two add
         const Ratios& at(int rows) const;  // of the batch most like it
-        double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: nobody knows
+        double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }
     };
     struct Node {  // that was proposed

@@ -57,6 +57,12 @@ def test_another_server_is_asked_to_go_on_after_what_came_and_nothing_comes_twic
     assert stream.whole
 
 
+@pytest.mark.parametrize("resume", ["a", 3, [1], {}, {"token_ids": None}, {"token_ids": "a"}, {"token_ids": [[1], 2]}])
+def test_a_malformed_resume_is_left_to_the_server(resume: Any) -> None:
+    sent = Delivered({**chat("Hi"), "seed": 3, "stream": True, "resume": resume}).request()
+    assert sent["resume"] == resume
+
+
 def event(number: int, kind: str, key: str, **more: Any) -> bytes:
     data = {"type": f"response.{kind}", "sequence_number": number, "item_id": f"msg_{key * 32}00", **more}
     return b"event: x\ndata: " + json.dumps(data).encode() + b"\n\n"

@@ -113,7 +113,7 @@ class Plain:
 
 
 class _Widths(Drafter):
-    """Proposes in every width in turn what nobody would say, and in every fourth round what the answer has next."""
+    """Proposes, in every width in turn, tokens that are surely wrong, and in every fourth round those of the answer."""
 
     name = "widths"
 

@@ -30,9 +30,7 @@ class Delivered:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = {**body, "return_token_ids": True}
         self._shows_ids = bool(body.get("return_token_ids"))
-        given = (body.get("resume") or {}).get("token_ids") or []
-        several = bool(given) and isinstance(given[0], list)
-        self._ids: dict[int, list[int]] = dict(enumerate(map(list, given))) if several else {0: list(given)}
+        self._ids = _given(body.get("resume"))
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._first: dict[str, Any] = {}
@@ -99,6 +97,16 @@ class Delivered:
         if choice["finish_reason"] is not None:
             self._ended.add(index)
         return True
+
+
+def _given(resume: Any) -> dict[int, list[int]]:
+    """The token ids that a request resumes after, by choice; none of what is malformed, which the server refuses."""
+    given = resume.get("token_ids") if isinstance(resume, dict) else None
+    if not isinstance(given, list) or not given:
+        return {0: []}
+    if all(isinstance(each, list) for each in given):
+        return dict(enumerate(map(list, given)))
+    return {0: list(given)}
 
 
 class DeliveredEvents(Delivered):
