@@ -42,7 +42,7 @@ macro(outpace_path name)
   if(OUTPACE_HOST_PATHS AND PATH_BELOW IN_LIST BUILT AND NOT OUTPACE_SANITIZE STREQUAL "address")
     set(unwanted TRUE)
   endif()
-  if(OUTPACE_HOST_PATHS AND NOT missing AND NOT unwanted)
+  if(OUTPACE_HOST_PATHS AND PATH_CPU AND NOT missing AND NOT unwanted)
     string(REPLACE ";" "\") && __builtin_cpu_supports(\"" supported "${PATH_CPU}")
     check_cxx_source_runs("int main() { __builtin_cpu_init(); return !(__builtin_cpu_supports(\"${supported}\")); }" OUTPACE_RUNS_${id})
     if(NOT OUTPACE_RUNS_${id})
@@ -97,9 +97,19 @@ if(OUTPACE_X86)
   if(OUTPACE_EMULATE_TILES)
     outpace_path(avx512-amx-emulated BASE avx512 CPU avx512f FLAGS ${AVX512_FLAGS} -O1)  # half of -O3's compile time
   endif()
+else()
+  check_cxx_source_compiles("
+#if !defined(__aarch64__)
+#error another architecture
+#endif
+int main() { return 0; }" OUTPACE_ARM)
+endif()
+if(OUTPACE_ARM)  # Linux and macOS, GCC and Clang alike
+  outpace_path(neon FLAGS -march=armv8.2-a+dotprod)
+  outpace_path(neon-i8mm BASE neon FLAGS -march=armv8.2-a+dotprod+i8mm)
 endif()
 
-if(OUTPACE_HOST_PATHS AND BUILT AND NOT OUTPACE_SANITIZE)
+if(OUTPACE_HOST_PATHS AND OUTPACE_X86 AND BUILT AND NOT OUTPACE_SANITIZE)
   list(APPEND LEFT_OUT "portable (only what this machine needs was asked for)")
 else()
   if(OUTPACE_X86)  # the same file, for processors that have its exact multiply-add as an instruction

@@ -15,8 +15,12 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -115,6 +119,23 @@ uint64_t saved_states() {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return static_cast<uint64_t>(high) << 32 | low;
+}
+
+#elif defined(__aarch64__)
+
+ArmFeatures arm_features() {
+#if defined(__linux__)
+    return {(getauxval(AT_HWCAP) >> 20 & 1) != 0, (getauxval(AT_HWCAP2) >> 13 & 1) != 0};  // ASIMDDP, I8MM: asm/hwcap.h
+#elif defined(__APPLE__)
+    const auto has = [](const char* name) {
+        int found = 0;
+        size_t size = sizeof found;
+        return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found != 0;
+    };
+    return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
+#else
+    return {false, false};
+#endif
 }
 
 #endif

@@ -43,6 +43,12 @@ struct Registers {
 };
 Registers cpuid(uint32_t leaf, uint32_t subleaf);
 uint64_t saved_states();  // the register files that the system saves for threads (XCR0); 0: it does not say
+#elif defined(__aarch64__)
+// What the system says of the processor; false where it does not say.
+struct ArmFeatures {
+    bool dot_products, int8_matrices;  // FEAT_DotProd, FEAT_I8MM
+};
+ArmFeatures arm_features();
 #endif
 
 }  // namespace outpace

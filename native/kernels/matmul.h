@@ -29,6 +29,11 @@ constexpr bool kMaddubs = true;
 #else
 constexpr bool kMaddubs = false;
 #endif
+#ifdef OUTPACE_SIGNED
+constexpr bool kSigned = true;
+#else
+constexpr bool kSigned = false;
+#endif
 
 template <bool times_16>
 INLINE void unpack_nibbles(const uint8_t* q, W* w) {
@@ -99,6 +104,7 @@ struct Unpack {
     static constexpr bool offset = !minimum;                                       // bytes are 128 too high
     static constexpr bool sixteenths = format == Format::I4S && !kMaddubs;         // nibbles become 16 times what they are
     static constexpr bool small = !code && !sixteenths && at.group_bytes < kBytes;  // no value is beyond 32
+    static constexpr bool shifts = offset && !kSigned;                             // sums start at what takes the 128 off
     INLINE void values(const uint8_t* q, W* w) {
         if constexpr (code)
             unpack_codes(q, w);
@@ -110,6 +116,7 @@ struct Unpack {
             unpack_sixes<128 - 32>(Range<8>{}, q, w);
         else
             unpack_bytes(q, w);
+        for (int i = 0; offset && kSigned && i < 8; ++i) w[i] = add_w(w[i], 128);  // signed bytes, 128 too high no more
     }
     INLINE Scales scales(const uint8_t* s, int g) {
         Scales found = scales_of<format>(s, g);
@@ -126,8 +133,8 @@ struct Dots {
 template <Format format>
 INLINE Dots dots(const W* q, const uint8_t* r) {
     using L = Unpack<format>;
-    I x = L::offset ? set1_pair(r + 44) : zero_i();
-    I z = L::offset ? set1_pair(r + 48) : zero_i();
+    I x = L::shifts ? set1_pair(r + 44) : zero_i();
+    I z = L::shifts ? set1_pair(r + 48) : zero_i();
 #ifdef OUTPACE_MADDUBS
     constexpr bool sixteenths = format == Format::I4S;  // its nibbles stay small here; their sum takes the 16
     constexpr bool negative = L::offset && !sixteenths;

@@ -9,6 +9,8 @@
 #include "kernels/simd_avx512.h"
 #elif defined(OUTPACE_AVX2)
 #include "kernels/simd_avx2.h"
+#elif defined(OUTPACE_NEON)
+#include "kernels/simd_neon.h"
 #else
 #include "kernels/simd_portable.h"
 #endif

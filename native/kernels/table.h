@@ -109,6 +109,8 @@ const Kernels& kernels_avx2vnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();
 const Kernels& kernels_avx512amx();
+const Kernels& kernels_neon();
+const Kernels& kernels_neoni8mm();
 const Kernels& kernels_avx512amxemulated();  // tiles in plain C++, for tests; always from one token
 
 // From how many tokens products of a format (its number) go through tiles. Set before the first forward, see runtime/amx.h.

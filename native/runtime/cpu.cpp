@@ -43,6 +43,12 @@ std::vector<Candidate> candidates() {
 #if defined(OUTPACE_HAS_AVX2)
     all.push_back({"avx2", kernels_avx2, machine.avx2});
 #endif
+#if defined(OUTPACE_HAS_NEONI8MM)
+    all.push_back({"neon-i8mm", kernels_neoni8mm, machine.neoni8mm});
+#endif
+#if defined(OUTPACE_HAS_NEON)
+    all.push_back({"neon", kernels_neon, machine.neon});
+#endif
 #if defined(OUTPACE_HAS_PORTABLEFMA)
     all.push_back({"portable", machine.avx2 ? kernels_portablefma : kernels_portable, true});
 #elif defined(OUTPACE_HAS_PORTABLE)
@@ -94,6 +100,10 @@ Abilities::Abilities() {
     avx512bf16 = avx512 && has(more.a, {5}) && same_pairs(kernels_avx512bf16(), kernels_avx512());
 #endif
     amx = has(seventh.d, {24, 25});  // TILE, INT8
+#elif defined(__aarch64__)
+    const ArmFeatures found = arm_features();
+    neon = found.dot_products;
+    neoni8mm = neon && found.int8_matrices;
 #endif
 }
 

@@ -12,7 +12,7 @@ struct Kernels;
 // saves its registers; `amx` (tiles of int8) takes permission, too: see amx.h. `avx512bf16` includes that its instruction computes
 // as the rule says (Kernels::dot_pairs), on some thousand random triples.
 struct Abilities {
-    bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false, amx = false;
+    bool avx2 = false, avx2vnni = false, avx512 = false, avx512bf16 = false, amx = false, neon = false, neoni8mm = false;
 
     Abilities();
 };
@@ -22,7 +22,8 @@ const Abilities& abilities();
 std::vector<std::string> built_isas();
 std::string left_out_isas();
 
-// Kernel tables this machine can run, best first: "avx512-amx", "avx512-bf16", "avx512", "avx2-vnni", "avx2", "portable".
+// Kernel tables this machine can run, best first: "avx512-amx", "avx512-bf16", "avx512", "avx2-vnni", "avx2",
+// or "neon-i8mm", "neon"; then "portable".
 std::vector<std::string> usable_isas();
 
 // The table for `name`; "" or "auto" takes the best.
