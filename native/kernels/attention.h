@@ -146,7 +146,7 @@ struct Attention {
                 for (int p = 0; p < kBlock; p += 16) store(s + p, mul(load(s + p), load(scales + p)));
             for (int p = begin[i]; scales && own[i] < end[i] && p < end[i]; ++p) {
                 const Place at = place(i, p);
-                s[p] *= scales_of<type>(at.block + job.values, dim)[at.slot];
+                s[p] = times(s[p], scales_of<type>(at.block + job.values, dim)[at.slot]);
             }
         }
     }

@@ -22,7 +22,7 @@ static void rmsnorm(const float* x, const float* w, float eps, int n, float* out
         squares = fma(v, v, squares);
     }
     const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
-    for (int j = 0; j < n; ++j) out[j] = x[j] * scale * w[j];
+    for (int j = 0; j < n; ++j) out[j] = times(times(x[j], scale), w[j]);
 }
 
 static void add_to(float* x, const float* y, int n) {
@@ -32,23 +32,23 @@ static void add_to(float* x, const float* y, int n) {
 static void rotate(float* x, const float* cosines, const float* sines, int half, float scale) {
     for (int i = 0; i < half; ++i) {
         const float a = x[i], b = x[i + half];
-        x[i] = (a * cosines[i] - b * sines[i]) * scale;
-        x[i + half] = (b * cosines[i] + a * sines[i]) * scale;
+        x[i] = times(times(a, cosines[i]) - times(b, sines[i]), scale);
+        x[i + half] = times(times(b, cosines[i]) + times(a, sines[i]), scale);
     }
 }
 
 static void gate(Activation activation, const float* g, const float* up, int n, float* out) {
     if (activation == Activation::Silu)
-        for (int i = 0; i < n; i += 16) store(out + i, mul(silu(load(g + i)), load(up + i)));
+        for (int i = 0; i < n; i += 16) store(out + i, times(silu(load(g + i)), load(up + i)));
     else
-        for (int i = 0; i < n; i += 16) store(out + i, mul(gelu_tanh(load(g + i)), load(up + i)));
+        for (int i = 0; i < n; i += 16) store(out + i, times(gelu_tanh(load(g + i)), load(up + i)));
 }
 
 // 16 values as int8: q = round(x * 127 / max|x|), with their scale and their sum.
 INLINE int32_t encode_half(const float* x, uint8_t* q, float* scale) {
     const F a = load(x);
     const float most = peak(abs(a));
-    *scale = any(is_nan(a)) ? NAN : most / 127.0f;  // NaN and infinity must not turn into numbers here
+    *scale = any(is_nan(a)) ? NAN : over(most, 127.0f);  // NaN and infinity must not turn into numbers here
     // Values too small to divide by, and what is not finite, become 0; with the scale above the latter comes out as NaN.
     const F finite = select(less(abs(a), set1(INFINITY)), a, zero());
     const I rounded = to_int(mul(finite, set1(most > 1e-30f ? 127.0f / most : 0.0f)));
@@ -60,7 +60,7 @@ INLINE int32_t encode_half(const float* x, uint8_t* q, float* scale) {
 INLINE void encode_i8(const float* x, uint8_t* record) {
     float low, high;
     const int32_t sum_low = encode_half(x, record, &low), sum_high = encode_half(x + 16, record + 16, &high);
-    const float total = low * static_cast<float>(sum_low) + high * static_cast<float>(sum_high);
+    const float total = times(low, static_cast<float>(sum_low)) + times(high, static_cast<float>(sum_high));
     const int32_t shift_low = -128 * sum_low, shift_high = -128 * sum_high;
     std::memcpy(record + 32, &low, 4);
     std::memcpy(record + 36, &high, 4);

@@ -1,8 +1,21 @@
 #define OUTPACE_NEON
 #define OUTPACE_NS isa_neon
+#include "kernels/again.h"
 #include "kernels/instantiate.h"
 
-const outpace::Kernels& outpace::kernels_neon() {
-    static const Kernels table = OUTPACE_NS::table("neon");
+namespace outpace {
+
+const Kernels& kernels_neon() {
+    static const Kernels table = [] {
+        using namespace OUTPACE_NS;
+        Kernels t = OUTPACE_NS::table("neon");
+        t.matmul = or_again<OUTPACE_NS::matmul, &Kernels::matmul>;
+        t.dot_pairs = or_again<dot_pairs_of, &Kernels::dot_pairs>;
+        t.attention = or_again<OUTPACE_NS::attention, &Kernels::attention>;
+        t.merge_parts = or_again<OUTPACE_NS::merge_parts, &Kernels::merge_parts>;
+        return t;
+    }();
     return table;
 }
+
+}  // namespace outpace

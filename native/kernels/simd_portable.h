@@ -10,6 +10,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "runtime/denormals.h"
 #include "weights/halves.h"
 
 #define INLINE static inline
@@ -55,10 +56,10 @@ INLINE F load(const float* p) { return copy_of<F>(p); }
 INLINE void store(float* p, F x) { std::memcpy(p, x.v, 64); }
 OUTPACE_EACH(F, add, (F a, F b), a.v[i] + b.v[i])
 OUTPACE_EACH(F, sub, (F a, F b), a.v[i] - b.v[i])
-OUTPACE_EACH(F, mul, (F a, F b), a.v[i] * b.v[i])
-OUTPACE_EACH(F, div, (F a, F b), a.v[i] / b.v[i])
+OUTPACE_EACH(F, mul, (F a, F b), times(a.v[i], b.v[i]))
+OUTPACE_EACH(F, div, (F a, F b), over(a.v[i], b.v[i]))
 #ifdef __FP_FAST_FMAF
-OUTPACE_EACH(F, fma, (F a, F b, F c), __builtin_fmaf(a.v[i], b.v[i], c.v[i]))
+OUTPACE_EACH(F, fma, (F a, F b, F c), fused(a.v[i], b.v[i], c.v[i]))
 #else
 // a * b + c rounded once, without the instruction. The product is exact in float64. Where their sum, rounded there, lies half
 // way between two float32, rounding it again may err: then it is rounded to odd first, which makes the second rounding right

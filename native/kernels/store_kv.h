@@ -21,7 +21,7 @@ static float to_int8(const float* x, int dim, int dim_padded, uint8_t* out) {
     const float largest = peak(most);
     const F inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
     for (int d = 0; d < dim_padded; d += 16) store_i8(out + d, to_int(min(max(mul(load(line + d), inverse), set1(-127.0f)), set1(127.0f))));
-    return largest / 127.0f;
+    return over(largest, 127.0f);
 }
 
 static void put_scale(uint8_t* part, int dim_padded, int slot, float scale) {

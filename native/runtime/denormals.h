@@ -2,6 +2,7 @@
 // pairs of bfloat16 do whatever a thread's mode is, and it spares others a hundred cycles a denormal.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #if defined(__x86_64__)
@@ -39,5 +40,35 @@ private:
 
     const uint64_t found_;
 };
+
+// What rounds up to 2^-126 from below is 2^-126: x86 calls a result tiny by what it rounds to. ARM, before it rounds, and makes
+// that one 0. So where a result can be as small as that, it is computed by these, which find it by the same operation 2^60 times
+// as large; or, where there are too many, by plain operations, and by these once more if one of them left a zero behind.
+#if defined(__aarch64__)
+static inline float kept(float result, float larger) { return std::fabs(larger) == 0x1p-66f ? larger * 0x1p-60f : result; }
+static inline float times(float a, float b) { return kept(a * b, (a * 0x1p30f) * (b * 0x1p30f)); }
+static inline float over(float a, float b) { return kept(a / b, a * 0x1p60f / b); }
+static inline float fused(float a, float b, float c) {
+    return kept(__builtin_fmaf(a, b, c), __builtin_fmaf(a * 0x1p30f, b * 0x1p30f, c * 0x1p60f));
+}
+// Whether a result became zero for being tiny since the object was made: the flag UFC of this thread.
+class Underflows {
+public:
+    Underflows() { __asm__ volatile("msr fpsr, %0" : : "r"(flags() & ~kFlag) : "memory"); }
+    bool any() const { return flags() & kFlag; }
+
+private:
+    static constexpr uint64_t kFlag = 8;
+    static uint64_t flags() {
+        uint64_t flags;
+        __asm__ volatile("mrs %0, fpsr" : "=r"(flags) : : "memory");
+        return flags;
+    }
+};
+#else
+static inline float times(float a, float b) { return a * b; }
+static inline float over(float a, float b) { return a / b; }
+static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#endif
 
 }  // namespace outpace

@@ -60,6 +60,10 @@ def pairs(rng: np.random.Generator, n: int) -> tuple[Any, Any, Any]:
     a[::3] = a[::3] & 0x807FFFFF | 0x20000000  # exponents that meet the sums', also among the smallest
     b[::3] = b[::3] & 0x807FFFFF | rng.integers(0x10, 0x40, len(b[::3])).astype(np.uint32) << np.uint32(24)
     sums = (rng.integers(0, 1 << 32, n, np.uint32) & 0xBFFFFFFF).view(np.float32)
+    edge = slice(1, None, 16)  # sums beside 2^-126, and odd products that only rounding takes across it
+    a[edge] = a[edge] & 0x807F007F | rng.integers(49, 55, len(a[edge])).astype(np.uint32) << np.uint32(23)
+    b[edge] = b[edge] & 0x807F007F | rng.integers(49, 55, len(b[edge])).astype(np.uint32) << np.uint32(23)
+    sums[edge] = np.where(rng.integers(0, 2, len(sums[edge])), np.float32(2.0**-126), -np.float32(2.0**-126))
     odd = (a & 0xFFFF0000).view(np.float32) * (b & 0xFFFF0000).view(np.float32)
     return a.view(np.int32), b.view(np.int32), np.where(np.arange(n) % 2, sums, -odd).astype(np.float32)
 
@@ -117,6 +121,17 @@ def test_products(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 40))
     x = (rng.normal(0, 1, (tokens, cols)) * 10.0 ** rng.integers(-44, 5, (tokens, 1))).astype(np.float32)
     agree(lambda path: matrix.product(x, path))
+
+
+def test_a_product_that_rounds_up_to_the_least_normal_number_is_that_number() -> None:
+    """ARM would call it tiny before it rounds, and make it zero."""
+    weights = np.full((16, 32), 0, np.float32)
+    weights[:, 0] = (1 + 2.0**-23) * 2.0**-63
+    matrix = packed(weights.view(np.uint8), "F32", 16, 32)
+    x = np.zeros((3, 32), np.float32)
+    x[:, 0] = np.array([1 - 2.0**-23, 2.0**-23 - 1, 1 - 2.0**-22], np.float32) * np.float32(2.0**-63)
+    for path in PATHS:
+        assert matrix.product(x, path)[:, 0].tolist() == [2.0**-126, -(2.0**-126), 0.0], path
 
 
 def forwards(
