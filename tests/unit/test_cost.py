@@ -131,6 +131,10 @@ def test_it_takes_under_two_seconds_or_as_long_as_a_few_forwards(monkeypatch: py
     assert found.doubts() is None
     assert "measuring" in told[0]
     assert "measured" in told[-1]
+    assert found.steady == (slow <= 10), "a fast model at a very slow moment looks like a slow one"
+    again = costs.of(model)  # type: ignore[arg-type]
+    assert again.steady
+    assert again.seconds == pytest.approx(found.seconds)
 
 
 def test_a_cost_is_kept_and_measured_anew_when_asked_damaged_old_or_impossible(model: Clocked, cache: Path) -> None:

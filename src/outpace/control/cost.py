@@ -173,7 +173,7 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
     try:
         first = bench.seconds(1)
         if left() < 8 * (first + bench.prefill):
-            return Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill)
+            return replace(Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill), steady=False)
         least: dict[tuple[int, int, int], float] = {(1, SHORT, 1): first}
 
         def expected(widths: Sequence[int]) -> float:
