@@ -1,5 +1,5 @@
 """What a forward costs by width, rows and context: measured once for a model, backend and machine, kept on disk. It is
-where the policy begins; what it then learns from real steps (native/drafting/pace.h) overrules it.
+where the policy begins; what it then learns from real steps (native/drafting/policy.h) overrules it.
 
 A forward of B rows with N new tokens in all is modelled as
 
