@@ -2,8 +2,8 @@
 
 Ray's head is here, a second node in a namespace behind a link (Linux, root, Debian's iproute2); each has one replica.
 ``--rounds`` streams of the node's replica lose it, in turn because all of the node's processes get SIGKILL and because
-the link goes down; meanwhile a new stream is asked for. Then the node starts again, or the link comes up. It needs an
-environment with Ray (``scripts/scale`` makes .venv/scale).
+the link goes down; then another is asked for whose prompt the lost replica knows, and the node starts again, or the
+link comes up. It needs an environment with Ray (``scripts/scale`` makes .venv/scale).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import closing
 from typing import Any
 
 from benchmarks.figures import Measuring, add_json, emit
-from benchmarks.scale import KINDS, Cluster, busy, request, same, servers, stream
+from benchmarks.scale import KINDS, Asked, Cluster, busy, request, same, servers, stream
 
 NAME, HERE, THERE = "outpace-node", "10.213.7.1", "10.213.7.2"
 OPTIONS = ("--max-length", "1024", "--drafter", "ngram", "--threads", "1")
@@ -118,8 +118,8 @@ def run(given: argparse.Namespace) -> int:
             found = lost(running, how, list(KINDS)[number % len(KINDS)], numbers)
             rounds.append(found)
             end = "the same" if found["same"] else "NOT THE SAME"
-            print(f"{how}, {found['kind']}: {end}, gap {found['gap']:.1f} s; a new stream {found['new']:.1f} s; "
-                  f"back after {found['back']:.1f} s", flush=True)  # fmt: skip
+            print(f"{how}, {found['kind']}: {end}, gap {found['gap']:.1f} s; a new stream began after "
+                  f"{found['new']:.1f} s; back after {found['back']:.1f} s", flush=True)  # fmt: skip
     for how in ("killed", "cut"):
         these = [each for each in rounds if each["how"] == how]
         if these:
@@ -131,36 +131,35 @@ def run(given: argparse.Namespace) -> int:
 
 
 def lost(running: Hosts, how: str, kind: str, numbers: itertools.count[int]) -> dict[str, Any]:
-    """A stream that the node's replica writes loses it: whether it was the same, and seconds."""
-    while True:  # until the node's replica is the one that answers
-        asked, seen = request(kind, next(numbers)), set[int]()
+    """A stream that the node's replica writes loses it: whether it was the same, and seconds. Then another is asked
+    for whose prompt that replica has read: whether it was, too, and seconds to its first chunk."""
+    known, whole = written_there(running, kind, numbers)
+    hit: list[int] = []
+
+    def act() -> None:
+        if (pid := busy(live)) in theirs:
+            hit.append(pid)
+            running.kill() if how == "killed" else running.cut()
+
+    while not hit:  # else it has been written, but not read
+        asked, wanted = written_there(running, kind, numbers)
         live, theirs = running.servers(), running.there()
-        look = _looking(live, seen)
-        wanted, _ = stream(running.url, asked, 1, look)
-        if not seen or not seen <= theirs:
-            continue
-        hit: list[int] = []
-
-        def act(live: dict[int, str] = live, theirs: set[int] = theirs, hit: list[int] = hit) -> None:
-            if (pid := busy(live)) in theirs:
-                hit.append(pid)
-                running.kill() if how == "killed" else running.cut()
-
         found, gap = stream(running.url, asked, wanted["chunks"] // 4, act)
-        if hit:
-            break
-    began = time.monotonic()
-    other, _ = stream(running.url, asked)
-    new = time.monotonic() - began
-    both = same(found, wanted) and same(other, wanted)
+    began, first = time.monotonic(), list[float]()
+    new, _ = stream(running.url, known, 0, lambda: first.append(time.monotonic() - began))
+    both = same(found, wanted) and same(new, whole)
     if not both:
-        print(f"{found}\n{other}\n{wanted}")
-    return {"how": how, "kind": kind, "same": both, "gap": gap, "new": new, "back": running.heal()}
+        print(f"{found}\n{wanted}\n{new}\n{whole}")
+    return {"how": how, "kind": kind, "same": both, "gap": gap, "new": first[0], "back": running.heal()}
 
 
-def _looking(live: dict[int, str], seen: set[int]) -> Any:
-    def look() -> None:
-        if (pid := busy(live)) is not None:
-            seen.add(pid)
-
-    return look
+def written_there(running: Hosts, kind: str, numbers: itertools.count[int]) -> tuple[Asked, dict[str, Any]]:
+    """The next request that the node's replica answers, and its stream."""
+    seen: set[int | None] = set()
+    while True:
+        asked = request(kind, next(numbers))
+        live, theirs = running.servers(), running.there()
+        seen.clear()
+        wanted, _ = stream(running.url, asked, 1, lambda: seen.add(busy(live)))  # noqa: B023
+        if seen <= theirs:
+            return asked, wanted
