@@ -97,9 +97,18 @@ def _ids(chunk: dict[str, Any]) -> list[int]:
     return [token for choice in chunk.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
-def test_replicas_are_as_many_as_the_load_asks(cluster: Cluster) -> None:
-    cluster.serve("1-2", *OPTIONS, "--max-rows", "1")
-    with ThreadPoolExecutor(6) as pool:
+def test_replicas_are_as_many_as_the_load_asks_and_those_that_go_end_their_streams(cluster: Cluster) -> None:
+    cluster.serve("1-2", *OPTIONS, "--max-rows", "1", "--drain", "600")
+    wanted = [stream(cluster.url, request("greedy", number))[0] for number in range(6)]
+
+    def all_the_same(pool: ThreadPoolExecutor) -> bool:
+        asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
+        return all(same(each.result()[0], whole) for each, whole in zip(asked, wanted, strict=True))
+
+    with ThreadPoolExecutor(7) as pool:
         while len(cluster.servers()) < 2:
-            asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
-            assert all(each.result()[0]["error"] is None for each in asked)
+            assert all_the_same(pool)
+        fewer = pool.submit(cluster.serve, "1", *OPTIONS)
+        while not fewer.done() or len(cluster.servers()) > 1:
+            assert all_the_same(pool)
+        fewer.result()

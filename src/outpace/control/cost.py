@@ -1,5 +1,5 @@
 """What a forward costs by width, rows and context: measured once for a model, backend and machine, kept on disk. It is
-where the policy begins; what it then learns from real steps (native/drafting/pace.h) overrules it.
+where the policy begins; what it then learns from real steps (native/drafting/policy.h) overrules it.
 
 A forward of B rows with N new tokens in all is modelled as
 
@@ -42,7 +42,7 @@ FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where there is no time for all
 SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
-AGREE = 0.05  # two rounds do, when no cell's least falls by more: then the moment was a steady one
+AGREE = 0.05  # the two least times of a cell do, when no further apart: if all do, the moment was a steady one
 VERSION = 4  # of the file's format and of the protocol
 OLDEST = 30 * 86_400.0  # seconds for which a table is believed
 
@@ -159,8 +159,8 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
 
 
 def measure(model: Model, budget: float = BUDGET) -> Cost:
-    """Time forwards of ``model``, all cells in turn, until two rounds agree, at most for ``budget`` seconds (or the few
-    forwards that a slow model needs to be timed at all).
+    """Time forwards of ``model``, all cells in turn, until each one's two least times agree, at most for ``budget``
+    seconds (or the few forwards that a slow model needs to be timed at all).
 
     Raises MemoryLimitError when not even a short row fits. Its rows are gone afterwards.
     """
@@ -174,7 +174,7 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
         first = bench.seconds(1)
         if left() < 8 * (first + bench.prefill):
             return replace(Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill), steady=False)
-        least: dict[tuple[int, int, int], float] = {(1, SHORT, 1): first}
+        least: dict[tuple[int, int, int], list[float]] = {(1, SHORT, 1): [first]}  # two times of each cell
 
         def expected(widths: Sequence[int]) -> float:
             return sum(first + bench.prefill * w / bench.short for w in widths)
@@ -189,19 +189,16 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
         if 3 * bench.prefill < 0.2 * left() and all(bench.add(SHORT) for _ in range(3)):
             cells.append((1, SHORT, bench.rows(SHORT)))
         steady = False
-        for done in range(ROUNDS):
-            started, fell = time.perf_counter(), 0.0
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
             for cell in cells:
-                seconds = bench.seconds(*cell)
-                before = least.get(cell, math.inf)
-                least[cell] = min(seconds, before)
-                fell = max(fell, before / least[cell] - 1 if least[cell] > 0 else 0.0)
-            steady = bool(done) and fell < AGREE
+                least[cell] = sorted([*least.get(cell, ()), bench.seconds(*cell)])[:2]
+            steady = all(len(two) > 1 and two[1] <= (1 + AGREE) * two[0] for two in least.values())
             if steady or left() < 1.2 * (time.perf_counter() - started):
                 break
     finally:
         bench.close()
-    return replace(_fit(least), steady=steady)
+    return replace(_fit({cell: two[0] for cell, two in least.items()}), steady=steady)
 
 
 def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
