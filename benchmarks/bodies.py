@@ -108,15 +108,15 @@ KINDS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     "prompts of token ids": lambda: (_TEXT, text(prompt=many(b"[1,1,1,1,1,1,1,1,1,1,1,1,1,1]", _VALUES // 17))),
     "token ids to be text": lambda: ("/detokenize", b'{"tokens":%s}' % many(b"1", _VALUES - 100)),
     "long text to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % (b"several words " * (BYTES // 14 - 10))),
-    "blanks to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % (b" " * 5 * _VALUES)),
-    "digits to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % (b"1" * 5 * _VALUES)),
-    "Chinese to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % ("\u8aad".encode() * 5 * _VALUES)),
-    "blanks as a prompt": lambda: (_TEXT, text(prompt=b'"%b"' % (b" " * 650_000))),
+    "blanks to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % (b" " * 3 * _VALUES)),
+    "digits to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % (b"1" * 3 * _VALUES)),
+    "Chinese to be tokens": lambda: ("/tokenize", b'{"prompt":"%b"}' % ("\u8aad".encode() * 3 * _VALUES)),
+    "blanks as a prompt": lambda: (_TEXT, text(prompt=b'"%b"' % (b" " * 3 * _VALUES))),
     "control tokens in a message": lambda: (
         _CHAT, chat(messages=b'[{"role":"user","content":"%b"}]' % (b"<|im_end|>" * (BYTES // 10 - 20))),
     ),
     "blanks in a message": lambda: (
-        _CHAT, chat(messages=b'[{"role":"user","content":"%b"}]' % (b" " * 600_000)),
+        _CHAT, chat(messages=b'[{"role":"user","content":"%b"}]' % (b" " * (3 * _VALUES - 100))),
     ),
     "a long tool": lambda: (
         _CHAT, chat(tools=b'[{"type":"function","function":{"name":"a","description":"%b"}}]' % (b"<" * (BYTES - 300))),
