@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import card, forward, paired, scale, scores, serving
+from benchmarks import card, forward, paired, prove, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
 from outpace.measure.report import read
@@ -139,3 +139,22 @@ def test_ctrl_c_leaves_the_streams_that_were_broken(
     monkeypatch.setattr(scale, "broken", broken)
     assert call("scale", []) == 130
     assert "2 streams, 2 of whose servers got SIGKILL: 2 the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "gap", "code"),
+    [
+        ("transformers", "float32", 9e-4, 0),
+        ("transformers", "float32", 0.01, 1),
+        ("transformers", "bfloat16", 0.25, 0),
+        ("transformers", "bfloat16", 0.75, 1),
+        ("transformers", "bfloat16", None, 1),  # an answer ended early
+        ("native", "bfloat16", 1e-5, 1),
+    ],
+)
+def test_prove_fails_where_rounding_does_not_explain_a_difference(
+    backend: str, dtype: str, gap: float | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"identical": True, "tokens": 8}, {"identical": False, "tokens": 8, "gap": gap, "near_tie": False}]
+    assert prove._report({"settings": {"backend": backend, "dtype": dtype}, "cases": {"ngram": rows}}) == code
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["ngram", "1", str(1 - code), str(code)]
