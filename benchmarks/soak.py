@@ -253,7 +253,7 @@ def stopped_under_load(port: int, process: int, requests: int = 24) -> dict[str,
         if status != http.HTTPStatus.OK:
             return f"lost: HTTP {status}"
         if b'"shutting_down"' in answer:
-            return "told"
+            return "ended with an error"
         try:
             streamed(answer) if stream else json.loads(answer)["choices"][0]["finish_reason"]
         except (ValueError, KeyError, IndexError) as error:

@@ -12,6 +12,7 @@ requests go on elsewhere. All but the times of choices depends on ``--seed`` alo
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from benchmarks.simulate.real import measured
 from benchmarks.simulate.replicas import Conversation, Outcome, Router, Simulation, Turn
 from benchmarks.simulate.steps import Steps, measure, read
 from outpace.cli.terminal import table
+from outpace.errors import Argument, ParameterError
 from outpace.integrations.ray.routing import Routes
 from outpace.measure import plot
 
@@ -70,6 +72,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Raises ParameterError for options with which nothing can be simulated."""
+    check(given)
     if given.measure is not None:
         with tempfile.TemporaryDirectory() as folder:
             print(measure(given.measure, Path(folder) / "log"))
@@ -83,15 +87,29 @@ def run(given: argparse.Namespace) -> int:
     with Measuring() as measuring:
         for count in given.replicas:
             asked = conversations(steps, count, given)
+            if not asked:
+                raise ParameterError(Argument("seconds", given.seconds), " is too short for a conversation: give more")
             for name, router in ROUTERS.items():
                 outcome = Simulation(steps, router(), count, clock=time.process_time).run(asked)
                 figures.append(summary(outcome, name, count, given.seconds))
-            figures.append(summary(losing(steps, asked, count, given), "prefixes", count, given.seconds))
+            if given.dies:
+                figures.append(summary(losing(steps, asked, count, given), "prefixes", count, given.seconds))
     print(table(HEADS, [line(row) for row in figures]))
     emit(given, {"figures": figures})
     if given.plot is not None and figures:
         draw(given.plot, figures)
     return measuring.end(0)
+
+
+def check(given: argparse.Namespace) -> None:
+    for name in ("seconds", "load", "systems", "real"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ParameterError(Argument(name, value), " is out of range: give a number above 0")
+    if min(given.replicas) < 1:
+        raise ParameterError(Argument("replicas", min(given.replicas)), " is out of range: give at least 1")
+    if not 0 <= given.dies < 1:
+        raise ParameterError(Argument("dies", given.dies), " is out of range: give a share from 0 to below 1")
 
 
 def ask_real(given: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -20,18 +20,23 @@ _QUIET = {
 }  # fmt: skip
 
 
-def told(environment: str, package: str, script: str, url: str, home: Path, **values: Any) -> Any:
-    """What ``script`` leaves in ``said``, as JSON has it. It knows URL, BASE (with /v1) and ``values``. Skips the test
+def skip(package: str, script: str) -> NoReturn:
+    """Skip a test for want of ``package``, which ``scripts/SCRIPT`` installs."""
+    pytest.skip(f"{package} is not installed: scripts/{script} does it")
+
+
+def results_of(environment: str, package: str, script: str, url: str, home: Path, **values: Any) -> Any:
+    """What ``script`` leaves in ``found``, as JSON has it. It knows URL, BASE (with /v1) and ``values``. Skips the test
     where ``package`` is not installed."""
     own = _VENV / environment / "bin" / "python"
     python = str(own) if own.exists() else sys.executable
     looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     if subprocess.run([python, "-c", looks], check=False).returncode:
-        pytest.skip(f"{package} is not installed: scripts/clients does it")
+        skip(package, "clients")
     known = {"URL": url, "BASE": f"{url}/v1", **values}
     lines = ["import json", *(f"{name} = {value!r}" for name, value in known.items()), script]
     file = home / "script.py"
-    file.write_text("\n".join([*lines, "print()", "print(json.dumps(said))"]), encoding="utf-8")
+    file.write_text("\n".join([*lines, "print()", "print(json.dumps(found))"]), encoding="utf-8")
     env = {**os.environ, **_QUIET, "HOME": str(home), "LLM_USER_PATH": str(home / "llm")}
     done = subprocess.run([python, file], env=env, cwd=home, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.foreign import told
+from tests.server.foreign import results_of
 from tests.server.serving import Running
 
 COLOURS = {"red", "blue"}
@@ -19,7 +19,7 @@ import asyncio
 from typing import Literal
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 from openai import AsyncOpenAI
-client, said = AsyncOpenAI(base_url=BASE, api_key="none", max_retries=0), []
+client, found = AsyncOpenAI(base_url=BASE, api_key="none", max_retries=0), []
 @function_tool
 def paint(colour: Literal["red", "blue"]) -> str:
     \"\"\"Paints.\"\"\"
@@ -36,7 +36,7 @@ async def main():
         settings = ModelSettings(tool_choice="none", extra_body={"grammar": {"type": "regex", "value": "well"}})
         talk = [*result.to_input_list(), {"role": "user", "content": "Well?"}]
         again = await Runner.run(Agent(name="b", tools=[paint], model=model, model_settings=settings), talk)
-        said.append([result.final_output, streamed.final_output, "raw_response_event" in kinds, again.final_output])
+        found.append([result.final_output, streamed.final_output, "raw_response_event" in kinds, again.final_output])
 asyncio.run(main())
 """
 PYDANTIC_AI = """
@@ -48,7 +48,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 class Painted(BaseModel):
     colour: Literal["red", "blue"]
-said = []
+found = []
 async def main():
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
         model = kind("demo", provider=OpenAIProvider(base_url=BASE, api_key="none"))
@@ -59,7 +59,7 @@ async def main():
         again = await plain.run("And?", message_history=result.all_messages())
         async with plain.run_stream("Well?") as stream:
             texts = [text async for text in stream.stream_text()]
-        said.append([colour, texts[-1], result.output == again.output, again.output])
+        found.append([colour, texts[-1], result.output == again.output, again.output])
 asyncio.run(main())
 """
 SMOLAGENTS = """
@@ -73,11 +73,11 @@ def paint(colour: str) -> str:
     \"\"\"
     return "painted"
 model = OpenAIServerModel(model_id="demo", api_base=BASE, api_key="none", max_tokens=80, extra_body={"seed": 1})
-said = []
+found = []
 for stream in (False, True):
     agent = ToolCallingAgent(tools=[paint], model=model, max_steps=1, verbosity_level=0, stream_outputs=stream)
     agent.run("Paint it.")
-    said.append([agent.memory.steps[1].tool_calls[0].name, agent.memory.steps[1].observations])
+    found.append([agent.memory.steps[1].tool_calls[0].name, agent.memory.steps[1].observations])
 """
 MINI_SWE_AGENT = """
 from minisweagent.agents.default import DefaultAgent
@@ -92,7 +92,7 @@ asked = {"api_base": BASE, "api_key": "none", "temperature": 0, "tool_choice": "
 model = LitellmModel(model_name="openai/demo", model_kwargs=asked, cost_tracking="ignore_errors")
 agent = DefaultAgent(model, Nothing(), system_template="Be brief.", instance_template="{{task}}", step_limit=2)
 status = agent.run("List all files.")["exit_status"]
-said = [status, len(ran), [message["role"] for message in agent.messages]]
+found = [status, len(ran), [message["role"] for message in agent.messages]]
 """
 AIDER = r"""
 import subprocess, sys
@@ -111,7 +111,7 @@ options = "yes-always no-check-update analytics-disable no-show-model-warnings n
 command = [sys.executable, "-m", "aider", "--model", "openai/demo", "--openai-api-base", BASE]
 command += ["--openai-api-key", "none", *(f"--{name}" for name in options), "--message", "It adds.", "calc.py"]
 subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-said = [file.read_text(), len(git("log", "--oneline").splitlines()), git("diff", "HEAD", "calc.py")]
+found = [file.read_text(), len(git("log", "--oneline").splitlines()), git("diff", "HEAD", "calc.py")]
 """
 
 
@@ -121,7 +121,7 @@ said = [file.read_text(), len(git("log", "--oneline").splitlines()), git("diff",
     ids=["openai-agents", "pydantic-ai"],
 )
 def test_agents_over_chats_and_responses(demo: Running, tmp_path: Path, package: str, script: str) -> None:
-    for first, second, read, again in told("agents", package, script, demo.url, tmp_path):
+    for first, second, read, again in results_of("agents", package, script, demo.url, tmp_path):
         assert {first, second} <= COLOURS | {"well"}
         assert first in COLOURS
         assert (read, again) == (True, "well")
@@ -129,13 +129,13 @@ def test_agents_over_chats_and_responses(demo: Running, tmp_path: Path, package:
 
 
 def test_smolagents(demo: Running, tmp_path: Path) -> None:
-    assert told("agents", "smolagents", SMOLAGENTS, demo.url, tmp_path) == [["paint", "painted"]] * 2
+    assert results_of("agents", "smolagents", SMOLAGENTS, demo.url, tmp_path) == [["paint", "painted"]] * 2
     demo.at_rest()
 
 
 def test_a_coding_agent(demo: Running, tmp_path: Path) -> None:
     """mini-swe-agent, over LiteLLM: it gets commands, and sends their results back."""
-    status, ran, roles = told("clients", "minisweagent", MINI_SWE_AGENT, demo.url, tmp_path)
+    status, ran, roles = results_of("clients", "minisweagent", MINI_SWE_AGENT, demo.url, tmp_path)
     assert (status, ran) == ("LimitsExceeded", 2)
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "exit"]
     demo.at_rest()
@@ -143,7 +143,7 @@ def test_a_coding_agent(demo: Running, tmp_path: Path) -> None:
 
 def test_aider_edits_a_file(demo: Running, tmp_path: Path) -> None:
     """The model writes the edit and a name for it; aider makes and commits it."""
-    text, commits, left = told("aider", "aider", AIDER, demo.url, tmp_path)
+    text, commits, left = results_of("aider", "aider", AIDER, demo.url, tmp_path)
     assert text == "def add(a, b):\n    return a + b\n"
     assert (commits, left) == (2, "")
     demo.at_rest()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outpace import Engine
-from tests.server.foreign import told
+from tests.server.foreign import results_of
 from tests.server.serving import Running, serving
 
 PATH, CHAT = "/v1/messages", "/v1/chat/completions"
@@ -166,19 +166,19 @@ client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 asked = {"model": "demo", "max_tokens": 60, "extra_body": {"seed": 1}, "messages": ASK}
 tools = [{"name": "paint", "input_schema": SCHEMA}]
 called = client.messages.create(**asked, tools=tools, tool_choice={"type": "any"})
-said = [called.stop_reason, called.content[0].name, called.content[0].input]
+found = [called.stop_reason, called.content[0].name, called.content[0].input]
 with client.messages.stream(**asked, tools=tools, tool_choice={"type": "any"}) as stream:
     kinds = [event.type for event in stream]
     final = stream.get_final_message()
-said += [kinds[0], kinds[-1], final.content[0].input, final.usage.output_tokens == called.usage.output_tokens]
+found += [kinds[0], kinds[-1], final.content[0].input, final.usage.output_tokens == called.usage.output_tokens]
 result = {"type": "tool_result", "tool_use_id": final.content[0].id, "content": "done"}
 talk = [*asked["messages"], final.to_param(), {"role": "user", "content": [result]}]
 asked |= {"messages": talk, "tools": tools, "tool_choice": {"type": "none"}, "max_tokens": 8}
 answer = client.messages.create(**asked)
 with client.messages.stream(**asked) as stream:
-    said.append("".join(stream.text_stream) == answer.content[0].text)
+    found.append("".join(stream.text_stream) == answer.content[0].text)
 counted = client.messages.count_tokens(model="demo", messages=talk, tools=tools, tool_choice={"type": "none"})
-said.append(counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
+found.append(counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
 adapter = TypeAdapter(RawMessageStreamEvent)
 for event in client.messages.create(**asked, stream=True):
     adapter.validate_json(event.to_json(), strict=True)
@@ -186,12 +186,12 @@ TypeAdapter(Message).validate_json(answer.to_json(), strict=True)
 try:
     client.messages.create(**{**asked, "model": "claude"})
 except anthropic.NotFoundError as error:
-    said.append(error.body["error"]["type"])
+    found.append(error.body["error"]["type"])
 """
 
 
 def test_their_package_reads_it(demo: Running, tmp_path: Path) -> None:
-    reason, name, given, first, last, streamed, *same, error = told(
+    reason, name, given, first, last, streamed, *same, error = results_of(
         "agents", "anthropic", SCRIPT, demo.url, tmp_path, ASK=ASK, SCHEMA=SCHEMA
     )
     assert (reason, name, first, last) == ("tool_use", "paint", "message_start", "message_stop")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outpace import Engine, SamplingParams
-from tests.server.foreign import told
+from tests.server.foreign import results_of
 from tests.server.serving import Running
 
 PROMPT = "I love programming."
@@ -18,16 +18,16 @@ LANGCHAIN = """
 from langchain_openai import ChatOpenAI
 llm = ChatOpenAI(model="demo", base_url=BASE, api_key="none", temperature=0, max_tokens=12)
 messages = [("human", PROMPT)]
-said = [llm.invoke(messages).content, "".join(chunk.content for chunk in llm.stream(messages))]
+found = [llm.invoke(messages).content, "".join(chunk.content for chunk in llm.stream(messages))]
 its = ChatOpenAI(model="demo", base_url=BASE, api_key="none", temperature=0, max_tokens=12, use_responses_api=True)
-said.append(its.invoke(messages).text)
+found.append(its.invoke(messages).text)
 """
 LITELLM = """
 import litellm
 asked = dict(model="openai/demo", messages=[{"role": "user", "content": PROMPT}], api_base=BASE, api_key="none")
 asked |= {"temperature": 0, "max_tokens": 12}
-said = [litellm.completion(**asked).choices[0].message.content]
-said.append("".join(part.choices[0].delta.content or "" for part in litellm.completion(**asked, stream=True)))
+found = [litellm.completion(**asked).choices[0].message.content]
+found.append("".join(part.choices[0].delta.content or "" for part in litellm.completion(**asked, stream=True)))
 """
 LLM = """
 import pathlib, os, subprocess, sys
@@ -38,7 +38,7 @@ home.mkdir(exist_ok=True)
 )
 command = [sys.executable, "-m", "llm", "-m", "outpace", PROMPT, "-o", "temperature", "0", "-o", "max_tokens", "12"]
 both = [command, [*command, "--no-stream"]]
-said = [subprocess.run(its, capture_output=True, text=True, check=True).stdout.removesuffix("\\n") for its in both]
+found = [subprocess.run(its, capture_output=True, text=True, check=True).stdout.removesuffix("\\n") for its in both]
 """
 AIPERF = """
 import pathlib, subprocess, sys
@@ -48,7 +48,7 @@ command = [sys.executable, "-m", "aiperf", "profile", "--model", "demo", "--url"
 command += ["--endpoint-type", KIND, "--use-server-token-count", "--tokenizer", TOKENIZER, "--concurrency", "2"]
 command += ["--input-file", "prompts.jsonl", "--custom-dataset-type", "single_turn", "--request-count", "4"]
 subprocess.run([*command, "--extra-inputs", json.dumps(extra), "--artifact-dir", "out"], check=True, stdout=2)
-said = json.loads(pathlib.Path("out/profile_export_aiperf.json").read_text())
+found = json.loads(pathlib.Path("out/profile_export_aiperf.json").read_text())
 """
 
 
@@ -58,8 +58,8 @@ said = json.loads(pathlib.Path("out/profile_export_aiperf.json").read_text())
     ids=["langchain", "litellm", "llm"],
 )
 def test_others_clients(demo: Running, plain: Engine, tmp_path: Path, package: str, script: str) -> None:
-    said = told("clients", package, script, demo.url, tmp_path, PROMPT=PROMPT)
-    assert said == [plain.generate(MESSAGES, PARAMS).text] * len(said)
+    found = results_of("clients", package, script, demo.url, tmp_path, PROMPT=PROMPT)
+    assert found == [plain.generate(MESSAGES, PARAMS).text] * len(found)
     demo.at_rest()
 
 
@@ -78,7 +78,7 @@ def test_aiperf_measures_drafts(demo: Running, plain: Engine, tmp_path: Path, ki
     plain.tokenizer.save(own)
     before = drafts(demo)
     texts = [f"Repeat: {word} one two, {word} one two, {word} one two, {word}" for word in ("a", "the", "that", "as")]
-    found = told("aiperf", "aiperf", AIPERF, demo.url, tmp_path, PROMPTS=texts, KIND=kind, TOKENIZER=str(own))
+    found = results_of("aiperf", "aiperf", AIPERF, demo.url, tmp_path, PROMPTS=texts, KIND=kind, TOKENIZER=str(own))
     assert found["request_count"]["avg"] == 4
     assert found["error_summary"] == []
     assert found["total_usage_completion_tokens"]["avg"] == 4 * 32

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from outpace import Engine, SamplingParams
+from tests.server.foreign import skip
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "dynamo" / "bin" / "python"
 CHAT = [{"role": "user", "content": "Count to thirty."}]
@@ -96,7 +97,7 @@ def started(home: Path, worker: list[str], model: str) -> Iterator[Dynamo]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (PYTHON.parents[1] / ".made").exists():
-        pytest.skip("ai-dynamo is not installed: scripts/scale does it")
+        skip("ai-dynamo", "scale")
     return tmp_path_factory.mktemp("dynamo")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.foreign import told
+from tests.server.foreign import results_of
 from tests.server.serving import Running
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -147,8 +147,9 @@ import ollama
 client = ollama.Client(host=URL)
 asked = dict(model="demo", messages=ASK, options={"seed": 1, "num_predict": 12})
 answer = client.chat(**asked)
-said = [answer.message.content, "".join(part.message.content for part in client.chat(**asked, stream=True))]
-said.append(client.generate(model="demo", prompt="Red and", raw=True, options={"seed": 1, "num_predict": 4}).eval_count)
+found = [answer.message.content, "".join(part.message.content for part in client.chat(**asked, stream=True))]
+few = {"seed": 1, "num_predict": 4}
+found.append(client.generate(model="demo", prompt="Red and", raw=True, options=few).eval_count)
 def paint(colour: str) -> str:
     '''Paints.
 
@@ -157,17 +158,17 @@ def paint(colour: str) -> str:
     '''
 asked["options"]["num_predict"] = 60
 tooled = client.chat(**{**asked, "messages": [*ASK, answer.message, *ASK]}, tools=[paint], format=SCHEMA)
-said += [tooled.message.content or tooled.message.tool_calls[0].function.name, client.list().models[0].model]
-said += [client.ps().models[0].model, "tools" in client.show("demo").capabilities]
+found += [tooled.message.content or tooled.message.tool_calls[0].function.name, client.list().models[0].model]
+found += [client.ps().models[0].model, "tools" in client.show("demo").capabilities]
 try:
     client.chat(model="other", messages=ASK)
 except ollama.ResponseError as error:
-    said += [error.status_code, error.error]
+    found += [error.status_code, error.error]
 """
 
 
 def test_their_package_reads_it(demo: Running, tmp_path: Path) -> None:
-    text, streamed, count, tooled, listed, loaded, tools, status, error = told(
+    text, streamed, count, tooled, listed, loaded, tools, status, error = results_of(
         "agents", "ollama", SCRIPT, demo.url, tmp_path, ASK=ASK, SCHEMA=SCHEMA
     )
     assert text == streamed

@@ -277,6 +277,22 @@ def test_a_flood_whatever_its_priority_holds_up_another_by_a_step_or_two(tiny: T
         assert running.call(running.engine.ask(lambda its: its.stats.requests)) == 3
 
 
+@pytest.mark.parametrize(("host", "most", "code"), [("0.0.0.0", 4, "queue_share"), ("127.0.0.1", 8, "queue_full")])
+def test_without_keys_addresses_share_the_places_unless_only_this_machine_asks(
+    tiny: Tiny, host: str, most: int, code: str
+) -> None:
+    elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
+    with serving(engine(tiny, max_rows=2), name="tiny", host=host, queue=6) as running, ExitStack() as held:
+        for _ in range(most):
+            stream = held.enter_context(running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}))
+            assert stream.status_code == 200
+        refused = running.answer("/v1/completions", SHORT, 429)["error"]
+        assert refused["code"] == code
+        assert ("this address has its share" in refused["message"]) == (code == "queue_share")
+        client = held.enter_context(httpx.Client(base_url=running.url, transport=elsewhere, timeout=120))
+        assert client.post("/v1/completions", json=SHORT).status_code == (200 if code == "queue_share" else 429)
+
+
 def test_a_flood_of_long_prompts_holds_up_anothers_chat_by_a_step_or_two(tiny: Tiny) -> None:
     """Of one key's prompts each takes 25 steps; another's chat is read beside the first of them, not after the last."""
     flood, other = ({"authorization": f"Bearer {key}"} for key in KEYS)

@@ -53,5 +53,6 @@ def test_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert installing.install(*SERVE) == f"{tmp_path}/scripts/setup"
     assert installing.install("a") == "python -m pip install a"
+    assert installing.install("outpace[ray]") == f"python -m pip install -e '{tmp_path}[ray]'"  # not the script's
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "other"))
     assert installing.install(*SERVE) == f"python -m pip install -e '{tmp_path}[serve]'"

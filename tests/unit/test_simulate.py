@@ -86,6 +86,34 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert read(steps).step(0, 10) == pytest.approx(10 * read(steps).prefill)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("--seconds", "0", "give a number above 0"),
+        ("--load", "0", "give a number above 0"),
+        ("--load", "inf", "give a number above 0"),
+        ("--real", "-1", "give a number above 0"),
+        ("--systems", "0", "give a number above 0"),
+        ("--seconds", "0.001", "is too short for a conversation: give more"),
+        ("--replicas", "0", "give at least 1"),
+        ("--dies", "1", "give a share from 0 to below 1"),
+        ("--dies", "-0.1", "give a share from 0 to below 1"),
+    ],
+)
+def test_bad_options_are_refused(option: str, value: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ("--steps", str(HERE / "docs/results/steps.json"))
+    assert call("simulate", [*steps, "--replicas", "2", option, value]) == 2
+    said = capsys.readouterr().err
+    assert f"{option[2:]}={value}" in said.replace(".0 ", " ")
+    assert remedy in said
+
+
+def test_where_none_dies_none_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ("--steps", str(HERE / "docs/results/steps.json"))
+    assert call("simulate", [*steps, "--replicas", "2", "--seconds", "2", "--dies", "0"]) == 0
+    assert capsys.readouterr().out.count("prefixes") == 1
+
+
 def test_two_replicas_write_almost_twice_what_one_does() -> None:
     """All is asked at once, of 24 system prompts, with the step times that were measured."""
     steps, spent = read(HERE / "docs/results/steps.json"), []

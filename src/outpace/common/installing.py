@@ -14,12 +14,12 @@ _SOURCE = Path(__file__).resolve().parents[3]
 def install(*packages: str, no_deps: bool = False) -> str:
     """A shell command that installs ``packages``, such as "outpace[serve]", where this Python finds them.
 
-    In a checkout's own .venv that is its setup script, in uv's and pipx's environments their own commands, elsewhere
-    pip, or uv where the environment has no pip.
+    In a checkout's own .venv that is its setup script, which does not install Ray; in uv's and pipx's environments
+    their own commands; elsewhere pip, or uv where the environment has no pip.
     """
     checkout = (_SOURCE / "scripts" / "setup").is_file()
     own = all(name.startswith("outpace[") for name in packages)
-    if own and checkout and Path(sys.prefix) == _SOURCE / ".venv":
+    if own and checkout and Path(sys.prefix) == _SOURCE / ".venv" and "outpace[ray]" not in packages:
         return shlex.quote(str(_SOURCE / "scripts" / "setup"))
     wanted = " ".join(map(shlex.quote, packages))
     if own and checkout:

@@ -1,4 +1,4 @@
-"""Admission: the rows and the queue are so many places, which API keys share.
+"""Admission: the rows and the queue are so many places, which API keys share, or addresses where there are no keys.
 
 A request that was admitted is never dropped for another, since a stream has sent its status by then. So a flood is
 stopped at admission: a key gets a place while it has fewer than are free, or a row is. Alone it comes to half of all
@@ -16,7 +16,7 @@ from outpace.server.errors import BUSY, APIError
 
 
 class Admission:
-    """``rows``: samples that run; ``queue``: those that wait beyond them; ``shared``: there are several API keys."""
+    """``rows``: samples that run; ``queue``: those that wait beyond them; ``shared``: several keys may ask."""
 
     def __init__(self, rows: int, queue: int, *, shared: bool) -> None:
         self.rows, self.capacity, self._shared = rows, rows + queue, shared
@@ -40,10 +40,11 @@ class Admission:
         if samples > free:
             raise self._busy("queue_full", f"the queue is full ({self.inside} samples): try again later")
         if self._shared and inside > self.rows and held > free - samples + 1:
+            who = "address" if key.startswith("address") else "API key"
             raise self._busy(
                 "queue_share",
-                f"this API key has its share of the queue ({held - samples} samples; {free} of "
-                f"{self.capacity} places are free): try again when some have ended",
+                f"this {who} has its share of the queue ({held - samples} samples; {free} of {self.capacity} places "
+                "are free): try again when some have ended",
             )
         self.inside, self._held[key] = inside, held
 

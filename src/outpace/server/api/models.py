@@ -15,7 +15,7 @@ from outpace.common.arrays import I32
 from outpace.common.version import __version__
 from outpace.params import SamplingParams
 from outpace.server.api.prompt import Prompt, rendered
-from outpace.server.api.route import Route, scope_of, service_of
+from outpace.server.api.route import Route, service_of
 from outpace.server.api.sampling import check_size
 from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.messages import Messages
@@ -67,7 +67,7 @@ async def leased(request: Request, name: str | None, function: Callable[[Served]
     """What ``function`` makes of a model, off the event loop. Raises APIError, and what it raises."""
     service = service_of(request)
     async with AsyncExitStack() as stack:
-        return await service.work(function, await service.admitted(name, scope_of(request), stack))
+        return await service.work(function, await service.admitted(name, stack))
 
 
 def _model(service: Service, name: str) -> Model:

@@ -81,7 +81,8 @@ class Served:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.info: ModelInfo = engine.model.info
         self.created = int(time.time())
-        self.admission = Admission(engine.options.max_rows, settings.queue, shared=len(settings.api_keys) > 1)
+        shared = len(settings.api_keys) > 1 if settings.api_keys else not settings.loopback  # by key; by address
+        self.admission = Admission(engine.options.max_rows, settings.queue, shared=shared)
         self.most_text = _CHARACTERS * settings.max_values  # characters of any text that is made tokens
         self.control = ControlTokens(self.tokenizer, allowed=settings.control_tokens)
 

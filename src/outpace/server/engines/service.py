@@ -66,7 +66,7 @@ class Service:
         async with AsyncExitStack() as held:
             self.enter(held)
             model = await self.model(name, held)
-            places = self._placed(model, caller.scope, held)
+            places = self._placed(model, held)
             work = await self.work(translate, model)
             places.hold(work.samples)
             work = replace(work, params=seeded(work.params))
@@ -96,16 +96,16 @@ class Service:
             generation.held = held.pop_all()
             return generation
 
-    async def admitted(self, name: str | None, scope: str, held: AsyncExitStack) -> Served:
+    async def admitted(self, name: str | None, held: AsyncExitStack) -> Served:
         """The model of that name for what asks no engine: leased, with a place of the queue's, until ``held`` closes.
         Raises APIError (404, 429, 503)."""
         self.check_open()
         model = await self.model(name, held)
-        self._placed(model, scope, held)
+        self._placed(model, held)
         return model
 
-    def _placed(self, model: Served, scope: str, held: AsyncExitStack) -> Places:
-        places = held.enter_context(closing(Places(model.admission, scope)))
+    def _placed(self, model: Served, held: AsyncExitStack) -> Places:
+        places = held.enter_context(closing(Places(model.admission, KEY.get())))
         places.hold(1)
         return places
 
