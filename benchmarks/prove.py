@@ -150,7 +150,8 @@ def _gap(engine: Engine, prompt: Any, params: SamplingParams, first: list[int], 
     """Whether two outputs agree; where not, the gap of the scores there."""
     assert params.seed is not None
     difference = compare_tokens(engine, prompt, params, Noise(params.seed), first, other)
-    return {"tokens": len(other), "identical": difference is None, **(difference.to_dict() if difference else {})}
+    found = difference.to_dict() if difference else {}
+    return {**found, "tokens": len(other), "identical": difference is None}
 
 
 def _against_generate(
