@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.scale import KINDS, Asked, Cluster, request, same, stream
+from benchmarks.scale import KINDS, Asked, Cluster, busy, request, same, stream
 from tests.scale.conftest import OPTIONS
 
 
@@ -31,6 +31,31 @@ def test_an_update_loses_nothing(cluster: Cluster) -> None:
     assert turns
     drafters = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0").count(b"suffix") for pid in cluster.servers()}
     assert 1 in drafters
+
+
+def test_models_by_name_and_new_weights(cluster: Cluster) -> None:
+    """A stream of a model that --also names goes on elsewhere; the update that makes it the first one mixes nothing."""
+    cluster.serve("2", *OPTIONS, "--also", "demo-gemma")
+    kinds = ("greedy", "seeded", "penalties", "stop")  # as texts: demo-gemma has no template for chats
+    asked = {kind: Asked("completions", {**request("texts").body, **KINDS[kind]}) for kind in kinds}
+    old = {kind: stream(cluster.url, each)[0] for kind, each in asked.items()}
+    named = {kind: Asked(each.path, {**each.body, "model": "demo-gemma"}) for kind, each in asked.items()}
+    new = {kind: stream(cluster.url, each)[0] for kind, each in named.items()}
+    servers = cluster.servers()
+
+    def act() -> None:
+        if (pid := busy(servers)) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    assert same(stream(cluster.url, named["seeded"], 5, act)[0], new["seeded"])
+    with ThreadPoolExecutor(2) as pool:
+        update = pool.submit(cluster.serve, "2", *OPTIONS, "-m", "demo-gemma", "--served-name", "demo")
+        while not update.done():
+            for kind, each in asked.items():
+                found = stream(cluster.url, each)[0]
+                assert same(found, old[kind]) or same(found, new[kind])
+        update.result()
+    assert all(same(stream(cluster.url, each)[0], new[kind]) for kind, each in asked.items())
 
 
 def test_a_stream_whose_ingress_is_killed_breaks_and_can_be_resumed(cluster: Cluster) -> None:
@@ -72,9 +97,18 @@ def _ids(chunk: dict[str, Any]) -> list[int]:
     return [token for choice in chunk.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
-def test_replicas_are_as_many_as_the_load_asks(cluster: Cluster) -> None:
-    cluster.serve("1-2", *OPTIONS, "--max-rows", "1")
-    with ThreadPoolExecutor(6) as pool:
+def test_replicas_are_as_many_as_the_load_asks_and_those_that_go_end_their_streams(cluster: Cluster) -> None:
+    cluster.serve("1-2", *OPTIONS, "--max-rows", "1", "--drain", "600")
+    wanted = [stream(cluster.url, request("greedy", number))[0] for number in range(6)]
+
+    def all_the_same(pool: ThreadPoolExecutor) -> bool:
+        asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
+        return all(same(each.result()[0], whole) for each, whole in zip(asked, wanted, strict=True))
+
+    with ThreadPoolExecutor(7) as pool:
         while len(cluster.servers()) < 2:
-            asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
-            assert all(each.result()[0]["error"] is None for each in asked)
+            assert all_the_same(pool)
+        fewer = pool.submit(cluster.serve, "1", *OPTIONS)
+        while not fewer.done() or len(cluster.servers()) > 1:
+            assert all_the_same(pool)
+        fewer.result()
