@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,18 +108,22 @@ class Replicas:
 class Cluster:
     """Ray on this machine, as ``ray start --head`` starts it. ``url``: of the ingress that ``serve`` starts on it."""
 
-    def __init__(self, python: str) -> None:
-        self._address, self._port, agent, client = (f"127.0.0.1:{free_port()}", *(free_port() for _ in range(3)))
+    def __init__(self, python: str, host: str = "127.0.0.1", cores: int = 4) -> None:
+        self.address, self._port, agent, client = (f"{host}:{free_port()}", *(free_port() for _ in range(3)))
         self._python, self.url = python, f"http://127.0.0.1:{self._port}"
-        self.process = subprocess.Popen([
-            python, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-            "--port", self._address.partition(":")[2], "--num-cpus", "4", "--include-dashboard", "false",
-            "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
-        ], stdout=subprocess.DEVNULL, env=variables())  # fmt: skip
+        self.process = self._start(
+            "--head", "--port", self.address.partition(":")[2], "--node-ip-address", host, "--num-cpus", str(cores),
+            "--include-dashboard", "false", "--dashboard-agent-listen-port", str(agent),
+            "--ray-client-server-port", str(client),
+        )  # fmt: skip
+
+    def _start(self, *options: str, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        command = [*within, self._python, "-m", "ray.scripts.scripts", "start", "--block", *options]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables())
 
     def serve(self, count: str, *options: str) -> None:
         """Start replicas, or replace those that there are. Raises OSError."""
-        words = ["serve", "--replicas", count, "--ray", self._address, "--port", str(self._port), *options]
+        words = ["serve", "--replicas", count, "--ray", self.address, "--port", str(self._port), *options]
         failure = ""
         for _ in range(30):  # Ray may not listen yet
             if self.process.poll() is not None:

@@ -44,15 +44,16 @@ template <Format format, int... t>
 static void row_block(Pack<t...>, Tiles& tiles, const uint8_t* w, int groups, const uint8_t* a, int64_t stride, float* y, int64_t ldy) {
     using L = Unpack<format>;
     constexpr Layout at = layout_of(format);
-    constexpr int tokens = static_cast<int>(sizeof...(t)), record = act_bytes(Acts::I8);
+    constexpr int tokens = static_cast<int>(sizeof...(t)), record = act_bytes(Acts::I8), lines = at.bytes / 64;
     alignas(64) uint8_t values[kRing][kBytes];
     alignas(64) int32_t sums[kRing][2][tokens][kRows];
     F acc[] = {(static_cast<void>(t), zero())...};
     for (int i = 0; i < groups + 2 * kLead; ++i) {
         if (i < groups) {
             const uint8_t* superblock = w + static_cast<int64_t>(i / at.groups) * at.bytes;
-            if (i % at.groups == 0) prefetch(superblock, at.bytes);
-            unpack_group<format>(superblock, i % at.groups, values[i % kRing]);
+            const int group = i % at.groups;
+            prefetch(superblock, lines * group / at.groups, lines * (group + 1) / at.groups);
+            unpack_group<format>(superblock, group, values[i % kRing]);
         }
         const int g = i - kLead;
         if (g >= 0 && g < groups) {

@@ -1,7 +1,8 @@
-"""Forwards in fixed shapes, as a card replays them, against forwards as they are: where there is no card, called."""
+"""Forwards and drafts in fixed shapes, as a card replays them, against the same as they are: without a card, called."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +11,19 @@ import pytest
 import torch
 
 from outpace.common.arrays import I32
+from outpace.drafters.learned import torch_eagle
+from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
-from outpace.models.torch.graphs import SLOTS, Graphs
+from outpace.models.torch.graphs import SLOTS, Graphs, _Graph
 from outpace.models.torch.model import TransformersModel
+from outpace.models.torch.waits import Waits
+from outpace.params import SamplingParams
+from tests import eagles
 from tests.gpu.conftest import llama
 from tests.integration.test_architectures import tiny
-from tests.waits import Waits
 
 CLOSE = 2e-4
 
@@ -25,7 +33,13 @@ def gemma() -> Any:
     return tiny("gemma3_text", max_position_embeddings=2048)
 
 
-@pytest.fixture(scope="module", params=[llama, gemma], ids=["llama", "windows of gemma"])
+def modules() -> Any:
+    """What no description has: transformers' own modules run."""
+    torch.manual_seed(3)
+    return tiny("gemma2", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module", params=[llama, gemma, modules], ids=["llama", "windows of gemma", "transformers"])
 def pair(request: pytest.FixtureRequest, device: str) -> Iterator[tuple[TransformersModel, TransformersModel]]:
     models = [TransformersModel(request.param().to(device), name="m", graphs=on) for on in (True, False)]
     yield models[0], models[1]
@@ -63,8 +77,8 @@ def test_graphs_give_what_forwards_give(pair: tuple[TransformersModel, Transform
             np.testing.assert_allclose(found[1], expected[1], atol=CLOSE)
     held = graphs.graphs
     assert held is not None
-    assert len(held._graphs) >= 5
-    assert {bucket.slots for bucket in held._graphs} >= {SLOTS, 2 * SLOTS}
+    assert len(held.captures.graphs) >= 5
+    assert {bucket.slots for bucket in held.captures.graphs} >= {SLOTS, 2 * SLOTS}
     for model, own in zip(pair, rows, strict=True):
         for row in own:
             model.kv.check()
@@ -80,15 +94,34 @@ def test_a_replay_asks_nothing_and_stays_where_it_is(pair: tuple[TransformersMod
     run(model, {row: text(4, 2)}, hidden_layers=(1,))
     held = model.graphs
     assert held is not None
-    graph = held._graphs[next(b for b in held._graphs if (b.rows, b.width) == (1, 4))]
-    inputs = graph._indices.data_ptr(), graph._sees.data_ptr()
+    graph = held.captures.graphs[next(b for b in held.captures.graphs if (b.rows, b.width) == (1, 4))]
+    inputs = [each.data_ptr() for each in graph.inputs]
     with Waits() as waits:
         batch = Batch.pack([row], [text(4, 3)], [13], [True])
         model.forward(batch)
         model.forward(Batch.pack([row], [text(4, 4)], [17], [True], hidden_layers=(1,)))
     assert waits.seen == []
-    assert inputs == (graph._indices.data_ptr(), graph._sees.data_ptr())
+    assert inputs == [each.data_ptr() for each in graph.inputs]
     model.kv.free(row)
+
+
+@pytest.mark.parametrize("make", [llama, modules], ids=["llama", "transformers"])
+def test_a_closed_model_s_graphs_hold_nothing(make: Any, device: str) -> None:
+    """Not even until a collection of cycles: the next model wants the card's memory."""
+
+    def graphs() -> int:
+        return sum(type(each) is _Graph for each in gc.get_objects())
+
+    before = graphs()
+    gc.disable()
+    try:
+        model = TransformersModel(make().to(device), name="m", graphs=True)
+        run(model, {model.kv.alloc(): text(3, 1)}, hidden_layers=(1,))
+        assert graphs() == before + 1
+        model.close()
+        assert graphs() == before
+    finally:
+        gc.enable()
 
 
 def test_what_fits_no_bucket_runs_as_it_is(pair: tuple[TransformersModel, TransformersModel]) -> None:
@@ -96,9 +129,104 @@ def test_what_fits_no_bucket_runs_as_it_is(pair: tuple[TransformersModel, Transf
     rows = [model.kv.alloc() for _ in range(2)]
     held = model.graphs
     assert isinstance(held, Graphs)
-    before = len(held._graphs)
+    before = len(held.captures.graphs)
     run(model, {rows[0]: text(100, 1)}, hidden_layers=(1,))  # wider than any
     run(model, {rows[0]: text(1, 1), rows[1]: text(40, 2)}, hidden_layers=(1,))  # one beside many
-    assert len(held._graphs) == before
+    assert len(held.captures.graphs) == before
     for row in rows:
         model.kv.free(row)
+
+
+def test_a_module_that_a_capture_would_refuse_runs_as_it_is(device: str) -> None:
+    """Its experts are looked up by values on the host."""
+    module = tiny("mixtral", experts_implementation="eager").to(device)
+    said: list[str] = []
+    model = TransformersModel(module, name="m", graphs=True, warn=said.append)
+    assert model.graphs is None
+    assert len(said) == 1
+    assert "m: CUDA graphs are off, which costs speed: it brings values to the host (nonzero" in said[0]
+    row = model.kv.alloc()
+    assert run(model, {row: text(9, 1)}, hidden_layers=(1,))[0].shape == (9, model.info.vocab_size)
+    model.close()
+
+
+# -- EAGLE's draft: all levels and the ranking of nodes are one graph -------------------------------------------------
+
+
+LAYERS = (1, 2, 4)
+PARAMS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9),
+}
+
+
+def asks(model: TransformersModel, sizes: dict[int, int], kinds: list[str], seed: int, branch: int = 3) -> list[Ask]:
+    draw = np.random.default_rng(seed)
+    found = []
+    for i, (row, n) in enumerate(sizes.items()):
+        states = draw.normal(0, 1, (n, len(LAYERS), model.info.hidden_size)).astype(np.float32)
+        chooser = Chooser(PARAMS[kinds[i % len(kinds)]], Noise(7 + row), 5)
+        found.append(Ask(row, text(n, seed + i), states, 6 + i, 2 + i % 3, branch, chooser))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runtimes(target: TransformersModel) -> list[TorchEagle]:
+    checkpoint = eagles.random(target, range(0, target.info.vocab_size, 16), LAYERS, fc_norm=True)
+    return [TorchEagle(target, checkpoint, graphs=on) for on in (True, False)]
+
+
+@pytest.mark.parametrize("kinds", [[kind] for kind in PARAMS] + [list(PARAMS)], ids=[*PARAMS, "all"])
+def test_a_graph_drafts_what_is_drafted_without(
+    target: TransformersModel, runtimes: list[TorchEagle], kinds: list[str]
+) -> None:
+    fixed, plain = runtimes
+    assert fixed.captures is not None
+    for seed, sizes in enumerate([{0: 40}, {0: 1, 1: 7, 2: 300}, {2: 3, 0: 2, 1: 1}, {1: 1}]):  # 300: no graph's
+        for branch in (1, 3):
+            given = asks(target, sizes, kinds, 10 * seed + branch, branch)
+            found, expected = (runtime.draft(given) for runtime in runtimes)
+            assert found.tokens.tolist() == expected.tokens.tolist()
+            assert found.widths.tolist() == expected.widths.tolist()
+            assert (found.parents is None) == (expected.parents is None)
+            assert found.parents is None or found.parents.tolist() == expected.parents.tolist()
+            np.testing.assert_allclose(found.confidence, expected.confidence, rtol=1e-3)
+    assert [fixed.length(row) for row in range(3)] == [plain.length(row) for row in range(3)]
+    for row in range(3):
+        for runtime in runtimes:
+            runtime.release(row)
+
+
+def test_a_draft_s_replay_waits_once_and_stays_where_it_is(
+    target: TransformersModel, runtimes: list[TorchEagle]
+) -> None:
+    fixed = runtimes[0]
+    fixed.draft(asks(target, {0: 40, 1: 20}, list(PARAMS), 1))
+    fixed.draft(asks(target, {0: 2, 1: 1}, list(PARAMS), 2))
+    assert fixed.captures is not None
+    before = {shape: [each.data_ptr() for each in graph.inputs] for shape, graph in fixed.captures.graphs.items()}
+    with Waits() as waits:
+        fixed.draft(asks(target, {0: 1, 1: 2}, list(PARAMS), 3))
+    assert waits.seen == ["Tensor.cpu"]
+    after = {shape: [each.data_ptr() for each in graph.inputs] for shape, graph in fixed.captures.graphs.items()}
+    assert before == after
+    for row in range(2):
+        fixed.release(row)
+
+
+def test_a_drafter_that_a_capture_would_refuse_drafts_without(
+    target: TransformersModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attended = torch_eagle.attend
+
+    def asking(*given: Any) -> Any:
+        assert bool((given[0] == given[0]).all())
+        return attended(*given)
+
+    monkeypatch.setattr(torch_eagle, "attend", asking)
+    checkpoint = eagles.random(target, range(0, target.info.vocab_size, 16), LAYERS, fc_norm=True)
+    runtime = TorchEagle(target, checkpoint, graphs=True)
+    assert runtime.captures is None
+    assert "the drafter's CUDA graphs are off, which costs speed: it brings values to the host" in caplog.text
+    assert runtime.draft(asks(target, {0: 4}, ["greedy"], 1)).widths.tolist() == [6]

@@ -19,6 +19,7 @@ from transformers import (
 
 import outpace
 from outpace.errors import ModelError, ParameterError
+from outpace.models.torch.model import TransformersModel
 
 from .test_architectures import tiny
 
@@ -237,3 +238,79 @@ def test_the_assisted_decoding_page(tmp_path: Any) -> None:
     thread.join()
     outpace.unpatch(model)
     assert "generate" not in model.__dict__
+
+
+# -- where weights lie, and what they are ------------------------------------------------------------------------------
+
+
+class Rounded(torch.nn.Linear):
+    """Weights of whole numbers and a scale a row, as bitsandbytes and torchao keep them. ``activations``: those are
+    rounded, too, by one scale for all tokens, as far as they are large (LLM.int8())."""
+
+    def __init__(self, linear: torch.nn.Linear, activations: bool) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.scale = torch.nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+        self.bias, self.activations = linear.bias, activations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activations:
+            scale = x.abs().max() / 15
+            x = (x / scale).round() * scale
+        return torch.nn.functional.linear(x, self.weight.float() * self.scale, self.bias)
+
+
+def quantised(activations: bool) -> Any:
+    made = tiny("llama", attention_bias=True)
+    for layer in made.model.layers:
+        for holder in (layer.self_attn, layer.mlp):
+            for name, linear in list(holder.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(holder, name, Rounded(linear, activations))
+    return made.eval()
+
+
+def test_quantised_weights_are_served_by_the_modules_themselves() -> None:
+    model = quantised(activations=False)
+    expected = own(model, PROMPT, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, PROMPT.shape[1] :]
+    with outpace.Engine.load(model=model, size=4) as engine:
+        assert isinstance(engine.model, TransformersModel)
+        assert engine.model._own is None
+        assert list(engine.generate(PROMPT[0].tolist(), max_tokens=24).token_ids) == expected.tolist()
+
+
+def test_quantised_activations_that_couple_tokens_are_refused() -> None:
+    with pytest.raises(ModelError, match="something besides attention couples its tokens"):
+        outpace.Engine.load(model=quantised(activations=True))
+
+
+def test_a_device_map_of_one_device_is_served_and_one_of_several_is_refused(tmp_path: Any) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    expected = own(model, PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, PROMPT.shape[1] :]
+    with outpace.Engine.load(model=model, size=4) as engine:
+        assert list(engine.generate(PROMPT[0].tolist(), max_tokens=12).token_ids) == expected.tolist()
+    folder = {"offload_folder": tmp_path / "off"}
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" if i == 3 else "cpu" for i in range(4)}
+    split = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, **folder)
+    with pytest.raises(
+        ModelError, match=r"weights lie on cpu, meta: load it on one device, or run `outpace export vllm`"
+    ):
+        outpace.Engine.load(model=split)
+
+
+def test_weights_of_several_processes_are_refused() -> None:
+    """As ``tp_plan`` shards them; what a process would draft, and when, differs from what the others would."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = tiny("llama"), init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(model.model.layers[0].mlp.up_proj.weight.detach(), mesh, [Shard(0)])
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(sharded)
+        with pytest.raises(ModelError, match=r"weights lie in 1 processes \(tp_plan\).*`outpace export vllm`"):
+            outpace.Engine.load(model=model)
+    finally:
+        torch.distributed.destroy_process_group()

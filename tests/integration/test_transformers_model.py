@@ -27,11 +27,11 @@ from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.torch.kv import LayerShape, TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
+from outpace.models.torch.waits import Waits
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from tests.exported import export
 from tests.kv_machine import machine
-from tests.waits import Waits
 
 from .test_architectures import COMMON, GEMMA, close, text, tiny
 

@@ -17,17 +17,30 @@ from tests.scale.conftest import OPTIONS
 
 
 def test_an_update_loses_nothing(cluster: Cluster) -> None:
-    cluster.serve("2", *OPTIONS)
+    """Neither short streams nor those that take longer than the old replicas may."""
+    cluster.serve("2", *OPTIONS, "--drain", "1")
     asked = {kind: request(kind) for kind in KINDS}
     wanted = {kind: stream(cluster.url, each)[0] for kind, each in asked.items()}
+    greedy = request("greedy")
+    long = Asked(greedy.path, {**greedy.body, "max_tokens": 900, "ignore_eos": True})
+    whole = stream(cluster.url, long)[0]
     with ThreadPoolExecutor(2) as pool:
         update = pool.submit(cluster.serve, "2", *OPTIONS[:-1], "suffix")
         turns = 0
+
+        def longer() -> bool:
+            found = []
+            while not found or not update.done():
+                found.append(same(stream(cluster.url, long)[0], whole))
+            return all(found)
+
+        long_ones = pool.submit(longer)
         while not update.done():
             for kind, each in asked.items():
                 assert same(stream(cluster.url, each)[0], wanted[kind])
             turns += 1
         update.result()
+        assert long_ones.result()
     assert turns
     drafters = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0").count(b"suffix") for pid in cluster.servers()}
     assert 1 in drafters
@@ -97,9 +110,18 @@ def _ids(chunk: dict[str, Any]) -> list[int]:
     return [token for choice in chunk.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
-def test_replicas_are_as_many_as_the_load_asks(cluster: Cluster) -> None:
-    cluster.serve("1-2", *OPTIONS, "--max-rows", "1")
-    with ThreadPoolExecutor(6) as pool:
+def test_replicas_are_as_many_as_the_load_asks_and_those_that_go_end_their_streams(cluster: Cluster) -> None:
+    cluster.serve("1-2", *OPTIONS, "--max-rows", "1", "--drain", "600")
+    wanted = [stream(cluster.url, request("greedy", number))[0] for number in range(6)]
+
+    def all_the_same(pool: ThreadPoolExecutor) -> bool:
+        asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
+        return all(same(each.result()[0], whole) for each, whole in zip(asked, wanted, strict=True))
+
+    with ThreadPoolExecutor(7) as pool:
         while len(cluster.servers()) < 2:
-            asked = [pool.submit(stream, cluster.url, request("greedy", number)) for number in range(6)]
-            assert all(each.result()[0]["error"] is None for each in asked)
+            assert all_the_same(pool)
+        fewer = pool.submit(cluster.serve, "1", *OPTIONS)
+        while not fewer.done() or len(cluster.servers()) > 1:
+            assert all_the_same(pool)
+        fewer.result()

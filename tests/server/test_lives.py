@@ -112,6 +112,8 @@ def test_the_queue_is_bounded(small: Running) -> None:
     assert status == 429
     assert answer["error"]["code"] == "queue_full"
     assert 1 <= int(headers["retry-after"]) <= 60
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):  # what asks no engine, too
+        assert small.answer(path, body, 429)["error"]["code"] == "queue_full"
     status, _, answer = post(small, {**SHORT, "n": 5})
     assert (status, answer["error"]["param"]) in ((429, None), (400, "n"))
     for connection in held:

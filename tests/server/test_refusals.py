@@ -187,6 +187,7 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_cont
         *((path, dict.fromkeys(UNSUPPORTED.keys() - {"prompt"})) for path in ANSWERING),
         *((path, {"store": True, "metadata": {"a": "b"}, "service_tier": "auto"}) for path in ANSWERING),
         *((path, {"safety_identifier": "x", "prompt_cache_key": "y", "user": "z"}) for path in ANSWERING),
+        *((path, {"prompt_cache_retention": "24h"}) for path in ANSWERING),
     ],
 )
 def test_what_changes_nothing_is_taken(demo: Running, path: str, more: dict[str, Any]) -> None:

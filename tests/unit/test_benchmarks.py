@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import card, forward, paired, scale, scores, serving
+from benchmarks import card, forward, paired, prove, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
+from outpace.measure.compare import Difference
 from outpace.measure.report import read
+from outpace.params import SamplingParams
 
 
 def test_benchmarks_are_listed_and_run_by_name() -> None:
@@ -139,3 +142,30 @@ def test_ctrl_c_leaves_the_streams_that_were_broken(
     monkeypatch.setattr(scale, "broken", broken)
     assert call("scale", []) == 130
     assert "2 streams, 2 of whose servers got SIGKILL: 2 the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "gap", "code"),
+    [
+        ("transformers", "float32", 9e-4, 0),
+        ("transformers", "float32", 0.01, 1),
+        ("transformers", "bfloat16", 0.25, 0),
+        ("transformers", "bfloat16", 0.75, 1),
+        ("transformers", "bfloat16", None, 1),  # an answer ended early
+        ("native", "bfloat16", 1e-5, 1),
+    ],
+)
+def test_prove_fails_where_rounding_does_not_explain_a_difference(
+    backend: str,
+    dtype: str,
+    gap: float | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    difference = Difference(3, math.inf if gap is None else gap, (5, 6))
+    monkeypatch.setattr(prove, "compare_tokens", lambda *given: difference)
+    rows = [{"identical": True, "tokens": 8}, prove._gap(None, None, SamplingParams(seed=1), [], [5] * 8)]  # type: ignore[arg-type]
+    rows = [{**row, "steps": 4, "drafted": 2, "accepted": 1} for row in rows]
+    assert prove._report({"settings": {"backend": backend, "dtype": dtype}, "cases": {"ngram": rows}}) == code
+    assert capsys.readouterr().out.splitlines()[1].split() == ["ngram", "1", str(1 - code), str(code), "2.00", "50%"]

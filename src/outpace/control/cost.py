@@ -1,5 +1,5 @@
 """What a forward costs by width, rows and context: measured once for a model, backend and machine, kept on disk. It is
-where the policy begins; what it then learns from real steps (native/drafting/pace.h) overrules it.
+where the policy begins; what it then learns from real steps (native/drafting/policy.h) overrules it.
 
 A forward of B rows with N new tokens in all is modelled as
 
@@ -21,7 +21,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,9 @@ FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where there is no time for all
 SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
-AGREE = 0.05  # two rounds do, when no cell's least falls by more: then the moment was a steady one
-VERSION = 3  # of the file's format and of the protocol
+AGREE = 0.05  # the two least times of a cell do, when no further apart: if all do, the moment was a steady one
+MOMENTS = 8  # a machine that was busy at so many is not measured again
+VERSION = 5  # of the file's format and of the protocol
 OLDEST = 30 * 86_400.0  # seconds for which a table is believed
 
 Progress = Callable[[str], None]
@@ -58,6 +59,8 @@ class Cost:
     row: float = 0.0  # for each row beyond the first
     position: float = 0.0  # for each cached position of a row
     position_width: float = 0.0  # for each cached position and new token
+    steady: bool = field(default=True, compare=False, repr=False)  # need not be measured again
+    moments: int = field(default=1, compare=False, repr=False)  # that it was measured at
     _table: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def width(self, new: int) -> float:
@@ -89,6 +92,16 @@ class Cost:
         """A forward of ``width`` tokens over one of a single token, in one row."""
         return self.forward([width], [context]) / self.forward([1], [context])
 
+    def faster(self, other: Cost) -> Cost:
+        """The lesser of both at each width, since what disturbs a machine only adds; steady if this is, if the two
+        agree, or after ``MOMENTS``."""
+        wide = max(self, other, key=lambda cost: len(cost.widths))
+        pairs = [(self.width(w), other.width(w)) for w in wide.widths]
+        moments = self.moments + other.moments
+        agree = all(max(pair) <= (1 + AGREE) * min(pair) for pair in pairs)
+        steady = self.steady or agree or moments >= MOMENTS
+        return replace(wide, seconds=tuple(map(min, pairs)), steady=steady, moments=moments)
+
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
@@ -116,13 +129,13 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
     """The model's cost on this machine: from the cache unless ``again``, else measured now, in under 2 seconds.
 
     A model too slow for that gets a table of few widths, and the rest is learned from its steps. One that cannot hold
-    a row for measuring now gets a guess, which is logged and not kept. ``progress`` is told what is being done.
+    a row for measuring now gets a guess, which is logged and not kept. A cost that did not become steady is measured
+    again by the next process, and the faster of both counts. ``progress`` gets a line of what is being done.
     """
     path = _path(model)
-    if not again:
-        known = _read(path)
-        if known is not None:
-            return known
+    known = None if again else _read(path)
+    if known is not None and known.steady:
+        return known
     tell = progress or log.info
     tell("measuring what a forward costs (once for this model and machine) ...")
     begun = time.perf_counter()
@@ -138,6 +151,8 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
     if doubts := cost.doubts():
         log.warning("the cost of a forward could not be measured (%s), so it is learned from the steps alone", doubts)
         return Cost.guess()
+    if known is not None:
+        cost = cost.faster(known)
     tell(f"measured what a forward costs in {spent:.1f} s: {1e3 * cost.seconds[0]:.1f} ms for one token")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +163,8 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
 
 
 def measure(model: Model, budget: float = BUDGET) -> Cost:
-    """Time forwards of ``model``, all cells in turn, until two rounds agree, at most for ``budget`` seconds (or the few
-    forwards that a slow model needs to be timed at all).
+    """Time forwards of ``model``, all cells in turn, until each one's two least times agree, at most for ``budget``
+    seconds (or the few forwards that a slow model needs to be timed at all).
 
     Raises MemoryLimitError when not even a short row fits. Its rows are gone afterwards.
     """
@@ -162,8 +177,8 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
     try:
         first = bench.seconds(1)
         if left() < 8 * (first + bench.prefill):
-            return Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill)
-        least: dict[tuple[int, int, int], float] = {(1, SHORT, 1): first}
+            return replace(Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill), steady=False)
+        least: dict[tuple[int, int, int], list[float]] = {(1, SHORT, 1): [first]}  # two times of each cell
 
         def expected(widths: Sequence[int]) -> float:
             return sum(first + bench.prefill * w / bench.short for w in widths)
@@ -177,18 +192,17 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
             cells += [(w, LONG, 1) for w in (1, 8, 16) if w <= bench.widest]
         if 3 * bench.prefill < 0.2 * left() and all(bench.add(SHORT) for _ in range(3)):
             cells.append((1, SHORT, bench.rows(SHORT)))
-        for done in range(ROUNDS):
-            started, fell = time.perf_counter(), 0.0
+        steady = False
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
             for cell in cells:
-                seconds = bench.seconds(*cell)
-                before = least.get(cell, math.inf)
-                least[cell] = min(seconds, before)
-                fell = max(fell, before / least[cell] - 1 if least[cell] > 0 else 0.0)
-            if (done and fell < AGREE) or left() < 1.2 * (time.perf_counter() - started):
+                least[cell] = sorted([*least.get(cell, ()), bench.seconds(*cell)])[:2]
+            steady = all(len(two) > 1 and two[1] <= (1 + AGREE) * two[0] for two in least.values())
+            if steady or left() < 1.2 * (time.perf_counter() - started):
                 break
     finally:
         bench.close()
-    return _fit(least)
+    return replace(_fit({cell: two[0] for cell, two in least.items()}), steady=steady)
 
 
 def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
@@ -334,6 +348,8 @@ def _read(path: Path) -> Cost | None:
             float(found["row"]),
             float(found["position"]),
             float(found["position_width"]),
+            steady=bool(found["steady"]),
+            moments=int(found["moments"]),
         )
         doubts = cost.doubts()
     except FileNotFoundError:

@@ -101,6 +101,16 @@ class Slab:
     def rows(self) -> list[int]:
         return list(self._lengths)
 
+    @property
+    def longest(self) -> int:
+        """Positions that there is memory for in each row."""
+        return int(self._values.shape[1])
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the values lie, and their shape: it changes as they grow."""
+        return int(self._values.data_ptr()), *self._values.shape
+
     def length(self, row: int) -> int:
         return self._lengths.get(row, 0)
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from outpace.integrations.ray.delivered import RESUMABLE, Delivered, LostError
-from outpace.integrations.ray.replica import Lease, alive
+from outpace.integrations.ray.replica import PATIENCE, Lease, alive
 from outpace.integrations.ray.routing import beginnings
 from outpace.server.errors import APIError, written
 from outpace.server.streaming import FINGERPRINT
@@ -91,6 +91,7 @@ class Ingress:
         self._replicas, self._max_body = replicas, max_body
         self._session: aiohttp.ClientSession | None = None
         self._fingerprints: dict[str, str] = {}  # by update and model: of the first stream
+        self._doubted: dict[str, asyncio.Task[None]] = {}  # replicas that requests have lost: new ones avoid them
 
     async def __call__(self, request: Request) -> Response:
         asked = await self._asked(request)
@@ -153,6 +154,7 @@ class Ingress:
                         why = f"{type(error).__name__}: {error}"
                         log.warning("replica %s lost a request: %s", lease.replica, why)
                         lost.append(lease.replica)
+                        self._doubt(lease)
                         if begun and asked.delivered is None:
                             break
             except TimeoutError:
@@ -161,18 +163,36 @@ class Ingress:
             yield Head(503, [("content-type", "application/json")])
         yield asked.failed(f"the replica was lost ({why}): ask again", begun)
 
+    def _doubt(self, lease: Lease) -> None:
+        """Avoid a replica until its server says that it lives, for ``WAIT`` seconds at most: Ray may ask one behind a
+        cut network for longer than a request waits."""
+
+        async def until_it_lives() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT):
+                    while True:
+                        try:
+                            return await alive(lease.url)
+                        except _LOST:
+                            await asyncio.sleep(SILENCE)
+
+        if lease.replica not in self._doubted:
+            self._doubted[lease.replica] = task = asyncio.create_task(until_it_lives())
+            task.add_done_callback(lambda _: self._doubted.pop(lease.replica))
+
     @asynccontextmanager
     async def _leased(self, asked: Asked, avoid: list[str]) -> AsyncIterator[Lease]:
         """A place at a server. Raises TimeoutError."""
         async with asyncio.timeout(WAIT):
             began = asyncio.get_running_loop().time()
             while True:
-                avoided = [*avoid] if asyncio.get_running_loop().time() < began + AVOIDS else []
+                waited = asyncio.get_running_loop().time() - began
+                avoided = [*(avoid if waited < AVOIDS else ()), *(self._doubted if waited < 2 * AVOIDS else ())]
                 calls = self._replicas.options(stream=True).lease.remote(asked.begins, avoided)
                 try:
-                    lease = await asyncio.wait_for(anext(calls), AVOIDS if avoided else None)
+                    lease = await asyncio.wait_for(anext(calls), PATIENCE if self._doubted else AVOIDS)
                     break
-                except TimeoutError:  # whom it lost may live again
+                except TimeoutError:  # whom it lost may live again; who was chosen may be cut off
                     calls.cancel()
                 except ray.exceptions.RayError:
                     await asyncio.sleep(0.1)

@@ -176,15 +176,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def described(module: Any) -> bool:
-    """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain linear layers, no hooks."""
+    """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain layers and weights, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
     if family is None or getattr(config, "final_logit_softcapping", None):
         return False
-    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "hf_quantizer", None) is not None:
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "quantization_config", None) is not None:
         return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
     inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]
     plain = all(type(m) is torch.nn.Linear or type(m).__module__.startswith("transformers.models.") for m in inside)
+    plain &= all(type(p) is torch.nn.Parameter and type(p.data) is Tensor for p in module.parameters())
     one = len({p.device for p in module.parameters()}) == 1
     return plain and one and not hooked and type(module.get_output_embeddings()) is torch.nn.Linear

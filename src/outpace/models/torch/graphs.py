@@ -1,14 +1,15 @@
-"""Forwards of few tokens in fixed shapes, which a card replays as CUDA graphs: one launch in place of a thousand.
+"""Work in fixed shapes, which a card replays as CUDA graphs: one launch in place of a thousand.
 
-A forward of B rows with up to W new tokens each is padded to a bucket of rows, width and slots, with tokens that are
-written behind the pool's last block and that nobody sees. The first forward of a bucket is captured; from then on its
-inputs are written where the graph reads them, in two copies. Where there is no card, a graph calls and does not replay.
+The first time that a shape comes it is captured; from then on its inputs are written where the graph reads them. Where
+there is no card, a graph calls and does not replay. A forward of B rows with up to W new tokens each is padded to a
+bucket of rows, width and slots, with tokens that are written behind the pool's last block and that no row sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from outpace.models.base import Batch
 from outpace.models.torch.attention import I64, Group, Plan, Seen, row_plans
 from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.waits import Waits
 
 Forward = Callable[[Plan, int, Tensor | None, Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -76,15 +78,85 @@ def frame(batch: Batch, kv: TorchKV, windows: Sequence[int | None], layers: int,
     return Frame(bucket, np.concatenate([each.reshape(-1) for each in (tokens, positions, write, slots)]), sees, where)
 
 
+class Captures:
+    """What ``run`` gives for inputs of one shape, for each shape that has come: at most ``MOST`` of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.graphs: dict[Hashable, _Graph] = {}
+        self._most = MOST
+        self._at: tuple[int, ...] = ()  # addresses of what else they read
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __call__(
+        self, shape: Hashable, at: tuple[int, ...], inputs: Sequence[Tensor], run: Callable[..., Any]
+    ) -> Any | None:
+        """``run(*inputs)``, which the next call overwrites; None: there are graphs enough without this ``shape``, which
+        says what else ``run`` depends on. Where addresses ``at`` are others than before, all is captured anew. Raises
+        RuntimeError for what cannot be captured."""
+        if at != self._at:
+            self.graphs.clear()
+            self._at = at
+        graph = self.graphs.get(shape)
+        if graph is None:
+            if len(self.graphs) >= self._most:
+                return None
+            try:
+                graph = self.graphs[shape] = _Graph(self._device, self._pool, inputs, run)
+            except torch.OutOfMemoryError:
+                self._most = len(self.graphs)
+                return None
+        return graph(inputs)
+
+    def close(self) -> None:
+        """Forget the graphs, which hold what they run, and with it the weights."""
+        self.graphs.clear()
+
+
+class _Graph:
+    def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], run: Callable[..., Any]) -> None:
+        self.inputs = [each.to(device, copy=True) for each in inputs]
+        call = partial(run, *self.inputs)
+        if device.type != "cuda":
+            _watched(call)
+            self._again: Callable[[], Any] = call
+            return
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            _watched(call)  # libraries choose and allocate in the first call
+        torch.cuda.current_stream(device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = call()
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        self._again = replay
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        for own, values in zip(self.inputs, inputs, strict=True):
+            there = own.is_cuda and not values.is_cuda
+            own.copy_(values.pin_memory() if there else values, non_blocking=True)
+        return self._again()
+
+
+def _watched(run: Callable[[], Any]) -> None:
+    """The first run. Raises RuntimeError for what a capture refuses."""
+    with Waits() as waits:
+        run()
+    if waits.seen:
+        raise RuntimeError(f"it brings values to the host ({', '.join(dict.fromkeys(waits.seen))})")
+
+
 class Graphs:
     """The graphs of one forward over one pool of keys and values."""
 
     def __init__(self, forward: Forward, kv: TorchKV, windows: Sequence[int | None], device: torch.device) -> None:
-        self._forward, self._kv, self._windows, self._device = forward, kv, tuple(windows), device
-        self._graphs: dict[Bucket, _Graph] = {}
-        self._most = MOST
-        self._at: tuple[int, ...] = ()  # where the pool lay when they were captured
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._forward, self._kv, self._windows = forward, kv, tuple(windows)
+        self.captures = Captures(device)
 
     def __call__(
         self, batch: Batch, layers: int, kept: tuple[int, ...]
@@ -92,22 +164,12 @@ class Graphs:
         """As ``OwnDecoder.__call__``, of all tokens of a bucket, and the packed tokens' places among them; None: the
         batch fits none. What is returned is overwritten by the next forward."""
         framed = frame(batch, self._kv, self._windows, layers, kept)
-        at = tuple(each.data_ptr() for each in (self._kv.keys[0], self._kv.values[-1]))
-        if at != self._at:  # it has grown
-            self._graphs.clear()
-            self._at = at
-        if framed is None or (framed.bucket not in self._graphs and len(self._graphs) >= self._most):
+        if framed is None:
             return None
-        try:
-            graph = self._graphs.get(framed.bucket) or _Graph(self, framed)
-        except torch.OutOfMemoryError:
-            self._most = len(self._graphs)  # those that there are
-            return None
-        self._graphs[framed.bucket] = graph
-        return *graph.replay(framed), framed.where
-
-    def close(self) -> None:
-        self._graphs.clear()
+        at = self._kv.keys[0].data_ptr(), self._kv.values[-1].data_ptr()
+        inputs = torch.from_numpy(framed.indices), torch.from_numpy(framed.sees)
+        found = self.captures(framed.bucket, at, inputs, partial(self.run, framed.bucket))
+        return None if found is None else (*found, framed.where)
 
     def run(self, bucket: Bucket, indices: Tensor, sees: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """The bucket's forward: no value comes to the host, no shape depends on one."""
@@ -118,33 +180,3 @@ class Graphs:
         group = Group(bucket.rows, tokens, None, tokens, seen)
         plan = Plan(self._kv, tokens, positions, write, None, [group])
         return self._forward(plan, bucket.layers, None, bucket.kept)
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
-        """What ``run`` gives, and what computes it again in the same memory."""
-        if self._device.type != "cuda":
-            return None, run
-        beside = torch.cuda.Stream(self._device)
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(beside):
-            run()  # libraries choose and allocate in the first call
-        torch.cuda.current_stream(self._device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = run()
-        return out, graph.replay
-
-
-class _Graph:
-    def __init__(self, graphs: Graphs, framed: Frame) -> None:
-        device = graphs._device
-        self._indices = torch.from_numpy(framed.indices).to(device).clone()
-        self._sees = torch.from_numpy(framed.sees).to(device).clone()
-        self._out, self._again = graphs.capture(lambda: graphs.run(framed.bucket, self._indices, self._sees))
-
-    def replay(self, framed: Frame) -> tuple[Tensor, dict[int, Tensor]]:
-        for target, values in ((self._indices, framed.indices), (self._sees, framed.sees)):
-            host = torch.from_numpy(values)
-            target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-        out = self._again()
-        found: tuple[Tensor, dict[int, Tensor]] = out if self._out is None else self._out
-        return found

@@ -45,10 +45,9 @@ class TransformersModel:
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
-        graphs (None: on a card), where our own forward serves and they prove right. ``warn`` is called with what had to
-        be limited. Weights are read here: what changes in them later does not count. Raises ModelError with the reason
-        when the model cannot be served exactly;
-        the module is then, as after ``close``, what it was.
+        graphs (None: on a card), where they prove right. ``warn`` is called with what had to be limited. Weights are
+        read here: what changes in them later does not count. Raises ModelError with the reason when the model cannot be
+        served exactly; the module is then, as after ``close``, what it was.
         """
         self._restore = _as_it_is(module)
         try:
@@ -86,10 +85,12 @@ class TransformersModel:
                 raise ModelError("it is an encoder-decoder model")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
-            if len(devices := {str(p.device) for p in module.parameters()}) > 1:
+            shared = [p.device_mesh.size() for p in module.parameters() if hasattr(p, "device_mesh")]
+            devices = {str(p.device) for p in module.parameters()}
+            if shared or len(devices) > 1 or "meta" in devices:
+                where = f"in {max(shared)} processes (tp_plan)" if shared else f"on {', '.join(sorted(devices))}"
                 raise ModelError(
-                    f"its weights lie on several devices ({', '.join(sorted(devices))}): load it on one, or run "
-                    f"`outpace export vllm` for several cards"
+                    f"its weights lie {where}: load it on one device, or run `outpace export vllm` for several cards"
                 )
             with torch.inference_mode():
                 reference = Reference.of(module, config.vocab_size, self._device)
@@ -125,13 +126,14 @@ class TransformersModel:
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
-        if self._own is not None and (self._device.type == "cuda" if graphs is None else graphs):
+        if self._device.type == "cuda" if graphs is None else graphs:
             try:
-                trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-                captured = Graphs(self._own, trial, self._windows, self._device)
+                forward, trial = self._own or self._through_module, TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+                captured = Graphs(forward, trial, self._windows, self._device)
                 with torch.inference_mode():
                     agree(lambda batch: self._run(batch, trial, self._own, captured), trial, reference)
-                self.graphs = Graphs(self._own, self.kv, self._windows, self._device)
+                captured.captures.close()
+                self.graphs = Graphs(forward, self.kv, self._windows, self._device)
             except (ModelError, RuntimeError) as error:
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
 
@@ -253,6 +255,8 @@ class TransformersModel:
     def close(self) -> None:
         """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
+        if self.graphs is not None:
+            self.graphs.captures.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())

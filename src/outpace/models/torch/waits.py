@@ -1,4 +1,4 @@
-"""Counts what a host would wait for a card for, where there is none as well."""
+"""Notes what a host would wait for a card for, where there is none as well."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "item")  # come to the host
+VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "item", "bincount")  # come to the host
 COPIES = ("Tensor.cpu", "Tensor.tolist", "Tensor.__bool__", "Tensor.__float__", "Tensor.__int__")
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[misc]
     """Notes operations that bring values, shapes that depend on values, or copies to the host."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Copies(TorchFunctionMode):
+class _Copies(TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
         self._seen = seen
