@@ -7,7 +7,7 @@ set(PATH_DEFINITIONS "")
 
 # outpace_path(NAME [BASE path] [BELOW path] [INSTRUCTION instruction] CPU feature... FLAGS flag...). BASE: a path whose functions
 # it takes over. INSTRUCTION: one that the assembler must know. With OUTPACE_HOST_PATHS a path is left out where this machine
-# lacks one of the features CPU (as the compiler calls them), or has the better path BELOW which this one stands (but for the
+# lacks one of the features CPU (as the compiler calls them; none: nothing is asked), or has the better path BELOW which this one stands (but for the
 # address sanitizer, which is to see every path that runs here). The flags of all paths are probed at once, which takes a
 # fraction of a second; where that fails, one by one.
 macro(outpace_path name)

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "kernels/kv_block.h"
+#include "runtime/denormals.h"
 
 namespace outpace {
 namespace OUTPACE_NS {

@@ -5,6 +5,7 @@
 
 #include "kernels/math.h"
 #include "kernels/table.h"
+#include "runtime/denormals.h"
 #include "weights/halves.h"
 
 namespace outpace {
@@ -21,7 +22,7 @@ static void rmsnorm(const float* x, const float* w, float eps, int n, float* out
         const F v = load_some(x + i, n - i, 0.0f);
         squares = fma(v, v, squares);
     }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
+    const float scale = 1.0f / std::sqrt(over(sum(squares), static_cast<float>(n)) + eps);
     for (int j = 0; j < n; ++j) out[j] = times(times(x[j], scale), w[j]);
 }
 
@@ -39,9 +40,9 @@ static void rotate(float* x, const float* cosines, const float* sines, int half,
 
 static void gate(Activation activation, const float* g, const float* up, int n, float* out) {
     if (activation == Activation::Silu)
-        for (int i = 0; i < n; i += 16) store(out + i, times(silu(load(g + i)), load(up + i)));
+        for (int i = 0; i < n; i += 16) store(out + i, mul(silu(load(g + i)), load(up + i)));
     else
-        for (int i = 0; i < n; i += 16) store(out + i, times(gelu_tanh(load(g + i)), load(up + i)));
+        for (int i = 0; i < n; i += 16) store(out + i, mul(gelu_tanh(load(g + i)), load(up + i)));
 }
 
 // 16 values as int8: q = round(x * 127 / max|x|), with their scale and their sum.

@@ -13,6 +13,8 @@ const Kernels& kernels_neon() {
         t.dot_pairs = or_again<dot_pairs_of, &Kernels::dot_pairs>;
         t.attention = or_again<OUTPACE_NS::attention, &Kernels::attention>;
         t.merge_parts = or_again<OUTPACE_NS::merge_parts, &Kernels::merge_parts>;
+        t.gate = gate_or_again<OUTPACE_NS::gate>;
+        t.rmsnorm = kernels_portable().rmsnorm;
         return t;
     }();
     return table;

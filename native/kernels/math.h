@@ -45,12 +45,12 @@ INLINE F exp_down(F x) {
 }
 
 // x / (1 + e^-x)
-INLINE F silu(F x) { return over(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+INLINE F silu(F x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3)
 INLINE F gelu_tanh(F x) {
     const F u = mul(set1(0.7978845608028654f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-    return over(x, add(set1(1.0f), exp(mul(set1(-2.0f), u))));
+    return div(x, add(set1(1.0f), exp(mul(set1(-2.0f), u))));
 }
 
 }  // namespace OUTPACE_NS

@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "runtime/denormals.h"
 #include "weights/halves.h"
 
 #if defined(OUTPACE_AVX512)
@@ -24,21 +23,6 @@ template <int... t>
 using Pack = std::integer_sequence<int, t...>;
 template <int N>
 using Range = std::make_integer_sequence<int, N>;
-
-// mul and div where a result may be tiny, see denormals.h.
-#ifdef OUTPACE_NEON
-INLINE F kept(F result, F larger) {
-    const F edge = set1(0x1p-66f), size = abs(larger);
-    return select(less(size, edge), result, select(less(edge, size), result, mul(larger, set1(0x1p-60f))));
-}
-INLINE F times(F a, F b) { return kept(mul(a, b), mul(mul(a, set1(0x1p30f)), mul(b, set1(0x1p30f)))); }
-INLINE F over(F a, F b) { return kept(div(a, b), div(mul(a, set1(0x1p60f)), b)); }
-#else
-INLINE F times(F a, F b) { return mul(a, b); }
-INLINE F over(F a, F b) { return div(a, b); }
-#endif
-using outpace::over;
-using outpace::times;
 
 INLINE F zero() { return set1(0.0f); }
 INLINE I zero_i() { return set1_i(0); }

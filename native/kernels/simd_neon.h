@@ -123,7 +123,10 @@ INLINE float sum(F x) {
 INLINE float peak(F x) { return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.v[0], x.v[1]), vmaxnmq_f32(x.v[2], x.v[3]))); }
 INLINE int32_t sum_i(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]))); }
 INLINE void store_woven(float* p, F even, F odd) {
-    for (int i = 0; i < 4; ++i) vst2q_f32(p + 8 * i, {{even.v[i], odd.v[i]}});
+    for (int i = 0; i < 4; ++i) {
+        const float32x4x2_t both = {{even.v[i], odd.v[i]}};  // Clang's vst2q_f32 is a macro
+        vst2q_f32(p + 8 * i, both);
+    }
 }
 INLINE void store_i8(uint8_t* p, I x) {
     const int16x8_t low = vmovn_high_s32(vmovn_s32(x.v[0]), x.v[1]), high = vmovn_high_s32(vmovn_s32(x.v[2]), x.v[3]);

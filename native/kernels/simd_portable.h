@@ -58,7 +58,7 @@ OUTPACE_EACH(F, add, (F a, F b), a.v[i] + b.v[i])
 OUTPACE_EACH(F, sub, (F a, F b), a.v[i] - b.v[i])
 OUTPACE_EACH(F, mul, (F a, F b), times(a.v[i], b.v[i]))
 OUTPACE_EACH(F, div, (F a, F b), over(a.v[i], b.v[i]))
-#ifdef __FP_FAST_FMAF
+#if defined(__FP_FAST_FMAF) || defined(__aarch64__)
 OUTPACE_EACH(F, fma, (F a, F b, F c), fused(a.v[i], b.v[i], c.v[i]))
 #else
 // a * b + c rounded once, without the instruction. The product is exact in float64. Where their sum, rounded there, lies half

@@ -6,6 +6,7 @@
 
 #include "kernels/simd.h"
 #include "kernels/table.h"
+#include "runtime/denormals.h"
 #include "weights/halves.h"
 
 namespace outpace {

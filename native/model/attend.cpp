@@ -39,7 +39,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
             }
             const int half = rope ? static_cast<int>(rope->half()) : 0;
             if (rope) k_.rotate(v, rope->cosines(tok.turn), rope->sines(tok.turn), half, scale);
-            for (int i = 2 * half; i < d; ++i) v[i] *= scale;
+            for (int i = 2 * half; i < d; ++i) v[i] = times(v[i], scale);
         };
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;

@@ -14,7 +14,7 @@ void Model::embed(const int32_t* tokens, int n, float* out) const {
     for (int t = 0; t < n; ++t, out += weights_->config.hidden) {
         unpack_row(weights_->embedding, tokens[t], out);
         if (weights_->config.embedding_scale != 1.0f)
-            for (int i = 0; i < weights_->config.hidden; ++i) out[i] *= weights_->config.embedding_scale;
+            for (int i = 0; i < weights_->config.hidden; ++i) out[i] = times(out[i], weights_->config.embedding_scale);
     }
 }
 

@@ -41,9 +41,10 @@ private:
     const uint64_t found_;
 };
 
-// What rounds up to 2^-126 from below is 2^-126: x86 calls a result tiny by what it rounds to. ARM, before it rounds, and makes
-// that one 0. So where a result can be as small as that, it is computed by these, which find it by the same operation 2^60 times
-// as large; or, where there are too many, by plain operations, and by these once more if one of them left a zero behind.
+// What rounds up to 2^-126 from below is 2^-126 on x86, which calls a result tiny by what it rounds to. ARM calls it tiny before
+// it rounds, and makes it 0. Sums whose result is tiny are exact, so this concerns products, quotients and fused multiply-adds.
+// There these give x86's result: the same operation 2^60 times as large, where nothing is tiny, shows which results they are.
+// A factor of 2^30 or 2^60 overflows only where the result is far from 2^-126: infinity and NaN change nothing.
 #if defined(__aarch64__)
 static inline float kept(float result, float larger) { return std::fabs(larger) == 0x1p-66f ? larger * 0x1p-60f : result; }
 static inline float times(float a, float b) { return kept(a * b, (a * 0x1p30f) * (b * 0x1p30f)); }
@@ -51,7 +52,7 @@ static inline float over(float a, float b) { return kept(a / b, a * 0x1p60f / b)
 static inline float fused(float a, float b, float c) {
     return kept(__builtin_fmaf(a, b, c), __builtin_fmaf(a * 0x1p30f, b * 0x1p30f, c * 0x1p60f));
 }
-// Whether a result became zero for being tiny since the object was made: the flag UFC of this thread.
+// Whether a result became zero for being tiny since the object was made: this thread's flag UFC.
 class Underflows {
 public:
     Underflows() { __asm__ volatile("msr fpsr, %0" : : "r"(flags() & ~kFlag) : "memory"); }

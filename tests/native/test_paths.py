@@ -123,15 +123,20 @@ def test_products(kind: str, data: st.DataObject) -> None:
     agree(lambda path: matrix.product(x, path))
 
 
-def test_a_product_that_rounds_up_to_the_least_normal_number_is_that_number() -> None:
-    """ARM would call it tiny before it rounds, and make it zero."""
-    weights = np.full((16, 32), 0, np.float32)
-    weights[:, 0] = (1 + 2.0**-23) * 2.0**-63
-    matrix = packed(weights.view(np.uint8), "F32", 16, 32)
-    x = np.zeros((3, 32), np.float32)
-    x[:, 0] = np.array([1 - 2.0**-23, 2.0**-23 - 1, 1 - 2.0**-22], np.float32) * np.float32(2.0**-63)
+def test_products_about_the_least_normal_number() -> None:
+    """What rounds up to 2^-126 is 2^-126, what does not is 0. ARM would call both tiny before it rounds: both 0."""
+    step = 2.0**-23
+    weights = np.zeros((80, 32), np.float32)
+    weights[:, 0] = (1 + step * np.arange(80)) * 2.0**-63
+    x = np.zeros((80, 32), np.float32)
+    x[:, 0] = (1 - step * (np.arange(80) - 4) / 2) * 2.0**-63 * (-1.0) ** np.arange(80)
+    exact = x[:, :1].astype(np.float64) * weights[:, 0] * 2.0**126  # 48 bits at most
+    large = exact.astype(np.float32).astype(np.float64)
+    expected = np.where(abs(large) < 1, 0.0, large) * 2.0**-126
+    assert (abs(large[abs(exact) < 1]) == 1).sum() > 30
+    matrix = packed(weights.view(np.uint8), "F32", 80, 32)
     for path in PATHS:
-        assert matrix.product(x, path)[:, 0].tolist() == [2.0**-126, -(2.0**-126), 0.0], path
+        assert np.array_equal(matrix.product(x, path), expected), path
 
 
 def forwards(
