@@ -25,7 +25,7 @@ from benchmarks.scale import KINDS, Asked, Cluster, busy, request, same, servers
 
 NAME, HERE, THERE = "outpace-node", "10.213.7.1", "10.213.7.2"
 OPTIONS = ("--max-length", "1024", "--drafter", "ngram", "--threads", "1")
-BACK = 180.0  # seconds that a lost node may take until its replica answers again
+BACK = 180.0  # seconds that a lost node may take until its replica is there again
 
 
 class Hosts(Cluster):
@@ -72,7 +72,7 @@ class Hosts(Cluster):
                 os.kill(pid, signal.SIGKILL)
 
     def cut(self) -> None:
-        """From now on what is sent is lost without an error."""
+        """From now on what this host sends there is lost without an error."""
         _ip("-n", NAME, "link", "set", "eth0", "down")
 
     def heal(self) -> float:
@@ -156,10 +156,13 @@ def lost(running: Hosts, how: str, kind: str, numbers: itertools.count[int]) -> 
 def written_there(running: Hosts, kind: str, numbers: itertools.count[int]) -> tuple[Asked, dict[str, Any]]:
     """The next request that the node's replica answers, and its stream."""
     seen: set[int | None] = set()
+
+    def look() -> None:
+        seen.add(busy(running.servers()))
+
     while True:
-        asked = request(kind, next(numbers))
-        live, theirs = running.servers(), running.there()
+        asked, theirs = request(kind, next(numbers)), running.there()
         seen.clear()
-        wanted, _ = stream(running.url, asked, 1, lambda: seen.add(busy(live)))  # noqa: B023
-        if seen <= theirs:
+        wanted, _ = stream(running.url, asked, 1, look)
+        if seen and seen <= theirs:
             return asked, wanted

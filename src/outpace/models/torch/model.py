@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,20 +135,22 @@ class TransformersModel:
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
         captured = self._device.type == "cuda" if graphs is None else graphs
         for each in [True] * captured + [False] * strict:
+            trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+            fixed, self.graphs = (
+                Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, each)
+                for kv in (trial, self.kv)
+            )
             try:
-                trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-                forms = [
-                    Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, each)
-                    for kv in (trial, self.kv)
-                ]
                 with torch.inference_mode():
-                    agree(lambda batch: self._run(batch, trial, self._own, forms[0]), trial, reference, strict)  # noqa: B023
-                self.graphs = forms[1]
+                    agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
                 break
             except (ModelError, RuntimeError) as error:
+                self.graphs = None
                 if not each:
                     raise ModelError(f"{name} cannot be served strictly: {error}") from error
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
+            finally:
+                fixed.close()
 
     @property
     def card(self) -> str | None:
@@ -270,6 +273,8 @@ class TransformersModel:
     def close(self) -> None:
         """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
+        if self.graphs is not None:
+            self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
