@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ from outpace.models.torch import attention, kernel
 from outpace.models.torch.attention import SPLIT, Seen
 from outpace.models.torch.kv import LayerShape, TorchKV
 
-CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's products of bfloat16 are wrong: triton 11584
+CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3}  # the interpreter's products of bfloat16 are wrong: triton 11584
 
 
 def drawn(rng: np.random.Generator, dtype: torch.dtype, device: str, *size: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_it_is_what_runs(device: str) -> None:
     assert attention._mixture(device) is kernel.mixture
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # it takes long
 @given(st.data())
 def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.DataObject) -> None:
     some = data.draw
@@ -49,7 +49,7 @@ def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.Da
     widths = [some(st.integers(1, 9)) for _ in lengths]
     parents = [np.array([some(st.integers(-1, i - 1)) for i in range(n)], np.int32) for n in widths]
     given: dict[str, Any] = {
-        "scale": 0.3, "window": window, "softcap": some(st.sampled_from([None, 20.0])),
+        "scale": dk**-0.5, "window": window, "softcap": some(st.sampled_from([None, 20.0])),
         "sinks": torch.linspace(-1, 2, heads * groups, device=device) if some(st.booleans()) else None,
     }  # fmt: skip
     where = torch.device(device)
@@ -62,8 +62,8 @@ def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.Da
         batch = Batch.pack([rows[i] for i in used], tokens, [starts[i] for i in used], [True] * len(used), trees)
         n = len(batch)
         query, key, value = (
-            drawn(np.random.default_rng(n), dtype, device, n, h, d)
-            for h, d in ((heads * groups, dk), (heads, dk), (heads, dv))
+            drawn(np.random.default_rng([n, i]), dtype, device, n, h, d)
+            for i, (h, d) in enumerate(((heads * groups, dk), (heads, dk), (heads, dv)))
         )
         with kv.writing(attention.counts(batch)), patch.object(attention, "_mixture", lambda device: mix):
             plan = attention.plan(batch, kv, (window,), where)

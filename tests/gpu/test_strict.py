@@ -17,6 +17,7 @@ from outpace.drafters.registry import build, parse
 from outpace.errors import ModelError
 from outpace.models.base import Batch
 from outpace.models.options import LoadOptions
+from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.model import TransformersModel
 from tests.gpu.conftest import llama
 from tests.integration.test_architectures import tiny
@@ -115,6 +116,19 @@ def test_speculative_answers_are_plain_decoding_s(module: Any, device: str, grap
         accepted += sum(result.stats.accepted for result in found)
     assert accepted > 0
     model.close()
+
+
+def test_a_forward_that_is_not_strict_fails_the_proof_at_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Graphs.run
+
+    def other(graphs: Graphs, bucket: Any, indices: torch.Tensor, *given: Any) -> Any:
+        logits, states = run(graphs, bucket, indices, *given)
+        return logits + 1e-5 * (indices[: bucket.rows] > 0).sum(), states  # a little, by how many tokens there are
+
+    monkeypatch.setattr(Graphs, "run", other)
+    with pytest.raises(ModelError, match="cannot be served strictly: one by one, its tokens' logits have other bits"):
+        TransformersModel(llama().to(device), name="m", strict=True, graphs=False)
+    TransformersModel(llama().to(device), name="m", graphs=True).close()
 
 
 def test_what_cannot_be_strict_is_refused(device: str) -> None:
