@@ -25,6 +25,8 @@ from outpace.models.base import Batch
 from outpace.models.torch import attention, kernel
 from outpace.models.torch.attention import SPLIT, Seen
 from outpace.models.torch.kv import LayerShape, TorchKV
+from outpace.models.torch.model import TransformersModel
+from tests.integration.test_architectures import tiny
 
 CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3}  # the interpreter's products of bfloat16 are wrong: triton 11584
 
@@ -37,7 +39,7 @@ def test_it_is_what_runs(device: str) -> None:
     assert attention._mixture(device) is kernel.mixture
 
 
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # it takes long
+@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.data())
 def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.DataObject) -> None:
     some = data.draw
@@ -101,6 +103,16 @@ def test_one_row_s_bits_do_not_depend_on_the_others(device: str, sinks: bool) ->
         assert torch.equal(run([i], most)[0], whole[i])
         assert torch.equal(run([i], 1024)[0], whole[i])
     assert torch.equal(run([2, 1, 0], 768), whole.flip(0))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_model_s_proof_at_load_runs_it(device: str, family: str) -> None:
+    """In chunks, side by side and as a tree, beside the model's own forward: with windows, and with soft caps."""
+    with patch.object(kernel, "mixture", wraps=kernel.mixture) as counted:
+        attention._mixture.cache_clear()
+        TransformersModel(tiny(family).to(device), name="m").close()
+        attention._mixture.cache_clear()
+    assert counted.call_count > 4
 
 
 COMPILED = """
