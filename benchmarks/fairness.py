@@ -18,8 +18,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def _body(load: str, number: int) -> tuple[str, dict[str, Any]]:
 LOADS = {"chats": 40, "prompts": 16, "texts": 12, "grammars": 12, "bad_words": 12}  # requests at once
 
 
-def asked(port: int, key: str, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+def asked(port: int, key: str, path: str, body: dict[str, Any]) -> Generator[bytes]:
     """The answer, as it comes. Raises OSError and HTTPException."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
@@ -68,11 +68,8 @@ def asked(port: int, key: str, path: str, body: dict[str, Any]) -> Iterator[byte
         connection.close()
 
 
-def flood(port: int, load: str, gaps: Any) -> None:
-    """Ask without end; a stream beside that gives the seconds between its tokens to ``gaps``.
-
-    With the lowest priority of the processor: those who flood a server sit at other machines.
-    """
+def flood(port: int, load: str) -> None:
+    """Ask without end. With the lowest priority of the processor: those who flood a server sit at other machines."""
     os.nice(19)
 
     def one(first: int) -> None:
@@ -83,37 +80,42 @@ def flood(port: int, load: str, gaps: Any) -> None:
                 for _ in asked(port, KEYS[0], *_body(load, number)):
                     pass
 
-    numbers = [*range(LOADS[load])]
-    while True:
-        last = 0.0
-        for piece in asked(port, KEYS[0], "/v1/chat/completions", _LONG):
-            if last and b"data: {" in piece:
-                gaps.put(time.perf_counter() - last)
-            while numbers:
-                threading.Thread(target=one, args=(numbers.pop(),), daemon=True).start()
-            last = time.perf_counter()
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(LOADS[load])]
+    for each in threads:
+        each.start()
 
 
 @contextmanager
 def flooded(port: int, load: str) -> Iterator[list[float]]:
-    """Beside a load; afterwards the list has its stream's gaps in seconds."""
-    context, gaps = multiprocessing.get_context("spawn"), list[float]()
-    queue = context.SimpleQueue()
-    process = context.Process(target=flood, args=(port, load, queue), daemon=True)
+    """Beside a load and a stream of its key, which is there first; the list has seconds between the stream's tokens."""
+    gaps, there, over = list[float](), threading.Event(), threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            last = 0.0
+            with closing(asked(port, KEYS[0], "/v1/chat/completions", _LONG)) as pieces:
+                for piece in pieces:
+                    if last and b"data: {" in piece:
+                        gaps.append(time.perf_counter() - last)
+                    last = time.perf_counter()
+                    there.set()
+                    if over.is_set():
+                        break
+
+    stream = threading.Thread(target=read)
+    stream.start()
+    if not there.wait(120):
+        raise TimeoutError("the flood's stream did not begin within 120 s")
+    process = multiprocessing.get_context("spawn").Process(target=flood, args=(port, load), daemon=True)
     process.start()
-
-    def gather() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                gaps.append(queue.get())
-
-    threading.Thread(target=gather, daemon=True).start()
     try:
         time.sleep(SETTLES)
         yield gaps
     finally:
         process.kill()
         process.join()
+        over.set()
+        stream.join()
 
 
 def timed(port: int, count: int) -> list[float]:

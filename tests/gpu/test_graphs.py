@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
-from outpace.models.torch.graphs import SLOTS, Graphs
+from outpace.models.torch.graphs import SLOTS, Graphs, _Graph
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.waits import Waits
 from outpace.params import SamplingParams
@@ -102,6 +103,25 @@ def test_a_replay_asks_nothing_and_stays_where_it_is(pair: tuple[TransformersMod
     assert waits.seen == []
     assert inputs == [each.data_ptr() for each in graph.inputs]
     model.kv.free(row)
+
+
+@pytest.mark.parametrize("make", [llama, modules], ids=["llama", "transformers"])
+def test_a_closed_model_s_graphs_hold_nothing(make: Any, device: str) -> None:
+    """Not even until a collection of cycles: the next model wants the card's memory."""
+
+    def graphs() -> int:
+        return sum(type(each) is _Graph for each in gc.get_objects())
+
+    before = graphs()
+    gc.disable()
+    try:
+        model = TransformersModel(make().to(device), name="m", graphs=True)
+        run(model, {model.kv.alloc(): text(3, 1)}, hidden_layers=(1,))
+        assert graphs() == before + 1
+        model.close()
+        assert graphs() == before
+    finally:
+        gc.enable()
 
 
 def test_what_fits_no_bucket_runs_as_it_is(pair: tuple[TransformersModel, TransformersModel]) -> None:

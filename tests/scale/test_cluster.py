@@ -17,17 +17,30 @@ from tests.scale.conftest import OPTIONS
 
 
 def test_an_update_loses_nothing(cluster: Cluster) -> None:
-    cluster.serve("2", *OPTIONS)
+    """Neither short streams nor those that take longer than the old replicas may."""
+    cluster.serve("2", *OPTIONS, "--drain", "1")
     asked = {kind: request(kind) for kind in KINDS}
     wanted = {kind: stream(cluster.url, each)[0] for kind, each in asked.items()}
+    greedy = request("greedy")
+    long = Asked(greedy.path, {**greedy.body, "max_tokens": 900, "ignore_eos": True})
+    whole = stream(cluster.url, long)[0]
     with ThreadPoolExecutor(2) as pool:
         update = pool.submit(cluster.serve, "2", *OPTIONS[:-1], "suffix")
         turns = 0
+
+        def longer() -> bool:
+            found = []
+            while not found or not update.done():
+                found.append(same(stream(cluster.url, long)[0], whole))
+            return all(found)
+
+        long_ones = pool.submit(longer)
         while not update.done():
             for kind, each in asked.items():
                 assert same(stream(cluster.url, each)[0], wanted[kind])
             turns += 1
         update.result()
+        assert long_ones.result()
     assert turns
     drafters = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0").count(b"suffix") for pid in cluster.servers()}
     assert 1 in drafters

@@ -43,7 +43,8 @@ SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
 AGREE = 0.05  # the two least times of a cell do, when no further apart: if all do, the moment was a steady one
-VERSION = 4  # of the file's format and of the protocol
+MOMENTS = 8  # a machine that was busy at so many is not measured again
+VERSION = 5  # of the file's format and of the protocol
 OLDEST = 30 * 86_400.0  # seconds for which a table is believed
 
 Progress = Callable[[str], None]
@@ -58,7 +59,8 @@ class Cost:
     row: float = 0.0  # for each row beyond the first
     position: float = 0.0  # for each cached position of a row
     position_width: float = 0.0  # for each cached position and new token
-    steady: bool = field(default=True, compare=False, repr=False)  # measured until nothing became faster
+    steady: bool = field(default=True, compare=False, repr=False)  # need not be measured again
+    moments: int = field(default=1, compare=False, repr=False)  # that it was measured at
     _table: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def width(self, new: int) -> float:
@@ -91,12 +93,14 @@ class Cost:
         return self.forward([width], [context]) / self.forward([1], [context])
 
     def faster(self, other: Cost) -> Cost:
-        """The lesser of both at each width, since what disturbs a machine only adds; steady where ``other``, measured
-        before, was no slower."""
+        """The lesser of both at each width, since what disturbs a machine only adds; steady if this is, if the two
+        agree, or after ``MOMENTS``."""
         wide = max(self, other, key=lambda cost: len(cost.widths))
         pairs = [(self.width(w), other.width(w)) for w in wide.widths]
-        steady = all(before <= (1 + AGREE) * now for now, before in pairs)
-        return replace(wide, seconds=tuple(map(min, pairs)), steady=steady)
+        moments = self.moments + other.moments
+        agree = all(max(pair) <= (1 + AGREE) * min(pair) for pair in pairs)
+        steady = self.steady or agree or moments >= MOMENTS
+        return replace(wide, seconds=tuple(map(min, pairs)), steady=steady, moments=moments)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
@@ -126,7 +130,7 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
 
     A model too slow for that gets a table of few widths, and the rest is learned from its steps. One that cannot hold
     a row for measuring now gets a guess, which is logged and not kept. A cost that did not become steady is measured
-    again by the next process, and the faster of both counts. ``progress`` is told what is being done.
+    again by the next process, and the faster of both counts. ``progress`` gets a line of what is being done.
     """
     path = _path(model)
     known = None if again else _read(path)
@@ -345,6 +349,7 @@ def _read(path: Path) -> Cost | None:
             float(found["position"]),
             float(found["position_width"]),
             steady=bool(found["steady"]),
+            moments=int(found["moments"]),
         )
         doubts = cost.doubts()
     except FileNotFoundError:

@@ -26,7 +26,7 @@ from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.picks import RIVALS
 from outpace.drafters.learned.torch_runtime import Shared, Slab, spans
-from outpace.errors import DrafterError, NotFiniteError
+from outpace.errors import DrafterError, NotFiniteError, OutpaceError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -75,7 +75,7 @@ class TorchEagle:
         if self.captures is not None:
             try:
                 self._prove(config)
-            except (DrafterError, RuntimeError) as error:
+            except (OutpaceError, RuntimeError) as error:
                 self.captures = None
                 log.warning("the drafter's CUDA graphs are off, which costs speed: %s", error)
 
@@ -136,7 +136,7 @@ class TorchEagle:
                 inputs = upload.send(self._device), torch.cat([states, more]) if len(more) else states
                 found = None
                 if fits and self.captures is not None:
-                    found = self.captures(bucket, (self._kv.address,), inputs, partial(self._drawn, bucket))
+                    found = self.captures(bucket, self._kv.place, inputs, partial(self._drawn, bucket))
                 found = self._drawn(bucket, *inputs) if found is None else found
                 return _drafts(asks, found.cpu().numpy(), bucket.rows)
             except BaseException:
@@ -295,6 +295,8 @@ class TorchEagle:
     def close(self) -> None:
         self._predicted.clear()
         self._kv.close()
+        if self.captures is not None:
+            self.captures.close()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:

@@ -107,9 +107,9 @@ class Slab:
         return int(self._values.shape[1])
 
     @property
-    def address(self) -> int:
-        """Where the values lie: it changes as they grow."""
-        return int(self._values.data_ptr())
+    def place(self) -> tuple[int, ...]:
+        """Where the values lie, and their shape: it changes as they grow."""
+        return int(self._values.data_ptr()), *self._values.shape
 
     def length(self, row: int) -> int:
         return self._lengths.get(row, 0)

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from outpace.integrations.ray.delivered import RESUMABLE, Delivered, LostError
-from outpace.integrations.ray.replica import Lease, alive
+from outpace.integrations.ray.replica import PATIENCE, Lease, alive
 from outpace.integrations.ray.routing import beginnings
 from outpace.server.errors import APIError, written
 from outpace.server.streaming import FINGERPRINT
@@ -190,7 +190,7 @@ class Ingress:
                 avoided = [*(avoid if waited < AVOIDS else ()), *(self._doubted if waited < 2 * AVOIDS else ())]
                 calls = self._replicas.options(stream=True).lease.remote(asked.begins, avoided)
                 try:
-                    lease = await asyncio.wait_for(anext(calls), AVOIDS)
+                    lease = await asyncio.wait_for(anext(calls), PATIENCE if self._doubted else AVOIDS)
                     break
                 except TimeoutError:  # whom it lost may live again; who was chosen may be cut off
                     calls.cancel()

@@ -24,6 +24,7 @@ from outpace.integrations.ray.router import PrefixRouter
 NAME = "outpace"
 _HEALTH = 2.0  # seconds between Ray's looks at a replica
 _PLACES = 100_000  # requests at a replica, which bounds them itself
+_LONGEST = 3600.0  # seconds that a stream may go on after an update of a cluster, at new replicas
 
 
 def run(
@@ -60,7 +61,7 @@ def run(
     ingress = serve.deployment(
         Ingress, name="Ingress", max_ongoing_requests=_PLACES,
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # where the HTTP proxy is
-        graceful_shutdown_timeout_s=drain,
+        graceful_shutdown_timeout_s=drain if address is None else max(drain, _LONGEST),
     )  # fmt: skip
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     bound = replica.bind(options, uuid.uuid4().hex, address is None)

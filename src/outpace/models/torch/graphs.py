@@ -2,7 +2,7 @@
 
 The first time that a shape comes it is captured; from then on its inputs are written where the graph reads them. Where
 there is no card, a graph calls and does not replay. A forward of B rows with up to W new tokens each is padded to a
-bucket of rows, width and slots, with tokens that are written behind the pool's last block and that nobody sees.
+bucket of rows, width and slots, with tokens that are written behind the pool's last block and that no row sees.
 """
 
 from __future__ import annotations
@@ -108,39 +108,47 @@ class Captures:
                 return None
         return graph(inputs)
 
+    def close(self) -> None:
+        """Forget the graphs, which hold what they run, and with it the weights."""
+        self.graphs.clear()
+
 
 class _Graph:
     def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], run: Callable[..., Any]) -> None:
         self.inputs = [each.to(device, copy=True) for each in inputs]
-        self._run = partial(run, *self.inputs)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        call = partial(run, *self.inputs)
         if device.type != "cuda":
-            self._watched()
+            _watched(call)
+            self._again: Callable[[], Any] = call
             return
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
-            self._watched()  # libraries choose and allocate in the first call
+            _watched(call)  # libraries choose and allocate in the first call
         torch.cuda.current_stream(device).wait_stream(beside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._out = self._run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = call()
 
-    def _watched(self) -> None:
-        """The first run. Raises RuntimeError for what a capture refuses."""
-        with Waits() as waits:
-            self._run()
-        if waits.seen:
-            raise RuntimeError(f"it brings values to the host ({', '.join(dict.fromkeys(waits.seen))})")
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        self._again = replay
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         for own, values in zip(self.inputs, inputs, strict=True):
             there = own.is_cuda and not values.is_cuda
             own.copy_(values.pin_memory() if there else values, non_blocking=True)
-        if self._graph is None:
-            return self._run()
-        self._graph.replay()
-        return self._out
+        return self._again()
+
+
+def _watched(run: Callable[[], Any]) -> None:
+    """The first run. Raises RuntimeError for what a capture refuses."""
+    with Waits() as waits:
+        run()
+    if waits.seen:
+        raise RuntimeError(f"it brings values to the host ({', '.join(dict.fromkeys(waits.seen))})")
 
 
 class Graphs:

@@ -132,6 +132,7 @@ class TransformersModel:
                 captured = Graphs(forward, trial, self._windows, self._device)
                 with torch.inference_mode():
                     agree(lambda batch: self._run(batch, trial, self._own, captured), trial, reference)
+                captured.captures.close()
                 self.graphs = Graphs(forward, self.kv, self._windows, self._device)
             except (ModelError, RuntimeError) as error:
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
@@ -254,6 +255,8 @@ class TransformersModel:
     def close(self) -> None:
         """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
+        if self.graphs is not None:
+            self.graphs.captures.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
