@@ -21,28 +21,12 @@ import torch
 from outpace.common.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.kv import NEVER, SPLIT, Seen, TorchKV
 from outpace.models.torch.upload import Upload
 
 NAME = "outpace"
-NEVER = -1e30  # the score of what is hidden: finite, so that a token that sees nothing gets a number, too
-SPLIT = 256  # slots of a block
 I64 = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one group's tokens see under one window: the pool's positions ``slots`` int64 [B * L], but for some.
-
-    ``hidden``: bool [B, 1, W, slots from ``covered`` on]; None: all see all. ``blocks``: SPLIT slots are added
-    up at a time, whatever L and the device; ``covered`` is 0 then.
-    """
-
-    slots: torch.Tensor
-    hidden: torch.Tensor | None
-    covered: int
-    blocks: bool = False
 
 
 @dataclass(slots=True)

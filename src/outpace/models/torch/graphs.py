@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.base import Batch
-from outpace.models.torch.attention import I64, Group, Plan, Row, Seen, laid_out, row_plans
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.attention import I64, Group, Plan, Row, laid_out, row_plans
+from outpace.models.torch.kv import Seen, TorchKV
 from outpace.models.torch.upload import uploaded
 from outpace.models.torch.waits import Waits
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.models.torch.attention import NEVER, SPLIT, Seen
+from outpace.models.torch.kv import NEVER, SPLIT, Seen
 
 PROGRAMS = 1024  # that fill a card: where rows and heads are fewer, slots are split
 NOTHING = tl.constexpr(NEVER)
