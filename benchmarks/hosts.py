@@ -25,7 +25,7 @@ from benchmarks.scale import KINDS, Asked, Cluster, busy, request, same, servers
 
 NAME, HERE, THERE = "outpace-node", "10.213.7.1", "10.213.7.2"
 OPTIONS = ("--max-length", "1024", "--drafter", "ngram", "--threads", "1")
-BACK = 180.0  # seconds that a lost node may take until its replica is there again
+BACK = 180.0  # seconds that a lost node may take until its replica writes again
 
 
 class Hosts(Cluster):
@@ -75,18 +75,10 @@ class Hosts(Cluster):
         """From now on what this host sends there is lost without an error."""
         _ip("-n", NAME, "link", "set", "eth0", "down")
 
-    def heal(self) -> float:
-        """Bring link and node back; seconds until both replicas are there. Raises OSError."""
+    def heal(self) -> None:
+        """Bring the link back, and the node, if it has ended: Ray ends one that it has given up."""
         _ip("-n", NAME, "link", "set", "eth0", "up")
-        began = time.monotonic()
-        while time.monotonic() < began + BACK:
-            self._join()  # Ray ends a node that it has given up
-            theirs = self.there()
-            found = self.servers()
-            if any(pid in theirs for pid in found) and any(pid not in theirs for pid in found):
-                return time.monotonic() - began
-            time.sleep(0.2)
-        raise OSError(f"after {BACK:.0f} s the node has no replica")
+        self._join()
 
     def close(self) -> None:
         self.kill()
@@ -103,6 +95,7 @@ def _ip(*words: str) -> None:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=".venv/scale/bin/python", help="an environment with outpace[ray]")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--cut", type=float, default=0.0, metavar="SECONDS", help="how long a link stays down at least")
     add_json(parser)
 
 
@@ -112,10 +105,9 @@ def run(given: argparse.Namespace) -> int:
     numbers = itertools.count()
     with closing(Hosts(given.python)) as running, Measuring() as measuring:
         running.serve("2", *OPTIONS)
-        running.heal()
         for number in range(given.rounds):
             how = ("killed", "cut")[number % 2]
-            found = lost(running, how, list(KINDS)[number % len(KINDS)], numbers)
+            found = lost(running, how, list(KINDS)[number % len(KINDS)], numbers, given.cut)
             rounds.append(found)
             end = "the same" if found["same"] else "NOT THE SAME"
             print(f"{how}, {found['kind']}: {end}, gap {found['gap']:.1f} s; a new stream began after "
@@ -130,9 +122,10 @@ def run(given: argparse.Namespace) -> int:
     return measuring.end(int(not all(each["same"] for each in rounds)))
 
 
-def lost(running: Hosts, how: str, kind: str, numbers: itertools.count[int]) -> dict[str, Any]:
+def lost(running: Hosts, how: str, kind: str, numbers: itertools.count[int], cut: float) -> dict[str, Any]:
     """A stream that the node's replica writes loses it: whether it was the same, and seconds. Then another is asked
-    for whose prompt that replica has read: whether it was, too, and seconds to its first chunk."""
+    for whose prompt that replica has read: whether it was, too, and seconds to its first chunk. A link that is cut
+    stays down for ``cut`` seconds at least: Ray gives a node up after about a minute."""
     known, whole = written_there(running, kind, numbers)
     hit: list[int] = []
 
@@ -150,19 +143,28 @@ def lost(running: Hosts, how: str, kind: str, numbers: itertools.count[int]) -> 
     both = same(found, wanted) and same(new, whole)
     if not both:
         print(f"{found}\n{wanted}\n{new}\n{whole}")
-    return {"how": how, "kind": kind, "same": both, "gap": gap, "new": first[0], "back": running.heal()}
+    if how == "cut":
+        time.sleep(max(0.0, began + cut - time.monotonic()))
+    began = time.monotonic()
+    written_there(running, kind, numbers)
+    return {
+        "how": how, "kind": kind, "same": both, "gap": gap, "new": first[0], "back": time.monotonic() - began,
+    }  # fmt: skip
 
 
 def written_there(running: Hosts, kind: str, numbers: itertools.count[int]) -> tuple[Asked, dict[str, Any]]:
-    """The next request that the node's replica answers, and its stream."""
+    """The next request that the node's replica answers, and its stream. Raises OSError."""
     seen: set[int | None] = set()
+    began = time.monotonic()
 
     def look() -> None:
         seen.add(busy(running.servers()))
 
-    while True:
+    while time.monotonic() < began + BACK:
+        running.heal()
         asked, theirs = request(kind, next(numbers)), running.there()
         seen.clear()
         wanted, _ = stream(running.url, asked, 1, look)
         if seen and seen <= theirs:
             return asked, wanted
+    raise OSError(f"for {BACK:.0f} s the node's replica has written nothing")

@@ -3,10 +3,11 @@
     python -m benchmarks serving --prompts prompts.jsonl --concurrency 1 4 8 16
     python -m benchmarks serving --prompts prompts.jsonl --server llamacpp='llama-server -m MODEL.gguf --port {port}'
 
-Ours is served twice, drafted and plain; all servers run from the beginning. A round asks every server the same prompts
-at each concurrency, in turn and first in turn (A B B A ...), and every round asks others; answers are greedy and end
-where the model ends them. A ratio is a round's tokens/s over those of our plain server in the same round. ``cpu`` is
-processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
+All servers run from the beginning; one of ours is asked for drafted answers, for plain ones, and for plain ones again,
+the control: two processes differ by several per cent in where their weights lie. A round asks each the same prompts at
+each concurrency, in turn and first in turn (A B B A ...), and every round asks others; answers are greedy and end where
+the model ends them; ours share no KV. A ratio is a round's tokens/s over those of our plain answers in the same round.
+``cpu`` is processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
 
 TPOT is an answer's time after its first token over its other tokens, and its p50 and p99 are over answers. ICL is the
 time between two pieces of a stream, and its p50 and p99 are over all of them (docs/serving.md: what others call these).
@@ -36,7 +37,9 @@ from outpace.measure import machine
 from outpace.measure.prompts import read_prompts
 from outpace.measure.remote import Remote, RemoteError
 
-PLAIN = "outpace plain"
+PLAIN, CONTROL = "outpace plain", "outpace plain again"
+OFF = {"speculation": {"off": True}}
+OURS_ASK: dict[str, dict[str, Any]] = {"outpace": {}, PLAIN: OFF, CONTROL: OFF}
 P99 = ("tpot_p99", "icl_p99")  # compared with plain's
 
 
@@ -165,18 +168,20 @@ def together(remote: Remote, bodies: Sequence[Body], concurrency: int) -> list[S
 
 @dataclass
 class Served:
-    """A server, and what was seen of it by concurrency. ``ids``: it tells the token ids of a piece."""
+    """A server, what is asked of it beside prompts (``more``), and what was seen by concurrency. ``ids``: it gives the
+    token ids of a piece."""
 
     name: str
     server: Started
     model: str
     ids: bool
+    more: Mapping[str, Any] = field(default_factory=dict)
     rounds: dict[int, list[list[Shot]]] = field(default_factory=dict)
     used: dict[int, Spent] = field(default_factory=dict)
 
     def bodies(self, prompts: Sequence[str], tokens: int) -> list[dict[str, Any]]:
         more = {"return_token_ids": True} if self.ids else {}
-        base = {"model": self.model, "max_tokens": tokens, "temperature": 0, **more}
+        base = {"model": self.model, "max_tokens": tokens, "temperature": 0, **more, **self.more}
         return [{**base, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
     def crowd(self, prompts: Sequence[str], tokens: int, concurrency: int) -> None:
@@ -188,9 +193,9 @@ class Served:
             self.used[concurrency] = self.used.get(concurrency, Spent(0, 0)) + (spent(self.server.pid) - before)
 
 
-def opened(name: str, server: Started) -> Served:
+def opened(name: str, server: Started, more: Mapping[str, Any] | None = None) -> Served:
     """A server that answers and is warm. Raises RemoteError."""
-    served = Served(name, server, server.remote.model(None), ids=True)
+    served = Served(name, server, server.remote.model(None), ids=True, more=more or {})
     prompts = ["Say hello to everyone in the room, please.", "Name three rivers."]
     try:
         together(server.remote, served.bodies(prompts, 24), 1)
@@ -215,7 +220,7 @@ def paired(all_of: Sequence[Served]) -> None:
 
 
 def report(all_of: Sequence[Served]) -> dict[str, Any]:
-    """The figures by server and concurrency, with ratios to our plain server where it was run."""
+    """The figures by name and concurrency, with ratios to our plain answers where they were asked for."""
     plain = next((served for served in all_of if served.name == PLAIN), None)
     found: dict[str, Any] = {}
     for served in all_of:
@@ -234,6 +239,7 @@ def report(all_of: Sequence[Served]) -> dict[str, Any]:
             if plain is not None and plain is not served:
                 value["ratios"] = ratios(rounds, plain.rounds[concurrency])
                 value["ratio"] = median(value["ratios"])
+                value["quartiles"] = [quantile(value["ratios"], part) for part in (0.25, 0.75)]
                 other = between(shot for shots in plain.rounds[concurrency] for shot in shots)
                 value |= {f"{name}_ratio": pooled[name] / other[name] for name in P99 if other[name] > 0}
             by_concurrency[str(concurrency)] = value
@@ -266,12 +272,11 @@ def _text(shot: Shot) -> str:
 
 def commands(given: argparse.Namespace) -> dict[str, str]:
     """Servers to start, by name."""
-    ours = f"{OURS} {given.options}".strip()
     drafted = "" if given.drafter is None else f" --drafter {given.drafter}"
-    found = {"outpace": ours + drafted, PLAIN: f"{ours} --drafter none"}
+    found = {"outpace": f"{OURS} {given.options}".strip() + drafted}
     for server in given.server:
         name, _, command = server.partition("=")
-        if not name or "{port}" not in command or name in found:
+        if not name or "{port}" not in command or name in OURS_ASK:
             raise RemoteError(f"--server {server!r} is not NAME=COMMAND with a {{port}} and a name of its own")
         found[name] = command
     return found
@@ -281,9 +286,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="another; repeatable")
     parser.add_argument("--options", default="", help="more arguments of our servers, such as '-m demo-gemma'")
-    parser.add_argument("--drafter", help="of our drafted server (default: its own default)")
+    parser.add_argument("--drafter", help="of our server (default: its own default)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     add_json(parser)
@@ -297,7 +302,10 @@ def run(given: argparse.Namespace) -> int:
         servers: list[Served] = []
         for name, command in commands(given).items():
             try:
-                servers.append(opened(name, stack.enter_context(started(command, given.log))))
+                server = stack.enter_context(started(command, given.log))
+                asked_of = {key: {**more, "reuse_prefix": False} for key, more in OURS_ASK.items()}
+                each = asked_of if name == "outpace" else {name: {}}
+                servers += [opened(key, server, more) for key, more in each.items()]
                 value["commands"][name] = command
             except RemoteError as error:
                 value["failed"][name] = str(error)
@@ -332,9 +340,10 @@ def show(value: Mapping[str, Any]) -> None:
     rows = []
     for name, figures in value["servers"].items():
         for concurrency, row in figures["concurrency"].items():
+            ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["ratio"], *row["quartiles"]) if "ratio" in row else "-"
             rows.append((
                 name, concurrency, f"{row['requests_per_second']:.2f}", f"{row['tokens_per_second']:.1f}",
-                f"{row['ratio']:.2f}" if "ratio" in row else "-", *(f"{1000 * row[key]:.0f}" for key in times),
+                ratio, *(f"{1000 * row[key]:.0f}" for key in times),
                 f"{1000 * row['cpu_per_token']:.1f}" if "cpu_per_token" in row else "-",
                 f"{row['loop_share']:.1%}" if "loop_share" in row else "-",
             ))  # fmt: skip
