@@ -30,10 +30,10 @@ constexpr int kQueries = 2;
 constexpr int kVectors = 2;
 
 // A function of vectors, by what it makes of register i.
-#define OUTPACE_EACH(RESULT, NAME, GIVEN, PART)                                       \
-    INLINE RESULT NAME GIVEN {                                                        \
+#define OUTPACE_EACH(RESULT, NAME, GIVEN, PART)                                         \
+    INLINE RESULT NAME GIVEN {                                                          \
         const auto part = [&](int i) __attribute__((always_inline)) { return (PART); }; \
-        return {{part(0), part(1), part(2), part(3)}};                                \
+        return {{part(0), part(1), part(2), part(3)}};                                  \
     }
 
 OUTPACE_EACH(F, set1, (float x), (static_cast<void>(i), vdupq_n_f32(x)))
