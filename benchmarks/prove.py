@@ -5,7 +5,7 @@ learned drafter that ships, alone and behind a lookup.
 
 Example: ./scripts/prove --prompts prompts.jsonl --out results/prove.json
 Other drafters: ./scripts/prove --backend native -d eagle:PATH -d suffix+parallel:PATH -t 0 --size auto --batch 8
-With bfloat16: ./scripts/prove --dtype bfloat16
+With bfloat16: ./scripts/prove --dtype bfloat16; with the same bits promised: --strict
 Resumable: what the JSON already has is not run again. Exit code 1 when a difference is not a near-tie; on the native
 backend, which promises the same bits, when there is any difference. In bfloat16 the transformers backend promises no
 tokens: differences are counted, and a gap that rounding does not explain is an error.
@@ -68,6 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
     parser.add_argument("--dtype", choices=TIES, help="of the transformers backend; default: float32")
+    parser.add_argument("--strict", action="store_true", help="no difference is a near-tie")
     parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(DRAFTERS)}")
     parser.add_argument("--temperature", "-t", action="append", type=float, help=f"default: {TEMPERATURES}")
     parser.add_argument("--size", action="append", type=_size, help=f"default: {SIZES}")
@@ -85,7 +86,8 @@ def run(given: argparse.Namespace) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     if given.dtype and given.backend == "native":
         raise ParameterError(Argument("dtype", given.dtype), " is the transformers backend's: leave it out")
-    options = LoadOptions(backend=given.backend, dtype=given.dtype or "auto", threads=given.threads)
+    how = {"backend": given.backend, "dtype": given.dtype or "auto", "threads": given.threads, "strict": given.strict}
+    options = LoadOptions(**how)
     target, tokenizer = load("demo", options)
     base = Engine(target, tokenizer, prefix_rows=0)  # engines that share a target would find rows of one another
     prompts = [encode_turns(base, row)[: given.longest] for row in read_prompts(given.prompts, given.limit)]
@@ -96,6 +98,7 @@ def run(given: argparse.Namespace) -> int:
         "dtype": target.info.dtype,
         "prompts": lengths,
         "max_tokens": given.max_tokens,
+        **({"strict": True} if given.strict else {}),
     }
     if known.get("settings", settings) != settings:
         raise ParameterError(f"{given.out} was made with other settings or prompts: give another --out")
@@ -121,7 +124,8 @@ def run(given: argparse.Namespace) -> int:
                 known["cases"][case.key] = list(_run(engine, case, prompts, known["plain"], given))
                 write_json(given.out, known)
             advance(1)
-        if given.backend == "transformers" and not (given.dtype or given.drafter) and "generate" not in known:
+        usual = given.backend == "transformers" and not (given.strict or given.dtype or given.drafter)
+        if usual and "generate" not in known:
             known["generate"] = list(_against_generate(base, prompts, known["plain"]["0.0"], given))
             write_json(given.out, known)
         advance(1)
@@ -181,8 +185,8 @@ def _against_generate(
 def _report(known: dict[str, Any]) -> int:
     everything = {**known["cases"], **({"transformers generate": known["generate"]} if "generate" in known else {})}
     settings, totals = known["settings"], np.zeros(3, int)
-    native = settings["backend"] == "native"
-    most = 0.0 if native else TIES[settings["dtype"]]
+    promised = settings["backend"] == "native" or "strict" in settings
+    most = 0.0 if promised else TIES[settings["dtype"]]
     print(f"{'case':<40} {'identical':>9} {'near-ties':>9} {'different':>9} {'tokens/step':>11} {'accepted':>8}")
     for key, rows in everything.items():
         same = sum(row["identical"] for row in rows)
@@ -192,6 +196,6 @@ def _report(known: dict[str, Any]) -> int:
         speed = f"{sum(row['tokens'] for row in rows) / steps:>11.2f} {accepted / drafted:>8.0%}" if drafted else ""
         print(f"{key:<40} {same:>9} {ties:>9} {len(rows) - same - ties:>9} {speed}")
     print(f"{'all':<40} {totals[0]:>9} {totals[1]:>9} {totals[2]:>9}")
-    if not native:
+    if not promised:
         print(f"near-tie: score gap under {most:g}, noise included")
     return 1 if totals[2] else 0

@@ -209,6 +209,24 @@ def steps(card: Card) -> Figures:
     }  # fmt: skip
 
 
+def strict(card: Card) -> Figures:
+    """Plain decoding and verification of 8 with ``strict``, over the default."""
+    n, vocab = 12 if card.tiny else 96, card.shape.vocab
+    default, memory = card.model, (64 << 20) if card.tiny else (8 << 30)
+    card._model = TransformersModel(card.module, name="strict", kv_memory=memory, graphs=True, strict=True, warn=print)
+    try:
+        plain = card.decoded(card.engine(), 1, 300, n)
+        eight = card.decoded(card.engine(Oracle(vocab), size=7), 1, 300, 8 * n)
+    finally:
+        card._model.close()
+        card._model = default
+    usual = card.figures["steps"]
+    return {
+        "plain": plain, "eight": eight, "plain_over_default": plain["ms_per_step"] / usual["plain"]["ms_per_step"],
+        "eight_over_default": eight["ms_per_step"] / usual["eight"]["ms_per_step"],
+    }  # fmt: skip
+
+
 def sampled(card: Card) -> Figures:
     """Steps of rows that sample, whose choices need noise: over greedy ones of the same width."""
     n, found = 12 if card.tiny else 64, Figures()
@@ -307,8 +325,8 @@ def tests(card: Card) -> Figures:
 # A stage, and the seconds it takes at most: less left, and it is not begun.
 STAGES: dict[str, tuple[Callable[[Card], Figures], float]] = {
     "machine": (machine, 20), "forwards": (forwards, 60), "steps": (steps, 40), "rows": (rows, 40),
-    "eagle": (eagle, 60), "beside": (beside, 70), "sampled": (sampled, 30), "products": (products, 60),
-    "tests": (tests, 60),
+    "eagle": (eagle, 60), "beside": (beside, 70), "sampled": (sampled, 30), "strict": (strict, 40),
+    "products": (products, 60), "tests": (tests, 60),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
@@ -157,9 +158,36 @@ def test_a_grammar_in_the_servers_spelling(dynamo: Dynamo) -> None:
 
 def test_what_cannot_be_is_refused_with_its_reason(dynamo: Dynamo) -> None:
     assert "temperature=1e-05 is too close to 0" in refused(dynamo, temperature=1e-5)
-    assert "n=2 is not served by this worker" in refused(dynamo, n=2)
     wrong = {"annotations": ["outpace.resume:one"]}
     assert "has no token ids" in refused(dynamo, temperature=0, nvext=wrong)
+
+
+def choices(dynamo: Dynamo, **body: Any) -> list[dict[str, Any]]:
+    with dynamo.ask(**body) as answer:
+        return sorted(json.load(answer)["choices"], key=lambda choice: int(choice["index"]))
+
+
+def test_several_choices_and_going_on_with_them(dynamo: Dynamo, engine: Engine) -> None:
+    """The engine's own samples, to the bit; those that end before the last one by length have no reason."""
+    asked: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 24, "stop": ["."]}
+    whole = engine.generate_many([CHAT], SamplingParams(**asked, logprobs=True))
+    found = choices(dynamo, **asked, logprobs=True)
+    tokens = [[each["token_id"] for each in choice["logprobs"]["content"]] for choice in found]
+    assert tokens == [list(result.token_ids) for result in whole]
+    assert [choice["message"]["content"] for choice in found] == [result.text for result in whole]
+    for choice, result in zip(found, whole, strict=True):
+        figures = [np.float32(each["logprob"]) for each in choice["logprobs"]["content"]]
+        assert figures == [np.float32(each.logprob) for each in result.logprobs]
+    reasons = [(choice["finish_reason"], result.finish_reason) for choice, result in zip(found, whole, strict=True)]
+    assert {"stop", "length"} == {ours for _, ours in reasons}
+    assert all(theirs in (ours, *[None] * (ours == "length")) for theirs, ours in reasons)
+    resumed = [own[: 3 * i] for i, own in enumerate(tokens)]
+    annotations = [f"outpace.resume:{json.dumps(resumed)}"]
+    for choice, rest, before in zip(
+        found, choices(dynamo, **asked, logprobs=True, nvext={"annotations": annotations}), resumed, strict=True
+    ):
+        assert rest["logprobs"]["content"] == choice["logprobs"]["content"][len(before) :]
+        assert choice["message"]["content"].endswith(rest["message"]["content"])
 
 
 SCHEMA = {

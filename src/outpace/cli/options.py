@@ -80,6 +80,9 @@ class Load:
     quantize: Annotated[
         str | None, option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
     ] = None
+    strict: Annotated[
+        bool, option("--strict", help="No token's bits depend on what is computed beside it (transformers, too).")
+    ] = False
     prefix_rows: Annotated[
         int | None,
         option("--prefix-rows", metavar="N", help="Answers whose KV is kept for prompts that begin alike. 0: none."),

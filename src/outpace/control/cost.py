@@ -318,6 +318,7 @@ def _identity(model: Model) -> dict[str, Any]:
         "dtype": info.dtype,
         "device": info.device,
         "card": getattr(model, "card", None),
+        **({"strict": True} if getattr(model, "strict", False) else {}),
         "kv_bytes_per_position": info.kv_bytes_per_position,
         "max_length": info.max_length,
         "threads": getattr(model, "threads", None),

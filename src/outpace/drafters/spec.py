@@ -74,6 +74,7 @@ def draft_models(spec: DrafterSpec, options: LoadOptions) -> list[tuple[str, Loa
                 options,
                 kv_memory=None,
                 max_length=None,
+                strict=False,
                 revision=part.options.get("revision"),
                 trust_remote_code=part.flag("trust", False),
                 allow_pickle=part.flag("pickle", False),

@@ -38,7 +38,7 @@ from outpace.params import SamplingParams
 from outpace.server.errors import APIError
 
 MARK = 0x6F757470616365_01  # the upper half of a trace id that stands for no trace: "outpace", and a version
-RESUME = "outpace.resume:"  # an annotation (nvext.annotations): delivered token ids as JSON
+RESUME = "outpace.resume:"  # an annotation (nvext.annotations): delivered token ids as JSON; n > 1: a list a choice
 BLOCK = 16  # positions; Dynamo's routers count in blocks, and our cache knows none
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -47,7 +47,7 @@ SAMPLING = (
 STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 OURS = {"include_stop_str_in_output": "include_stop", "stop_token_ids": "stop_ids"}
 ENGINE = ("drafter", "size", "threads", "kv_memory", "max_rows")  # options of outpace serve that a worker has
-UNKNOWN = ("n", "best_of", "use_beam_search", "length_penalty")  # Dynamo ends a request with its first choice
+UNKNOWN = ("best_of", "use_beam_search", "length_penalty")
 
 
 class Asked(NamedTuple):
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
 
     prompt: list[int]
     params: SamplingParams
-    resume: list[int] | None  # delivered token ids
+    resume: list[Any] | None  # delivered token ids; with n > 1 a list a choice
 
 
 class Outpace(LLMEngine):
@@ -117,12 +117,19 @@ class Outpace(LLMEngine):
         except OutpaceError as error:
             raise InvalidArgument(str(error)) from error
         first: dict[str, Any] = {"worker_trace_link": link(len(asked.prompt), prepared.request.seed)}
+        left, written = params.n, 0  # choices that run, and tokens of those that have ended
         async with contextlib.aclosing(await engine.open([prepared])) as running:
             self._running[name] = running
             try:
                 while running.left:
                     for delta in await running.get():
-                        yield {**chunk(delta, params, len(asked.prompt)), **first}
+                        made = {**chunk(delta, params), **first}
+                        if delta.result is not None:
+                            delta.result.raise_for_error()
+                            left, written = left - 1, written + delta.result.completion_tokens
+                            if not left:  # Dynamo ends a request with the first reason that it gets
+                                made |= end(delta.result.finish_reason, len(asked.prompt), written)
+                        yield made
                         first = {}
             except OutpaceError as error:
                 raise EngineShutdown(str(error)) from error
@@ -192,6 +199,8 @@ def read(request: Mapping[str, Any]) -> Asked:
     given: dict[str, Any] = {"temperature": 1.0}
     for options, names in ((sampling, SAMPLING), (stopping, STOPPING)):
         given |= {OURS.get(name, name): decimal(options[name]) for name in names if options.get(name) is not None}
+    if sampling.get("n") is not None:
+        given["n"] = sampling["n"]
     if sampling.get("seed") is not None:
         given["seed"] = sampling["seed"] % 2**64
     wanted = (request.get("output_options") or {}).get("logprobs")
@@ -199,15 +208,15 @@ def read(request: Mapping[str, Any]) -> Asked:
         given |= {"logprobs": True, "top_logprobs": wanted}
     tokens, resume = list(request["token_ids"]), annotated(request.get("annotations") or ())
     if request.get("migration_link") is not None:
-        end, seed = linked(request["migration_link"])
-        tokens, resume = tokens[:end], tokens[end:]
+        begin, seed = linked(request["migration_link"])
+        tokens, resume = tokens[:begin], tokens[begin:]
         given["seed"] = seed
         if "max_tokens" in given:
             given["max_tokens"] += len(resume)
     return Asked(tokens, SamplingParams(**{"max_tokens": None, **given}), resume or None)
 
 
-def annotated(annotations: Sequence[str]) -> list[int] | None:
+def annotated(annotations: Sequence[str]) -> list[Any] | None:
     """The token ids of an annotation ``outpace.resume``, if there is one. Raises InvalidArgument."""
     for each in annotations:
         if each.startswith(RESUME):
@@ -241,8 +250,8 @@ def linked(found: Mapping[str, str]) -> tuple[int, int]:
     return prompt, seed
 
 
-def chunk(delta: Delta, params: SamplingParams, prompt: int) -> dict[str, Any]:
-    """A delta as Dynamo has it. Raises OutpaceError where it ends in an error."""
+def chunk(delta: Delta, params: SamplingParams) -> dict[str, Any]:
+    """A delta's tokens as Dynamo has them."""
     made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": delta.sample}
     if params.wants_logprobs:
         made["log_probs"] = [each.logprob for each in delta.logprobs]
@@ -250,13 +259,13 @@ def chunk(delta: Delta, params: SamplingParams, prompt: int) -> dict[str, Any]:
             [ranked(i, *a) for i, a in enumerate(each.top or [(each.token, each.logprob, each.text)], 1)]
             for each in delta.logprobs
         ]
-    if delta.result is not None:
-        delta.result.raise_for_error()
-        written = delta.result.completion_tokens
-        usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-        reason = {"deadline": "cancelled"}.get(delta.result.finish_reason, delta.result.finish_reason)
-        made |= {"finish_reason": reason, "completion_usage": usage}
     return made
+
+
+def end(reason: str, prompt: int, written: int) -> dict[str, Any]:
+    """How a request ends: ``written`` tokens of all its choices, after ``prompt`` ones."""
+    usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    return {"finish_reason": {"deadline": "cancelled"}.get(reason, reason), "completion_usage": usage}
 
 
 def ranked(rank: int, token: int, logprob: float, text: str | None) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def load(
         return _load_gguf(source, gguf, options)
     tokenizer = Tokenizer.from_folder(source.path, trust_remote_code=options.trust_remote_code)
     with _readable(source):
-        return _serve(_folder_module(source, options), source.name, tokenizer, options), tokenizer
+        return _served(_folder_module(source, options), source.name, tokenizer.eos_ids, options), tokenizer
 
 
 def live(module: Any, tokenizer: Any = None, options: LoadOptions | None = None) -> tuple[Model, Tokenizer | None]:
@@ -132,13 +132,10 @@ def live(module: Any, tokenizer: Any = None, options: LoadOptions | None = None)
         raise ModelError(
             f"this {type(module).__name__} is in training mode, where dropout is on: call its eval() first"
         )
-    from outpace.models.torch.model import TransformersModel
-
     own = None if tokenizer is None else Tokenizer.from_transformers(tokenizer, module.generation_config)
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     ends = () if own is None else own.eos_ids
-    longest, memory = options.max_length, options.kv_memory
-    return TransformersModel(module, name=name, eos_ids=ends, longest=longest, kv_memory=memory, warn=log.warning), own
+    return _served(module, name, ends, options), own
 
 
 def estimate(spec: str | Source, options: LoadOptions | None = None) -> MemoryEstimate:
@@ -259,7 +256,7 @@ def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Mo
     if options.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     with _readable(source):
-        return _serve(reader.build(gguf, dtype, device), source.name, tokenizer, options), tokenizer
+        return _served(reader.build(gguf, dtype, device), source.name, tokenizer.eos_ids, options), tokenizer
 
 
 def _folder_module(source: Source, options: LoadOptions) -> Any:
@@ -296,15 +293,16 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     return module.to(device)
 
 
-def _serve(module: Any, name: str, tokenizer: Tokenizer | None, options: LoadOptions) -> Model:
+def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions) -> Model:
     from outpace.models.torch.model import TransformersModel
 
     return TransformersModel(
         module,
         name=name,
-        eos_ids=() if tokenizer is None else tokenizer.eos_ids,
+        eos_ids=eos_ids,
         longest=options.max_length,
         kv_memory=options.kv_memory,
+        strict=options.strict,
         warn=log.warning,
     )
 

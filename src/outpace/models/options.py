@@ -25,9 +25,10 @@ class LoadOptions:
     float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
     the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
     ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
-    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``revision``: a branch, tag or commit on
-    Hugging Face; ``offline``: download nothing. ``trust_remote_code``: run code that comes with the model;
-    ``allow_pickle``: read weights that are not safetensors, which can run code.
+    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``strict``: on the Transformers backend,
+    too, a token's bits depend on nothing that is computed beside it, as they never do on the native one.
+    ``revision``: a branch, tag or commit on Hugging Face; ``offline``: download nothing. ``trust_remote_code``: run
+    code that comes with the model; ``allow_pickle``: read weights that are not safetensors, which can run code.
     """
 
     backend: str = "auto"
@@ -38,6 +39,7 @@ class LoadOptions:
     kv_memory: int | None = None
     kv_dtype: str = "auto"
     quantize: str | None = None
+    strict: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False

@@ -6,7 +6,12 @@ tokens one by one, so only this has to know about rows. All of a forward's indic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,37 +21,25 @@ import torch
 from outpace.common.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.kv import NEVER, SPLIT, Seen, TorchKV
 from outpace.models.torch.upload import Upload
 
 NAME = "outpace"
 I64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one group's tokens see under one window: the pool's positions, [B * L], and who sees what.
-
-    ``mask``: float32 [B, 1, W, slots from ``covered`` on], 0 or -inf, to add to scores; None: everybody sees all.
-    """
-
-    slots: torch.Tensor
-    mask: torch.Tensor | None
-    covered: int
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Group:
-    """B rows with up to W new tokens each. What a row lacks is its first token, or its first slot, once more.
+    """B rows with up to W new tokens each.
 
-    ``tokens`` int64 [B * W]: of the packed ones; ``kept``: which of these are not padding, None where all are.
-    ``seen``: by window.
+    ``tokens`` int64 [B * W]: of the N packed ones; what a row lacks is its first one, once more. ``places`` int64
+    [B * W]: the same, but N for what only fills up. ``seen``: by window.
     """
 
     rows: int
     tokens: torch.Tensor
-    kept: torch.Tensor | None
-    packed: torch.Tensor  # where those that are kept stand
+    places: torch.Tensor
     seen: dict[int | None, Seen]
 
 
@@ -76,7 +69,7 @@ def counts(batch: Batch) -> dict[int, int]:
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One row's share: its packed tokens ``begin .. end``, written to slots ``start`` and on, lying at ``places``."""
 
     begin: int
@@ -100,8 +93,9 @@ class _Row:
         return own
 
 
-def row_plans(batch: Batch, kv: TorchKV) -> list[_Row]:
-    """Each row's share, once ``kv`` has room for the new tokens. Raises ValueError."""
+def row_plans(batch: Batch, kv: TorchKV, apart: bool = False) -> list[Row]:
+    """Each row's share, once ``kv`` has room for the new tokens. ``apart``: a row a token, whose slots are those that
+    the token sees, in the order of their positions. Raises ValueError."""
     rows = []
     for b in range(len(batch.starts) - 1):
         begin, end = int(batch.starts[b]), int(batch.starts[b + 1])
@@ -112,84 +106,73 @@ def row_plans(batch: Batch, kv: TorchKV) -> list[_Row]:
         if first != length:
             raise ValueError(f"row {row} holds {length} positions, but its new tokens begin at position {first}")
         tree = np.tri(n, dtype=np.bool_) if batch.is_chain(b) else ancestors(batch.parent[begin:end])
-        rows.append(_Row(begin, end, length, batch.position[begin:end], tree, kv.places(row, length + n)))
+        places = kv.places(row, length + n)
+        if not apart:
+            rows.append(Row(begin, end, length, batch.position[begin:end], tree, places))
+            continue
+        for i in range(begin, end):
+            seen = np.append(places[:length], places[length:][tree[i - begin]])  # nodes follow their ancestors
+            rows.append(Row(i, i + 1, len(seen) - 1, batch.position[i : i + 1], np.ones((1, 1), np.bool_), seen))
     return rows
+
+
+def laid_out(
+    rows: list[Row], firsts: list[int], size: tuple[int, int, int], window: int | None, spare: int
+) -> tuple[I64, npt.NDArray[np.bool_]]:
+    """Slots [B, L] of rows, from each one's ``firsts`` on, and which of them its new tokens do not see: bool
+    [B, 1, W, L]. ``size``: B, W and L; what rows lack of it is hidden, and lies at ``spare``."""
+    count, width, length = size
+    slots, hidden = np.full((count, length), spare, np.int64), np.ones((count, 1, width, length), np.bool_)
+    for b, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+        end = len(row.places) - first
+        slots[b, :end] = row.places[first:]
+        hidden[b, 0, : row.end - row.begin, :end] = ~row.sees(window)[:, first:]
+    return slots, hidden
 
 
 def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: torch.device) -> Plan:
     """Who attends to what, once ``kv`` has room for the new tokens. Raises ValueError."""
     rows = row_plans(batch, kv)
-    alike: dict[tuple[int, int], list[_Row]] = {}
+    alike: dict[tuple[int, int], list[Row]] = {}
     for each in rows:
         alike.setdefault(each.sizes, []).append(each)
     upload = Upload()
     tokens, positions = upload.add(batch.token), upload.add(batch.position)
     write = upload.add(np.concatenate([np.zeros(0, np.int64), *(row.places[row.start :] for row in rows)]))
     wanted = None if len(batch.wanted) == len(batch) else upload.add(batch.wanted)
-    groups = [_group(group, windows, upload) for group in alike.values()]
+    groups = [_group(group, windows, len(batch), kv.spare, upload, device) for group in alike.values()]
     sent = upload.send(device)
     return Plan(
         kv, sent[tokens], sent[positions], sent[write], None if wanted is None else sent[wanted],
-        [each.on(sent, device) for each in groups],
+        [group(sent) for group in groups],
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Planned:
-    """A group whose indices are on their way."""
-
-    rows: int
-    tokens: slice
-    kept: slice | None
-    packed: slice
-    seen: dict[int | None, tuple[slice, npt.NDArray[np.bool_] | None, int]] = field(default_factory=dict)
-
-    def on(self, sent: torch.Tensor, device: torch.device) -> Group:
-        seen = {}
-        for window, (slots, sees, covered) in self.seen.items():
-            mask = None
-            if sees is not None:
-                there = torch.from_numpy(sees)
-                if device.type != "cpu":
-                    there = there.pin_memory().to(device, non_blocking=True)
-                mask = torch.zeros(there.shape, device=device).masked_fill_(~there, -torch.inf)[:, None]
-            seen[window] = Seen(sent[slots], mask, covered)
-        kept = None if self.kept is None else sent[self.kept]
-        return Group(self.rows, sent[self.tokens], kept, sent[self.packed], seen)
-
-
-def _group(rows: list[_Row], windows: tuple[int | None, ...], upload: Upload) -> _Planned:
+def _group(
+    rows: list[Row], windows: tuple[int | None, ...], n: int, spare: int, upload: Upload, device: torch.device
+) -> Callable[[torch.Tensor], Group]:
+    """What makes the group, of ``n`` packed tokens' rows, from what was sent up."""
     width = max(row.end - row.begin for row in rows)
-    tokens = np.repeat(np.array([[row.begin] for row in rows]), width, axis=1)
-    real = np.zeros(tokens.shape, np.bool_)
-    for b, row in enumerate(rows):
-        n = row.end - row.begin
-        tokens[b, :n], real[b, :n] = np.arange(row.begin, row.end), True
-    kept = None if real.all() else upload.add(np.flatnonzero(real))
-    planned = _Planned(len(rows), upload.add(tokens), kept, upload.add(tokens[real]))
+    begins, ends = np.array([[row.begin, row.end] for row in rows])[..., None].swapaxes(0, 1)
+    tokens = begins + np.arange(width)
+    at, places = upload.add(np.where(tokens < ends, tokens, begins)), upload.add(np.where(tokens < ends, tokens, n))
+    seen: dict[int | None, tuple[slice, torch.Tensor | None, int]] = {}
     for window in windows:
-        planned.seen[window] = _seen(rows, width, window, upload)
-    return planned
+        firsts, covered = [0] * len(rows), min(row.start for row in rows)  # slots before it are seen by all
+        if window is not None:  # slots before are too old for all
+            firsts = [min(row.start, max(0, int(row.positions.min()) - window + 1)) for row in rows]
+            covered = 0
+        longest = max(len(row.places) - first for row, first in zip(rows, firsts, strict=True))
+        slots, hidden = laid_out(rows, firsts, (len(rows), width, longest), window, spare)
+        there = torch.from_numpy(np.ascontiguousarray(hidden[..., covered:])) if hidden.any() else None
+        if there is not None and device.type != "cpu":
+            there = there.pin_memory().to(device, non_blocking=True)
+        seen[window] = upload.add(slots), there, covered
 
+    def made(sent: torch.Tensor) -> Group:
+        return Group(len(rows), sent[at], sent[places], {w: Seen(sent[s], h, c) for w, (s, h, c) in seen.items()})
 
-def _seen(
-    rows: list[_Row], width: int, window: int | None, upload: Upload
-) -> tuple[slice, npt.NDArray[np.bool_] | None, int]:
-    firsts = [
-        0 if window is None else min(row.start, max(0, int(row.positions.min()) - window + 1)) for row in rows
-    ]  # slots before are too old for all
-    longest = max(len(row.places) - first for row, first in zip(rows, firsts, strict=True))
-    covered = 0 if window is not None else min(row.start for row in rows)  # slots before it are seen by all
-    slots = np.repeat(np.array([[row.places[0]] for row in rows]), longest, axis=1)
-    sees = np.zeros((len(rows), width, longest - covered), np.bool_)
-    sees[..., 0] = True  # of padding: so that its softmax is a number
-    for b, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-        n, end = row.end - row.begin, len(row.places) - first
-        slots[b, :end] = row.places[first:]
-        own = row.sees(window)[:, first:]
-        sees[b, :n, : end - covered] = own[:, covered:]
-        sees[b, :n, end - covered :] = False
-    return upload.add(slots), None if sees.all() else sees, covered
+    return made
 
 
 def attention(
@@ -204,40 +187,83 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [Hq]: a score that takes its share of the softmax and has no value
 ) -> torch.Tensor:
-    """Write the new keys and values behind their rows and attend: [N, Hq, Dv].
-
-    Query heads that share a KV head are folded into one product: twice as fast as SDPA on a CPU at small widths.
-    """
+    """Write the new keys and values behind their rows and attend: [N, Hq, Dv]."""
     keys, values = plan.kv.keys[layer], plan.kv.values[layer]
     keys.index_copy_(1, plan.write, key.transpose(0, 1))
     values.index_copy_(1, plan.write, value.transpose(0, 1))
-    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    alone = len(plan.groups) == 1 and plan.groups[0].kept is None
-    mixed = query.new_empty(0) if alone else query.new_empty((*query.shape[:2], value.shape[2]))
+    mix = _mixture(query.device.type)
+    given = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    if len(plan.groups) == 1 and len(plan.groups[0].tokens) == len(query):
+        return mix(query, keys, values, plan.groups[0].seen[window], plan.groups[0].rows, **given)
+    mixed = query.new_empty((len(query) + 1, query.shape[1], value.shape[2]))  # the last one of what only fills up
     for group in plan.groups:
-        seen, b = group.seen[window], group.rows
-        asked = query if alone else query.index_select(0, group.tokens)
-        w = len(asked) // b
-        folded = asked.view(b, w, heads, groups, -1).permute(2, 0, 3, 1, 4).reshape(heads * b, groups * w, -1)
-        near = keys.index_select(1, seen.slots).view(heads * b, -1, keys.shape[2])
+        found = mix(query.index_select(0, group.tokens), keys, values, group.seen[window], group.rows, **given)
+        mixed.index_copy_(0, group.places, found)
+    return mixed[:-1]
+
+
+def mixture(
+    query: torch.Tensor,  # [B * W, Hq, Dk]
+    keys: torch.Tensor,  # [Hkv, the pool's positions, Dk]
+    values: torch.Tensor,  # [Hkv, the pool's positions, Dv]
+    seen: Seen,
+    rows: int,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What tokens of B ``rows`` find: [B * W, Hq, Dv]. The reference of the kernel, and what runs where that does not.
+
+    Query heads that share a KV head are folded into one product: twice as fast as SDPA on a CPU at small widths.
+    """
+    b, w, heads, groups = rows, len(query) // rows, len(keys), query.shape[1] // len(keys)
+    folded = query.view(b, w, heads, groups, -1).permute(2, 0, 3, 1, 4).reshape(heads * b, groups * w, -1)
+    slots = seen.slots.view(b, -1)
+    size = SPLIT if seen.blocks else max(1, slots.shape[1])
+    parts, sums = [], []
+    for begin in range(0, slots.shape[1], size):
+        at = slots[:, begin : begin + size].reshape(-1)
+        near = keys.index_select(1, at).view(heads * b, -1, keys.shape[2])
         scores = torch.bmm(folded, near.transpose(1, 2)).float() * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         each = scores.view(heads, b, groups, w, -1)
-        if seen.mask is not None:
-            each[..., seen.covered :] += seen.mask
-        if sinks is None:
-            weights = torch.softmax(scores, -1)
-        else:
-            own = sinks.float().view(heads, 1, groups, 1, 1).expand(*each.shape[:-1], 1)
-            weights = torch.softmax(torch.cat([each, own], -1), -1)[..., :-1].reshape(scores.shape)
-        far = values.index_select(1, seen.slots).view(heads * b, -1, values.shape[2])
-        found = torch.bmm(weights.to(far.dtype), far).view(heads, b, groups, w, -1)
-        found = found.permute(1, 3, 0, 2, 4).reshape(b * w, heads * groups, -1)
-        if alone:
-            return found
-        mixed.index_copy_(0, group.packed, found if group.kept is None else found.index_select(0, group.kept))
-    return mixed
+        if seen.hidden is not None:
+            each[..., seen.covered :].masked_fill_(seen.hidden[..., begin : begin + size], NEVER)
+        far = values.index_select(1, at).view(heads * b, -1, values.shape[2])
+        parts.append(torch.bmm(torch.softmax(scores, -1).to(far.dtype), far).view(heads, b, groups, w, -1))
+        if sinks is not None or slots.shape[1] > size:
+            sums.append(each.logsumexp(-1, keepdim=True))
+    if sinks is not None:
+        sums.append(sinks.float().view(heads, 1, groups, 1, 1).expand_as(sums[0]))
+    found = parts[0]
+    if sums:
+        top = torch.stack(sums).amax(0)
+        shares = [torch.exp(each - top) for each in sums]
+        weighed = [part.float() * share for part, share in zip(parts, shares, strict=False)]  # a sink has no value
+        found = (sum(weighed[1:], weighed[0]) / sum(shares[1:], shares[0])).to(found.dtype)
+    return found.permute(1, 3, 0, 2, 4).reshape(b * w, heads * groups, -1)
+
+
+@cache
+def _mixture(device: str) -> Callable[..., torch.Tensor]:
+    """The kernel where it runs: on cards, and in Triton's interpreter; the reference elsewhere."""
+    if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+        return mixture
+    try:
+        from outpace.models.torch import kernel
+
+        pool = torch.linspace(-1, 1, 2 * 8 * 16, device=device).view(2, 8, 16)
+        seen = Seen(torch.arange(8, device=device), None, 0)
+        given: Any = {"scale": 0.25, "softcap": None, "sinks": None}
+        query = pool.view(4, 4, 16)
+        ours, expected = (each(query, pool, pool, seen, 1, **given) for each in (kernel.mixture, mixture))
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0.0)
+    except Exception as error:  # a compiler's, a driver's
+        log.warning("the kernel for attention is off, which costs speed: %s", error)
+        return mixture
+    return kernel.mixture
 
 
 # What transformers' attention modules call

@@ -3,23 +3,26 @@
 The first time that a shape comes it is captured; from then on its inputs are written where the graph reads them. Where
 there is no card, a graph calls and does not replay. A forward of B rows with up to W new tokens each is padded to a
 bucket of rows, width and slots, with tokens that are written behind the pool's last block and that no row sees.
+
+``strict`` knows one shape alone: so many tokens, each a row of its own. Every product is then of the same sizes and
+attention adds up the same blocks of slots, whatever runs together: a token's bits cannot depend on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.base import Batch
-from outpace.models.torch.attention import I64, Group, Plan, Seen, row_plans
-from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.attention import I64, Group, Plan, Row, laid_out, row_plans
+from outpace.models.torch.kv import Seen, TorchKV
+from outpace.models.torch.upload import uploaded
 from outpace.models.torch.waits import Waits
 
 Forward = Callable[[Plan, int, Tensor | None, Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
@@ -28,6 +31,7 @@ SLOTS = 256  # times powers of two
 TOKENS = 256  # of a bucket, at most: beyond, launches cost little beside the work
 WASTE = 2  # a bucket has at most so many times the tokens that there are, and WIDTHS' first few
 MOST = 64  # graphs; more buckets run without
+STRICT = {"cpu": 16}  # tokens of a strict forward; elsewhere 64, which takes a card little longer than one
 
 
 class Bucket(NamedTuple):
@@ -38,44 +42,38 @@ class Bucket(NamedTuple):
     kept: tuple[int, ...]  # layers whose outputs are needed
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A batch in its bucket's shape: ``tokens``, ``positions``, ``write`` [B * W], ``slots`` [B * L] one after the
-    other, and who sees which slots, bool [windows, B, 1, W, L]. ``where`` [N]: the packed tokens' places in B * W."""
-
-    bucket: Bucket
-    indices: I64
-    sees: npt.NDArray[np.bool_]
-    where: I64
-
-
-def frame(batch: Batch, kv: TorchKV, windows: Sequence[int | None], layers: int, kept: tuple[int, ...]) -> Frame | None:
-    """None: the batch is too large for a bucket, or its rows are too unlike. ``kv`` has room for the new tokens."""
-    n = len(batch)
-    most = int(np.diff(batch.starts).max(initial=0))
+def fitting(rows: list[Row], layers: int, kept: tuple[int, ...]) -> Bucket | None:
+    """None: the rows are too large for a bucket, or too unlike."""
+    each = [row.end - row.begin for row in rows]
+    n, most = sum(each), max(each, default=0)
     if not 0 < n <= TOKENS or most > WIDTHS[-1]:
         return None
-    rows = row_plans(batch, kv)
     count, width = 1 << (len(rows) - 1).bit_length(), next(w for w in WIDTHS if w >= most)
     if count * width > max(WASTE * n, 8) or count * width > TOKENS:
         return None
+    return Bucket(count, width, _slots(rows), layers, kept)
+
+
+def _slots(rows: list[Row]) -> int:
     longest = max(len(row.places) for row in rows)
-    length = SLOTS << max(0, (-(-longest // SLOTS) - 1).bit_length())
-    bucket = Bucket(count, width, length, layers, kept)
+    return SLOTS << max(0, (-(-longest // SLOTS) - 1).bit_length())
+
+
+def frame(
+    batch: Batch, rows: list[Row], kv: TorchKV, windows: Sequence[int | None], bucket: Bucket
+) -> tuple[Tensor, Tensor]:
+    """Some rows of the batch in a bucket's shape, on the host: int64 tokens, positions, ``write`` [B * W] and slots
+    [B * L], one after the other, and who does not see which slots, bool [windows, B, 1, W, L]."""
+    count, width, length = bucket[:3]
     tokens, positions = np.zeros((2, count, width), np.int64)
-    write = np.broadcast_to(kv.spare + np.arange(width) % kv.block, (count, width)).copy()
-    slots = np.full((count, length), kv.spare, np.int64)
-    sees = np.zeros((len(windows), count, 1, width, length), np.bool_)
-    sees[..., 0] = True  # of padding: so that its softmax is a number
-    where = np.zeros(n, np.int64)
+    write = kv.spare + np.arange(count * width).reshape(count, width) % kv.block
     for b, row in enumerate(rows):
-        new, end = row.end - row.begin, len(row.places)
+        new = row.end - row.begin
         tokens[b, :new], positions[b, :new] = batch.token[row.begin : row.end], row.positions
-        write[b, :new], slots[b, :end] = row.places[row.start :], row.places
-        where[row.begin : row.end] = b * width + np.arange(new)
-        for seen, window in zip(sees, windows, strict=True):
-            seen[b, 0, :new, :end] = row.sees(window)
-    return Frame(bucket, np.concatenate([each.reshape(-1) for each in (tokens, positions, write, slots)]), sees, where)
+        write[b, :new] = row.places[row.start :]
+    laid = [laid_out(rows, [0] * len(rows), (count, width, length), window, kv.spare) for window in windows]
+    indices = np.concatenate([each.reshape(-1) for each in (tokens, positions, write, laid[0][0])])
+    return torch.from_numpy(indices), torch.from_numpy(np.stack([hidden for _, hidden in laid]))
 
 
 class Captures:
@@ -152,31 +150,73 @@ def _watched(run: Callable[[], Any]) -> None:
 
 
 class Graphs:
-    """The graphs of one forward over one pool of keys and values."""
+    """Forwards in fixed shapes over one pool of keys and values; ``captured``: as graphs."""
 
-    def __init__(self, forward: Forward, kv: TorchKV, windows: Sequence[int | None], device: torch.device) -> None:
-        self._forward, self._kv, self._windows = forward, kv, tuple(windows)
-        self.captures = Captures(device)
+    def __init__(
+        self,
+        forward: Forward,
+        kv: TorchKV,
+        windows: Sequence[int | None],
+        device: torch.device,
+        strict: bool = False,
+        captured: bool = True,
+    ) -> None:
+        self._forward, self._kv, self._windows, self._device = forward, kv, tuple(windows), device
+        self.strict = strict
+        self.captures = Captures(device) if captured else None
 
     def __call__(
         self, batch: Batch, layers: int, kept: tuple[int, ...]
     ) -> tuple[Tensor, dict[int, Tensor], I64] | None:
         """As ``OwnDecoder.__call__``, of all tokens of a bucket, and the packed tokens' places among them; None: the
         batch fits none. What is returned is overwritten by the next forward."""
-        framed = frame(batch, self._kv, self._windows, layers, kept)
-        if framed is None:
+        rows = row_plans(batch, self._kv)
+        bucket = fitting(rows, layers, kept)
+        found = None if bucket is None else self._computed(batch, rows, bucket)
+        if bucket is None or found is None:
             return None
-        at = self._kv.keys[0].data_ptr(), self._kv.values[-1].data_ptr()
-        inputs = torch.from_numpy(framed.indices), torch.from_numpy(framed.sees)
-        found = self.captures(framed.bucket, at, inputs, partial(self.run, framed.bucket))
-        return None if found is None else (*found, framed.where)
+        return (*found, np.concatenate([np.arange(r.end - r.begin) + b * bucket.width for b, r in enumerate(rows)]))
 
-    def run(self, bucket: Bucket, indices: Tensor, sees: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    def strictly(
+        self, batch: Batch, layers: int, kept: tuple[int, ...], features: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """As ``OwnDecoder.__call__``, some tokens at a time."""
+        rows, size = row_plans(batch, self._kv, apart=True), STRICT.get(self._device.type, 64)
+        logits: list[Tensor] = []
+        states: dict[int, list[Tensor]] = {layer: [] for layer in kept}
+        for begin in range(0, len(rows), size):
+            some = rows[begin : begin + size]
+            n = len(some)
+            own = None if features is None else F.pad(features[begin : begin + n], (0, 0, 0, size - n))
+            found = self._computed(batch, some, Bucket(size, 1, _slots(some), layers, kept), own)
+            (wanted,) = uploaded(self._device, [i for i in (batch.wanted - begin).tolist() if 0 <= i < n])
+            logits.append(found[0].index_select(0, wanted))
+            for layer in kept:
+                states[layer].append(found[1][layer][:n].clone())
+        return torch.cat(logits), {layer: torch.cat(parts) for layer, parts in states.items()}
+
+    def _computed(self, batch: Batch, rows: list[Row], bucket: Bucket, features: Tensor | None = None) -> Any:
+        """As ``run``; None, unless it is strict: there are graphs enough."""
+        inputs = frame(batch, rows, self._kv, self._windows, bucket)
+        found = None
+        if self.captures is not None and features is None:
+            at = self._kv.keys[0].data_ptr(), self._kv.values[-1].data_ptr()
+            found = self.captures(bucket, at, inputs, partial(self.run, bucket))
+        if found is None and self.strict:
+            indices, hidden = (each.to(self._device) for each in inputs)
+            found = self.run(bucket, indices, hidden, features)
+        return found
+
+    def close(self) -> None:
+        if self.captures is not None:
+            self.captures.close()
+
+    def run(
+        self, bucket: Bucket, indices: Tensor, hidden: Tensor, features: Tensor | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """The bucket's forward: no value comes to the host, no shape depends on one."""
         n, rest = bucket.rows * bucket.width, bucket.rows * bucket.slots
         tokens, positions, write, slots = indices.split([n, n, n, rest])
-        masks = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)
-        seen = {window: Seen(slots, mask, 0) for window, mask in zip(self._windows, masks, strict=True)}
-        group = Group(bucket.rows, tokens, None, tokens, seen)
-        plan = Plan(self._kv, tokens, positions, write, None, [group])
-        return self._forward(plan, bucket.layers, None, bucket.kept)
+        seen = {w: Seen(slots, each, 0, self.strict) for w, each in zip(self._windows, hidden, strict=True)}
+        plan = Plan(self._kv, tokens, positions, write, None, [Group(bucket.rows, tokens, tokens, seen)])
+        return self._forward(plan, bucket.layers, features, bucket.kept)

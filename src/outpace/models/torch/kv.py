@@ -20,6 +20,8 @@ from outpace.errors import MemoryLimitError
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
 FIRST = 64  # blocks of the pool at first; it doubles
+NEVER = -1e30  # the score of what is hidden: finite, so that a token that sees nothing gets a number, too
+SPLIT = 256  # slots that attention adds up at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,20 @@ class LayerShape:
     @property
     def width(self) -> int:
         return self.heads * (self.key + self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one group's tokens see under one window: the pool's positions ``slots`` int64 [B * L], but for some.
+
+    ``hidden``: bool [B, 1, W, slots from ``covered`` on]; None: all see all. ``blocks``: SPLIT slots are added
+    up at a time, whatever L and the device; ``covered`` is 0 then.
+    """
+
+    slots: torch.Tensor
+    hidden: torch.Tensor | None
+    covered: int
+    blocks: bool = False
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class TransformersModel:
         kv_memory: int | None = None,
         kv_block: int = BLOCK,
         graphs: bool | None = None,
+        strict: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
@@ -45,13 +47,14 @@ class TransformersModel:
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
-        graphs (None: on a card), where they prove right. ``warn`` is called with what had to be limited. Weights are
+        graphs (None: on a card), where they prove right. ``strict``: a token's bits depend on nothing that is computed
+        beside it, which is proven at load. ``warn`` is called with what had to be limited. Weights are
         read here: what changes in them later does not count. Raises ModelError with the reason when the model cannot be
         served exactly; the module is then, as after ``close``, what it was.
         """
         self._restore = _as_it_is(module)
         try:
-            self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, warn)
+            self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, strict, warn)
         except BaseException:
             self._restore.close()
             raise
@@ -65,6 +68,7 @@ class TransformersModel:
         kv_memory: int | None,
         kv_block: int,
         graphs: bool | None,
+        strict: bool,
         warn: Callable[[str], None],
     ) -> None:
         module.requires_grad_(False).eval()
@@ -85,6 +89,8 @@ class TransformersModel:
                 raise ModelError("it is an encoder-decoder model")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
+            if strict and any("expert" in part for part, _ in module.named_modules()):
+                raise ModelError("strict: an expert's products have as many rows as tokens that chose it")
             shared = [p.device_mesh.size() for p in module.parameters() if hasattr(p, "device_mesh")]
             devices = {str(p.device) for p in module.parameters()}
             if shared or len(devices) > 1 or "meta" in devices:
@@ -125,17 +131,26 @@ class TransformersModel:
                 agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
+        self.strict = strict
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
-        if self._device.type == "cuda" if graphs is None else graphs:
+        captured = self._device.type == "cuda" if graphs is None else graphs
+        for each in [True] * captured + [False] * strict:
+            trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+            fixed, self.graphs = (
+                Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, each)
+                for kv in (trial, self.kv)
+            )
             try:
-                forward, trial = self._own or self._through_module, TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-                captured = Graphs(forward, trial, self._windows, self._device)
                 with torch.inference_mode():
-                    agree(lambda batch: self._run(batch, trial, self._own, captured), trial, reference)
-                captured.captures.close()
-                self.graphs = Graphs(forward, self.kv, self._windows, self._device)
+                    agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
+                break
             except (ModelError, RuntimeError) as error:
+                self.graphs = None
+                if not each:
+                    raise ModelError(f"{name} cannot be served strictly: {error}") from error
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
+            finally:
+                fixed.close()
 
     @property
     def card(self) -> str | None:
@@ -183,6 +198,9 @@ class TransformersModel:
         features = None if batch.features is None else self._features(batch)
         try:
             with kv.writing(counts(batch)):
+                if graphs is not None and graphs.strict and len(batch):
+                    found, states = graphs.strictly(batch, layers, batch.hidden_layers, features)
+                    return TorchOutput(batch, found, [states[layer] for layer in batch.hidden_layers])
                 fit = None if graphs is None or features is not None else graphs(batch, layers, batch.hidden_layers)
                 if fit is not None:
                     logits, hidden_states, where = fit
@@ -256,7 +274,7 @@ class TransformersModel:
         """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
         self.kv.close()
         if self.graphs is not None:
-            self.graphs.captures.close()
+            self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())

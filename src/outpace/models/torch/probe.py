@@ -40,8 +40,9 @@ class Reference:
         return Reference(tokens, torch.stack(logits).float().cpu().numpy())
 
 
-def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference) -> None:
-    """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference."""
+def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference, strict: bool = False) -> None:
+    """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference;
+    ``strict``: of a bit, too, from the same tokens one by one."""
     tokens = reference.tokens.cpu().numpy().astype(np.int32)
     trunk, other = kv.alloc(), kv.alloc()
 
@@ -64,12 +65,15 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference)
     parents = np.arange(-2, len(tree) - 2, dtype=np.int32).clip(-1)
     parents[1] = -1
     found.append(run({trunk: tree, other: tokens[2, 9:]}, parents))
-    expected = [
-        reference.logits[0, :5], reference.logits[2, :2], reference.logits[0, 5:6], reference.logits[2, 2:9],
-        reference.logits[0, 6:FORK], reference.logits[:2, FORK:].swapaxes(0, 1).reshape(len(tree), -1),
-        reference.logits[2, 9:],
-    ]  # fmt: skip
-    ours, reference_scores = np.concatenate(found), np.concatenate(expected)
+
+    def served(logits: F32) -> F32:
+        """Of [3, LENGTH, V], in the order of ``found``."""
+        both = logits[:2, FORK:].swapaxes(0, 1).reshape(len(tree), -1)
+        return np.concatenate(
+            [logits[0, :5], logits[2, :2], logits[0, 5:6], logits[2, 2:9], logits[0, 6:FORK], both, logits[2, 9:]]
+        )
+
+    ours, reference_scores = np.concatenate(found), served(reference.logits)
     scale = max(1.0, float(np.abs(reference_scores).max()))
     worst = float(np.abs(ours - reference_scores).max()) / scale
     if not worst <= TOLERANCE.get(kv.dtype, 1e-3):
@@ -77,3 +81,7 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference)
             f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their "
             f"size, so something besides attention couples its tokens (recurrent state, perhaps)"
         )
+    if strict:
+        alone = [np.concatenate([run({row: each[None]}) for each in own]) for own in tokens for row in [kv.alloc()]]
+        if served(np.stack(alone)).tobytes() != ours.tobytes():
+            raise ModelError("one by one, its tokens' logits have other bits than together")

@@ -126,12 +126,14 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
 
     ``load``: how the model was loaded, where a revision matters. As in
     ``fp_5f2a...-a1-0.1.0-bfloat16-kv23040``: 16 digits of the model ("none": it has no files), the version of the
-    native backend's arithmetic (elsewhere the device), that of Outpace, the weights' type and the bytes of a position's
-    keys and values. Reads pieces of the model's files: not for the event loop. Raises OSError.
+    native backend's arithmetic (elsewhere the device, and whether it is strict), that of Outpace, the weights' type and
+    the bytes of a position's keys and values. Reads pieces of the model's files: not for the event loop. Raises
+    OSError.
     """
     model = serving.engine.model
     info = model.info
     files = fingerprint_of(info.name, load or LoadOptions()) if info.backend in BACKENDS else None
     version = arithmetic(info.backend)
-    computed = info.device if version is None else f"a{version}"
+    device = f"{info.device}{'-strict' if getattr(model, 'strict', False) else ''}"
+    computed = device if version is None else f"a{version}"
     return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_bytes_per_position}"
