@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.card import shapes
 from outpace import Engine, SamplingParams
@@ -18,6 +19,8 @@ from outpace.exact.noise import Noise
 from outpace.measure.compare import compare_tokens
 from outpace.models.base import Model
 from outpace.models.options import LoadOptions
+from outpace.models.torch.model import TransformersModel
+from outpace.models.torch.output import TorchOutput
 from tests import eagles
 
 TEXT = shapes.text(5, 60, shapes.TINY.vocab)
@@ -68,6 +71,36 @@ def test_float32_is_identical_up_to_near_ties(
     record_property("near_ties", len(parted))
     assert not [str(d) for d in parted if not d.near_tie]
     assert size == "auto" or sum(result.stats.accepted for result in found) > 0
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["chosen on the host", "chosen where the logits are"])
+def test_near_ties_are_counted_while_decoding(device: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer that is known, one token has a rival with the same weights."""
+    made = TorchOutput.__init__
+    if there:
+
+        def on_device(output: TorchOutput, *given: Any) -> None:
+            made(output, *given)
+            output._on_device = True
+
+        monkeypatch.setattr(TorchOutput, "__init__", on_device)
+    answer = shapes.text(5 + 40 * shapes.STRIDE, 24, shapes.TINY.vocab)
+    prompt = shapes.text(5, 40, shapes.TINY.vocab)
+    rival = max(set(range(shapes.TINY.vocab)) - {*prompt, *answer})
+    found = []
+    for strict in (False, True):
+        module = shapes.llama(shapes.TINY, torch.device(device), torch.float32)
+        module.lm_head.weight.data[rival] = module.lm_head.weight.data[answer[9]]
+        model = TransformersModel(module, name="m", strict=strict)
+        for drafter in (None, shapes.Oracle(shapes.TINY.vocab, 0.7)):
+            engine = Engine(model, drafter=drafter, size=5, prefix_rows=0)
+            result = engine.generate(prompt, SamplingParams(max_tokens=24))
+            assert list(result.token_ids) == answer
+            assert engine.stats.near_ties == result.stats.to_dict()["near_ties"] == result.stats.near_ties
+            assert ("; 1 near-tie" in repr(result)) == (result.stats.near_ties == 1)
+            found.append(result.stats.near_ties)
+        model.close()
+    assert found == [1, 1, 0, 0]
 
 
 def test_a_drafter_that_reads_hidden_states_on_the_card(target: Model) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outpace.exact import noise
 from outpace.exact.noise import Noise, Stream
-from outpace.exact.sampling import Chooser, choose
+from outpace.exact.sampling import Chooser, choose, judged
 from outpace.models.torch import choose as there
 from outpace.models.torch.choose import CANDIDATES, LEFT, Asked
 from outpace.params import SamplingParams
@@ -26,7 +26,7 @@ def asked(choosers: list[Chooser]) -> Asked:
 
 def chosen(logits: Any, choosers: list[Chooser]) -> list[int]:
     filtered = any(c.params.filtered for c in choosers)
-    found: list[int] = there.sampled(torch.from_numpy(logits), asked(choosers), filtered).tolist()
+    found: list[int] = there.sampled(torch.from_numpy(logits), asked(choosers), filtered)[0].tolist()
     return found
 
 
@@ -76,6 +76,30 @@ def test_choices_are_those_of_the_host(kind: str, temperature: float) -> None:
     assert len(set(found)) > 5
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "greedy"])
+def test_near_ties_are_those_of_the_host(kind: str) -> None:
+    rng, share = np.random.default_rng(7), 0.02
+    logits = (rng.standard_normal((80, VOCAB)) * 3).astype(np.float32)
+    logits[0, :2] = 30.0
+    params = SamplingParams(temperature=0.0 if kind == "greedy" else 0.7, **KINDS.get(kind, {}))
+    choosers = [Chooser(params, Noise(5, i), i) for i in range(len(logits))]
+    expected = [judged(row, c.params, c.noise, c.index, share) for row, c in zip(logits, choosers, strict=True)]
+    values = torch.from_numpy(logits)
+
+    def found(rounding: float) -> list[tuple[int, int]]:
+        if params.greedy:
+            return list(zip(*there.greedy(values, rounding).tolist(), strict=True))
+        return list(zip(*there.sampled(values, asked(choosers), params.filtered, rounding).tolist(), strict=True))
+
+    pairs = [(a, b) for a, b in zip(found(share), expected, strict=True) if a[0] != LEFT]
+    assert len(pairs) > 40
+    assert all(a == b for a, b in pairs)
+    assert 0 < sum(near for _, near in expected) < len(expected)
+    assert expected[0][1] or not params.greedy
+    assert found(0.0) == [(token, 0) for token, _ in found(share)]
+    assert not any(judged(row, c.params, c.noise, c.index, 0.0)[1] for row, c in zip(logits, choosers, strict=True))
+
+
 def test_rows_of_several_kinds_are_chosen_together() -> None:
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((len(KINDS), VOCAB)) * 4).astype(np.float32)
@@ -95,8 +119,8 @@ def test_what_cannot_be_decided_there_is_left() -> None:
         broken = np.zeros((1, VOCAB), np.float32)
         broken[0, 5] = wrong
         assert chosen(broken, [Chooser(SamplingParams(temperature=1.0), Noise(1), 0)]) == [LEFT]
-        assert there.greedy(torch.from_numpy(broken)).tolist() == [LEFT]
-    assert there.greedy(torch.tensor([[1.0, 3.0, 3.0], [-torch.inf] * 3])).tolist() == [1, LEFT]
+        assert there.greedy(torch.from_numpy(broken))[0].tolist() == [LEFT]
+    assert there.greedy(torch.tensor([[1.0, 3.0, 3.0], [-torch.inf] * 3]))[0].tolist() == [1, LEFT]
 
 
 def test_likeliest_is_by_logit_then_by_id() -> None:

@@ -264,6 +264,14 @@ STAGES: dict[int, tuple[Callable[[Step], None], str]] = {
 DONE = 7
 
 
+def near_ties(step: Step, i: int, path: SequenceOf[int], kept: int) -> int:
+    """How many of row i's first ``kept`` tokens are near-ties: see ``Output.near_ties``."""
+    if step.computed is None:
+        return 0
+    at = step.native.starts[i] + np.array([0, *(node + 1 for node in path)], np.int32)
+    return step.computed.near_ties(at[:kept])
+
+
 # -- what became final -----------------------------------------------------------------------------------------------
 
 

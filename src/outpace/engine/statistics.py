@@ -32,6 +32,7 @@ class Counted(NamedTuple):
     size: int
     expected: float | None
     threads: int | None
+    near_ties: int = 0
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ class Stats:
     ``steps``: target forwards in which the row decoded; ``tokens``: committed output tokens; ``drafted``, ``accepted``:
     draft tokens, ``drafted_at``, ``accepted_at`` by depth from 0, ``drafted_by``, ``accepted_by`` by source.
     ``steps_by_size``: steps by nodes verified, ``steps_by_threads``: by threads, where the backend says how many
-    computed. ``expected``: for "on" and "off", [steps, sum of the logarithm of the speed-up that was expected].
+    computed. ``near_ties``: tokens that another order of sums might have chosen otherwise. ``expected``: for "on"
+    and "off", [steps, sum of the logarithm of the speed-up that was expected].
     ``prompt_tokens``; ``reused_tokens``: those whose KV another row had; ``preemptions``: times that the row was given
     up for others and computed again; ``kv_bytes``: reserved for the row, drafter included (pooled: the maximum).
     ``queue_seconds``: from ``add`` to the first row; ``prefill_seconds``; ``seconds``: of decoding, by phase;
@@ -72,6 +74,7 @@ class Stats:
     expected: dict[str, list[float]] = field(default_factory=dict)
     steps_by_threads: dict[int, int] = field(default_factory=dict)
     kv_bytes: int = 0
+    near_ties: int = 0
     requests: int = 1
 
     @property
@@ -101,7 +104,8 @@ class Stats:
 
     def add(self, step: Counted) -> None:
         """Add one ``step``: see ``count``, ``decide`` and ``ran_on``."""
-        kept, levels, sources, path, size, expected, threads = step
+        kept, levels, sources, path, size, expected, threads, near_ties = step
+        self.near_ties += near_ties
         self.count(kept, levels, sources, path)
         self.decide(size, expected)
         self.ran_on(threads)
@@ -160,7 +164,8 @@ class Stats:
         """The main figures, in a line."""
         accepted = f"; {self.acceptance_rate:.0%} of {self.drafted} drafted accepted" if self.drafted else ""
         speed = f"{self.tokens} tokens at {self.decode_tokens_per_second:.0f} tokens/s"
-        return f"{speed}; {self.tokens_per_step:.2f} tokens a step{accepted}"
+        near = f"; {self.near_ties} near-tie{'s' if self.near_ties > 1 else ''}" if self.near_ties else ""
+        return f"{speed}; {self.tokens_per_step:.2f} tokens a step{accepted}{near}"
 
     def __repr__(self) -> str:
         return f"Stats({self.requests} {'answer' if self.requests == 1 else 'answers'}, {self.summary})"
@@ -182,6 +187,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "preemptions": self.preemptions,
+            "near_ties": self.near_ties,
             "queue_seconds": self.queue_seconds,
             "prefill_seconds": self.prefill_seconds,
             "seconds": self.seconds,
@@ -211,6 +217,7 @@ def pooled(parts: Iterable[Stats]) -> Stats:
             "prompt_tokens",
             "reused_tokens",
             "preemptions",
+            "near_ties",
             "first_delta_tokens",
         ):
             setattr(total, name, getattr(total, name) + getattr(part, name))

@@ -136,7 +136,8 @@ def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], thread
         sequence.cached = length
         if i in step.logprobs:
             sequence.logprobs.extend(step.logprobs[i][:kept])
-        sequence.count(Counted(kept, row.levels, row.named, row.path, row.size, row.expected, threads or None))
+        near = complete.near_ties(step, i, row.path, kept)
+        sequence.count(Counted(kept, row.levels, row.named, row.path, row.size, row.expected, threads or None, near))
     for j, chunk in enumerate(step.plan.chunks):
         chunk.sequence.cached = chunk.start + chunk.count
         if chunk.wanted:

@@ -30,4 +30,4 @@ class NoiseChance:
 
     def _gumbel_max(self, weights: F64, depth: int, stream: Stream) -> int:
         kept = np.flatnonzero(weights > 0).astype(np.int32)
-        return gumbel_max(kept, np.log(weights[kept]), self.noise, self.index + depth, stream)
+        return gumbel_max(kept, np.log(weights[kept]), self.noise, self.index + depth, stream)[0]

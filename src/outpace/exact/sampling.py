@@ -139,31 +139,45 @@ class Chooser:
 
 def choose(logits: F32, params: SamplingParams, noise: Noise, index: int, stream: Stream = Stream.CHOICE) -> int:
     """``argmax(logits' / T + g)``: ``logits`` [V] have the rules applied already."""
+    return judged(logits, params, noise, index, 0.0, stream)[0]
+
+
+def judged(
+    logits: F32, params: SamplingParams, noise: Noise, index: int, rounding: float, stream: Stream = Stream.CHOICE
+) -> tuple[int, bool]:
+    """``choose``, and whether rounding might have chosen otherwise: it changes a logit by up to ``rounding`` times the
+    largest one's size (at least 1)."""
     best = _argmax(logits)
+    within = rounding * max(1.0, abs(float(logits[best])))
     if params.greedy:
-        return best
+        return best, bool(within) and int(np.count_nonzero(logits >= logits[best] - np.float32(within))) > 1
+    within /= params.temperature
     kept = filtered(logits, params)
     scaled = logits[kept].astype(np.float64) / params.temperature
     # No token can beat the likeliest one's score by more noise than there is: the rest needs none drawn.
     top = int(np.argmax(scaled))
-    floor = scaled[top] + noise.gumbel(index, kept[top : top + 1], stream)[0] - GUMBEL_MAX
+    floor = scaled[top] + noise.gumbel(index, kept[top : top + 1], stream)[0] - GUMBEL_MAX - within
     near = scaled >= floor
     if 4 * np.count_nonzero(near) < len(kept):  # a block of noise serves four neighbours: gaps must pay
         kept, scaled = kept[near], scaled[near]
-    return gumbel_max(kept, scaled, noise, index, stream)
+    return gumbel_max(kept, scaled, noise, index, stream, within)
 
 
-def gumbel_max(ids: I32, scores: F64, noise: Noise, index: int, stream: Stream) -> int:
+def gumbel_max(
+    ids: I32, scores: F64, noise: Noise, index: int, stream: Stream, within: float = 0.0
+) -> tuple[int, bool]:
     """The id (of ``ids`` int32 [n], ascending) whose score [n] plus its Gumbel noise is largest; the lowest on ties.
+    And whether another's is closer to it than ``within``.
 
     numpy's log is many times faster than the noise's own, but its last bits differ from machine to machine: it only
     finds who can win, with a margin far above its error, and the exact noise decides among them.
     """
     rough = scores - np.log(-np.log(noise.uniform(index, ids, stream)))
     best = rough.max()
+    tie = within > 0 and int(np.count_nonzero(rough >= best - within)) > 1
     close = rough >= best - 1e-9 * (1 + abs(best))
     ids, scores = ids[close], scores[close]
-    return int(ids[np.argmax(scores + noise.gumbel(index, ids, stream))])
+    return int(ids[np.argmax(scores + noise.gumbel(index, ids, stream))]), tie
 
 
 def scores(logits: F32, params: SamplingParams, noise: Noise, index: int, stream: Stream) -> F64:

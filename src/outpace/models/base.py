@@ -185,6 +185,10 @@ class Output(Protocol):
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """The target's choice int32 [n] after each token ``at`` int32 [n], under ``choosers[i]``."""
 
+    def near_ties(self, at: I32) -> int:
+        """How many of the choices that were made ``at`` int32 [n] another order of sums might have made otherwise; 0
+        where the arithmetic has one order."""
+
     def logits(self, at: I32) -> F32:
         """After packed indices ``at`` int32 [n]: float32 [n, V] on the host."""
 
@@ -296,6 +300,9 @@ class HostOutput:
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         return choose_on_host(self.logits(at), choosers)
+
+    def near_ties(self, at: I32) -> int:
+        return 0
 
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         return logprobs_on_host(self.logits(at), tokens, top)

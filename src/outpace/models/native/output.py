@@ -66,6 +66,9 @@ class NativeOutput:
         values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))
         return values
 
+    def near_ties(self, at: I32) -> int:
+        return 0
+
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         found = self._result.logprobs(at, tokens, top)
         return [

@@ -16,6 +16,7 @@ from outpace.errors import MemoryLimitError, ModelError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
 from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
+from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, described
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
@@ -108,6 +109,7 @@ class TransformersModel:
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
         self._forward: Forward = module._outpace_forward
+        self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
         self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
         head = module.get_output_embeddings()
@@ -131,7 +133,6 @@ class TransformersModel:
                 agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
-        self.strict = strict
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
         captured = self._device.type == "cuda" if graphs is None else graphs
         for each in [True] * captured + [False] * strict:
@@ -204,7 +205,8 @@ class TransformersModel:
                 fit = None if graphs is None or features is not None else graphs(batch, layers, batch.hidden_layers)
                 if fit is not None:
                     logits, hidden_states, where = fit
-                    return TorchOutput(batch, logits, [hidden_states[i] for i in batch.hidden_layers], where)
+                    kept = [hidden_states[i] for i in batch.hidden_layers]
+                    return TorchOutput(batch, logits, kept, where, self._rounding)
                 planned = plan(batch, kv, self._windows, self._device)
                 if own is None:
                     logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
@@ -215,7 +217,7 @@ class TransformersModel:
                 f"{self._device} has no memory left for a forward of {len(batch)} tokens: bound the KV memory, or give "
                 f"fewer tokens a step"
             ) from error
-        return TorchOutput(batch, logits, [hidden_states[layer] for layer in batch.hidden_layers])
+        return TorchOutput(batch, logits, [hidden_states[i] for i in batch.hidden_layers], None, self._rounding)
 
     def _through_module(
         self, planned: Plan, layers: int, features: torch.Tensor | None, kept: Sequence[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ import torch
 from outpace.common.arrays import F32, I32
 from outpace.errors import NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts, depths
-from outpace.exact.sampling import Chooser, TokenLogprob, choose
+from outpace.exact.sampling import Chooser, TokenLogprob, judged
 from outpace.exact.verify import walk
-from outpace.models.base import Batch, choose_on_host, logprobs_on_host
+from outpace.models.base import Batch, logprobs_on_host
 from outpace.models.torch.choose import LEFT, Asked, greedy, sampled
 from outpace.models.torch.upload import Upload, uploaded
 
@@ -55,10 +55,12 @@ class TorchOutput:
         logits: torch.Tensor,
         hidden_states: Sequence[torch.Tensor] = (),
         where: npt.NDArray[np.int64] | None = None,
+        rounding: float = 0.0,
     ) -> None:
         """``where`` int64 [N]: the packed tokens' rows of ``logits`` and ``hidden_states``; None: logits are those of
-        wanted tokens, hidden states of all, in their order."""
-        self._batch, self._where = batch, where
+        wanted tokens, hidden states of all, in their order. ``rounding``: of ``sampling.judged``."""
+        self._batch, self._where, self._rounding = batch, where, rounding
+        self._near: set[int] = set()  # rows of the logits whose choices are near-ties
         self._logits = logits  # [M, V]
         self._hidden_states = tuple(hidden_states)  # each [N, H]
         self._host: F32 | None = None
@@ -99,8 +101,9 @@ class TorchOutput:
         def say(i: int, node: int, level: int) -> int:
             chooser = choosers[i]
             assert chooser is not None
+            at = int(first[i]) + 1 + node
             try:
-                return choose(logits[first[i] + 1 + node], chooser.params, chooser.noise, chooser.index + level)
+                return self._judged(at, logits[at], replace(chooser, index=chooser.index + level))
             except (NoTokenAllowedError, FloatingPointError):
                 return LEFT
 
@@ -140,11 +143,25 @@ class TorchOutput:
                 whole = len(each) == len(self._logits) and bool((at[each] == np.arange(len(each))).all())
                 logits = self._logits if whole else self._logits.index_select(0, sent[where[kind]])
                 given = Asked.of(sent[asked[kind]].view(-1, len(each)))
-                parts.append(greedy(logits) if kind == 0 else sampled(logits, given, filtered=kind == 2))
-        found = np.full(len(at), LEFT, np.int32)
+                rounding = self._rounding
+                parts.append(greedy(logits, rounding) if kind == 0 else sampled(logits, given, kind == 2, rounding))
+        found = np.full((2, len(at)), LEFT, np.int32)
         if parts:
-            found[np.concatenate(order)] = torch.cat(parts).cpu().numpy()
-        return found
+            found[:, np.concatenate(order)] = torch.cat(parts, -1).cpu().numpy()
+            self._near |= set(at[found[1] > 0].tolist())
+        chosen: I32 = found[0]
+        return chosen
+
+    def _judged(self, at: int, logits: F32, chooser: Chooser) -> int:
+        """The choice from row ``at`` of the logits, on the host."""
+        ruled = chooser.apply_rules(logits)
+        token, near = judged(ruled, chooser.params, chooser.noise, chooser.index, self._rounding)
+        if near:
+            self._near.add(at)
+        return token
+
+    def near_ties(self, at: I32) -> int:
+        return len(self._near.intersection(self._found(at).tolist()))
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         plain = not any(chooser.rules for chooser in choosers)
@@ -152,7 +169,8 @@ class TorchOutput:
             found = self._choices(self._found(at), choosers, np.zeros(len(at), np.int64))
             if (found != LEFT).all():
                 return found
-        return choose_on_host(self.logits(at), choosers)
+        logits, rows = self._everything(), self._found(at).tolist()
+        return np.array([self._judged(i, logits[i], c) for i, c in zip(rows, choosers, strict=True)], np.int32)
 
     def logits(self, at: I32) -> F32:
         logits: F32 = self._everything()[self._found(at)]

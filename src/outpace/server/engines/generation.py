@@ -294,7 +294,8 @@ def _failure(result: Result) -> APIError:
 
 
 class Speculation(Answer):
-    """Of all choices together. ``off_because``: why no draft was made in some or all steps, and other notes."""
+    """Of all choices together. ``near_ties``: tokens that another order of sums might have chosen otherwise.
+    ``off_because``: why no draft was made in some or all steps, and other notes."""
 
     drafter: str
     acceptance: str
@@ -302,6 +303,7 @@ class Speculation(Answer):
     drafted: int
     accepted: int
     tokens_per_step: float
+    near_ties: int
     off_because: str | None
 
 
@@ -346,6 +348,7 @@ def speculation(results: Sequence[Result]) -> Speculation:
         drafted=sum(result.stats.drafted for result in results),
         accepted=sum(result.stats.accepted for result in results),
         tokens_per_step=tokens / steps if steps else 0.0,
+        near_ties=sum(result.stats.near_ties for result in results),
         off_because=_off(results),
     )
 
