@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
 
     def ours(engine: Engine, prompt: I32) -> Answer:
         start = time.perf_counter()
-        result = engine.generate(prompt, SamplingParams(max_tokens=given.max_tokens))
+        result = engine.generate(prompt.tolist(), SamplingParams(max_tokens=given.max_tokens))
         return list(result.token_ids), time.perf_counter() - start
 
     prompts = [encode_turns(engines[0], row) for row in read_prompts(given.prompts, given.limit)]
