@@ -485,6 +485,9 @@ def test_recommend_predicts_and_measures(capsys: pytest.CaptureFixture[str], tmp
     assert found["recommended"] in (None, *settings)
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+    four = [f"-dngram:min={n}" for n in (2, 3, 4, 5)]
+    ran = json.loads(outpace(capsys, *asked[:5], *four, "--measure", "--every", "--json")[1])["settings"]
+    assert {entry["drafter"] for entry in ran if "error" in entry} == {"none", *(each[2:] for each in four)}
     far = json.loads(outpace(capsys, *asked, "--card", "H100", "--json")[1])
     assert far["machine"] == {"card": "H100"}
     assert all("measured" not in entry for entry in far["settings"])
@@ -521,6 +524,7 @@ BAD = {
     "empty prompt": (("generate", ""), "empty"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
     "measuring elsewhere": (("recommend", "--prompts", "x", "--measure", "--cores", "4"), "on this machine"),
+    "every without measuring": (("recommend", "--prompts", "x", "--every"), "give that, too"),
     "an unknown card": (("recommend", "--prompts", "x", "--card", "H1"), "A100"),
     "figures of a server": (("serve", "--json"), "leave it out"),
     "other tokenizer": (

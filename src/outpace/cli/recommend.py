@@ -45,6 +45,7 @@ def run(
     measure: Annotated[
         bool, option("--measure", help="Run the best three, and say how good the predictions were.")
     ] = False,
+    every: Annotated[bool, option("--every", help="With --measure: run every drafter, each in its best size.")] = False,
     price: Annotated[
         float | None, option("--price-per-hour", metavar="X", help="Of the machine: gives the price of tokens.")
     ] = None,
@@ -63,6 +64,8 @@ def run(
         raise ParameterError(f"--price-per-hour {price} is out of range: give more than 0")
     if measure and machine != Machine():
         raise ParameterError("--measure runs on this machine: leave out --cores, --bandwidth and --card")
+    if every and not measure:
+        raise ParameterError("--every says what --measure runs: give that, too")
     if html is not None:
         check_writable(html)
     rows = read_prompts(prompts, limit or -(-_FEWEST // readers) * readers)
@@ -93,7 +96,8 @@ def run(
         }
         stopped = None
         if measure:
-            stopped = _measure(value, found, engines, rows, params, readers, common)
+            most = len(found) if every else _MEASURED
+            stopped = _measure(value, found, engines, rows, params, readers, common, most)
         value["recommended"] = _best(value["settings"])
     finally:
         for engine in loaded:
@@ -126,10 +130,10 @@ def _entry(found: Prediction, readers: int, price: float | None) -> dict[str, An
 
 def _measure(
     value: dict[str, Any], found: Sequence[Prediction], engines: Mapping[str, Engine], rows: Sequence[PromptRow],
-    params: Any, readers: int, common: Common,
+    params: Any, readers: int, common: Common, most: int,
 ) -> BaseException | None:  # fmt: skip
-    """Run the best settings of different drafters beside plain decoding, in turn; what ended it early, if anything
-    did. Each setting that ran has ``measured`` and ``error``, the prediction's, as a share."""
+    """Run the best settings of at most ``most`` drafters beside plain decoding, in turn; what ended it early, if
+    anything did. Each setting that ran has ``measured`` and ``error``, the prediction's, as a share."""
     from outpace.measure.bench import Bench, Configuration
 
     chosen: dict[str, Prediction] = {}
@@ -137,7 +141,7 @@ def _measure(
         if each.size:
             chosen.setdefault(each.drafter, each)
     ways = [Configuration("none", engines["none"])]
-    best = list(chosen.values())[:_MEASURED]
+    best = list(chosen.values())[:most]
     ways += [Configuration(each.name, engines[each.drafter], {"size": each.size}) for each in best]
     if best and engines[best[0].drafter].options.size == "auto":
         ways.append(Configuration(f"{best[0].drafter} --size auto", engines[best[0].drafter]))
