@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -61,6 +62,16 @@ def test_free_pages_are_given_back() -> None:
     assert len(last) == 20_000
 
 
+def test_what_moves_into_huge_pages_stays_what_it_is() -> None:
+    size = 3 * allocator.HUGE
+    with mmap.mmap(-1, size) as memory:
+        memory.write(bytes(range(256)) * (size // 256))
+        address = ctypes.addressof(first := ctypes.c_char.from_buffer(memory))
+        allocator.huge(address + 5000, allocator.HUGE)
+        assert memory[:] == bytes(range(256)) * (size // 256)
+        del first
+
+
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
 def test_elsewhere_nothing_is_done(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """musl is Linux without these functions; elsewhere the library is not even looked for."""
@@ -71,7 +82,7 @@ def test_elsewhere_nothing_is_done(platform: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "CDLL", musl)
-    assert [allocator.trim(), allocator.few_arenas(), allocator.keep_freed()] == [False] * 3
+    assert [allocator.trim(), allocator.few_arenas(), allocator.keep_freed(), allocator.huge(0, 1)] == [False] * 4
 
 
 @pytest.mark.skipif(not GLIBC, reason="glibc's own")

@@ -123,6 +123,17 @@ def test_every_stage_of_a_card_runs_where_there_is_none(
     assert all("skipped" in each for each in figures_of(out).values())
 
 
+def test_transformers_prompt_lookup_is_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts.write_text("Say one two three.\nSay it again, and again.\n")
+    options = ["--prompts", str(prompts), "--dtype", "float32", "-n", "4", "-d", "ngram", "-d", "suffix"]
+    assert call("lookup", [*options, "--json", str(out)]) == 0
+    found = figures_of(out)
+    assert list(found) == ["ngram", "suffix"]
+    assert all(each["prompts"] == each["same"] == 2 for each in found.values())
+    assert all(each["ratio"] > 0 for each in found.values())
+
+
 def figures_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())["figures"]
     return found

@@ -1,4 +1,4 @@
-"""What the C library's allocator keeps of freed memory. All of it is glibc's; elsewhere these do nothing and say so."""
+"""What the C library and the system do with memory. Where they are other ones, these do nothing and return False."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+HUGE = 2 << 20  # bytes of a huge page
+_COLLAPSE = 25  # madvise's, from mman.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # mallopt's, from malloc.h
 
 
@@ -25,6 +27,13 @@ def trim() -> bool:
     there were any."""
     give_back = _glibc("malloc_trim")
     return give_back is not None and bool(give_back(0))
+
+
+def huge(address: int, size: int) -> bool:
+    """Move memory that is there into huge pages, with what shares its first and its last one. Whether all of it is."""
+    advise = _glibc("madvise")
+    begin, end = address // HUGE * HUGE, -(-(address + size) // HUGE) * HUGE
+    return advise is not None and not advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
 
 
 def _set(values: dict[int, int]) -> bool:
