@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace import _native
+from outpace.common.arrays import F64
 from outpace.control.adaptive import AUTO_SIZE, Adaptive, Decision
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, RowView
@@ -31,21 +32,21 @@ DEAR = Cost((1, 64), (1.0, 64.0))  # verifying a node costs a step
 ONE_CORE = Cost((1, 2, 4, 8, 16, 32, 64), (13.5e-3, 14.6e-3, 17.6e-3, 24.5e-3, 41e-3, 78e-3, 150e-3), 5e-4)
 TWO_CORES = Cost((1, 2, 4, 8, 16, 32, 64), (8.5e-3, 8.6e-3, 9.6e-3, 14e-3, 24e-3, 48e-3, 94e-3), 3e-4)
 MACHINES = {"cpu": CPU, "one core": ONE_CORE, "two cores": TWO_CORES}
+Disturbed = Callable[[int, float, float], tuple[float, float]]
 
 
 @dataclass
 class Machine:
     """What steps take. ``drift``: the speed's factor by step; ``ask``: a row that is asked; ``level``: a level.
 
-    ``disturbed``: by step, what a policy sees it multiplied by, and plain steps that the process was stopped for."""
+    ``disturbed``: plain steps that a policy sees drafting and all else take, by step and what they take in truth."""
 
     cost: Cost
     noise: float = 0.06
-    stalls: float = 0.0  # share of steps that take 10 to 50 times as long
     drift: Callable[[int], float] = lambda step: 1.0
     ask: float = 0.0  # in plain steps of one row
     level: float = 0.0
-    disturbed: Callable[[int], tuple[float, float]] = lambda step: (1.0, 0.0)
+    disturbed: Disturbed = lambda _step, draft, body: (draft, body)
 
     def body(self, rows: int, nodes: int, context: float, step: int, prefill: int = 0) -> float:
         cost, n = self.cost, rows + nodes + prefill
@@ -57,13 +58,16 @@ class Machine:
         return (self.ask * asked + self.level * levels) * self.cost.width(1)
 
     def seen(self, seconds: float, rng: np.random.Generator) -> float:
-        factor = float(np.exp(self.noise * rng.standard_normal()))
-        if self.stalls and rng.random() < self.stalls:
-            factor *= float(rng.uniform(10, 50))
-        return seconds * factor
+        return seconds * float(np.exp(self.noise * rng.standard_normal()))
 
 
-def stolen(seed: int, share: float, longest: int = 200, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
+def slowed(factor: F64, extra: F64 | float = 0.0) -> Disturbed:
+    """By step: so many times as slow, and stopped for so many plain steps."""
+    both = [(float(slow), float(more)) for slow, more in np.broadcast(factor, extra)]
+    return lambda step, draft, body: (both[step][0] * draft, both[step][0] * body + both[step][1])
+
+
+def stolen(seed: int, share: float, longest: int = 200, steps: int = 20_000) -> Disturbed:
     """Stolen processor time: bursts of 1 to ``longest`` steps, 1.5 to 10 times as slow, a share of all steps."""
     rng, factor = np.random.default_rng(seed), np.ones(steps)
     pause = (longest - 1) / np.log(longest) * (1 - share) / share
@@ -72,23 +76,29 @@ def stolen(seed: int, share: float, longest: int = 200, steps: int = 20_000) -> 
         length = int(np.exp(rng.uniform(0, np.log(longest))) + 0.5)
         factor[at : at + length] = np.exp(rng.uniform(np.log(1.5), np.log(10)))
         at += length + 1 + int(rng.exponential(pause))
-    return lambda step: (float(factor[step % steps]), 0.0)
+    return slowed(factor)
 
 
-def stopped(seed: int, rarest: int = 200, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
+def stopped(seed: int, rarest: int = 200, steps: int = 20_000) -> Disturbed:
     """A process that is stopped for 6 to 59 plain steps, every 20 to ``rarest`` steps, and then has cold caches."""
     rng, factor, extra, at = np.random.default_rng(seed), np.ones(steps), np.zeros(steps), 10
     while at < steps:
         extra[at] = np.exp(rng.uniform(np.log(6), np.log(59)))
         factor[at : at + 6] = np.linspace(1.8, 1.1, 6)[: steps - at]
         at += int(rng.uniform(20, rarest))
-    return lambda step: (float(factor[step % steps]), float(extra[step % steps]))
+    return slowed(factor, extra)
 
 
-def loaded(seed: int, spread: float = 0.6, steps: int = 20_000) -> Callable[[int], tuple[float, float]]:
-    """More busy processes than cores: no step is undisturbed, and none as its neighbour. ``spread``: in logs."""
-    factor = 1 + np.exp(np.random.default_rng(seed).normal(0.5, spread, steps))
-    return lambda step: (float(factor[step % steps]), 0.0)
+def loaded(seed: int, swing: float = 0.08, steps: int = 20_000) -> Disturbed:
+    """Four busy processes beside two threads, as measured (docs/notebook.md): in a plain step's work others take the
+    processor 1.5 times for about a plain step, and more or less often for some 50 steps (``swing``: in logs a step)."""
+    rng = np.random.default_rng(seed)
+    often = np.log(1.5) + np.convolve(swing * rng.standard_normal(steps), 0.98 ** np.arange(300))[:steps]
+
+    def seen(step: int, work: float) -> float:
+        return work + float(rng.lognormal(0.0, 0.6, rng.poisson(np.exp(often[step]) * work)).sum())
+
+    return lambda step, draft, body: (seen(step, draft), seen(step, body))
 
 
 @dataclass(frozen=True)
@@ -247,7 +257,7 @@ class Outcome:
 
 def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 1, steps: int | None = None,
         seed: int = 0, views: Callable[[int, int], RowView] = view, prompt: int | Sequence[int] = 0,
-        chunk: int | None = None, context: float = 300.0, first_step: int = 0) -> Outcome:  # fmt: skip
+        chunk: int | None = None, context: float = 300.0) -> Outcome:  # fmt: skip
     """Decode ``texts``, at most ``rows`` at once, each until its end; ``prompt``: tokens of prefill when one begins (by
     text), at most ``chunk`` of them in a step, beside the rows whose prompts were read."""
     rng = np.random.default_rng(seed)
@@ -257,8 +267,8 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
     live: list[tuple[RowView, int, int, Tally]] = []  # view, text, position, tally
     free = list(range(rows))
     reading: list[tuple[int, int, int]] = []  # row, text, prompt tokens left
-    step = first_step
-    while (live or waiting or reading) and (steps is None or step - first_step < steps):
+    step = 0
+    while (live or waiting or reading) and (steps is None or step < steps):
         fresh = 0
         while waiting and free:
             reading.append((free.pop(0), waiting[0], prompts[waiting.pop(0)]))
@@ -286,12 +296,10 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
         accepted = [min(n, texts[w].good[at]) for n, (_, w, at, _) in zip(widths, live, strict=True)]
         many, depth = sum(n > 0 for n in asked), max((m for m, s in zip(asked, stepwise, strict=True) if s), default=0)
         draft, body = machine.draft(many, depth), machine.body(len(live), sum(widths), context, step, fresh)
-        bare = machine.body(len(live), 0, context, step, fresh)
-        plain = machine.body(len(live), 0, context, step)
-        true = plain + body - bare + draft
-        slow, stop = machine.disturbed(step)
-        seconds = [slow * machine.seen(part, rng) for part in (draft, body)]
-        policy.learn(verdicts(accepted), seconds[0], seconds[1] + stop * machine.cost.width(1))
+        plain, unit = machine.body(len(live), 0, context, step), machine.cost.width(1)
+        true = plain + body - machine.body(len(live), 0, context, step, fresh) + draft
+        seen = machine.disturbed(step, *(machine.seen(part, rng) / unit for part in (draft, body)))
+        policy.learn(verdicts(accepted), *(unit * part for part in seen))
         found.widths.append(sum(widths))
         found.asked += any(asked)
         found.stretches.append((body + draft) / plain)
@@ -319,15 +327,13 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
     return found
 
 
-def fixed(
-    machine: Machine, texts: Sequence[Text], size: int, context: float = 300.0, steps: int | None = None
-) -> float:
+def fixed(machine: Machine, texts: Sequence[Text], size: int, context: float = 300.0) -> float:
     """Speed over plain decoding of always drafting ``size``, one row at a time."""
     seconds = plain_seconds = 0.0
     step = 0
     for one in texts:
         at = 0
-        while at < len(one.offer) - 1 and (steps is None or step < steps):
+        while at < len(one.offer) - 1:
             n = min(size, one.offer[at], len(one.offer) - at - 1)
             levels = min(size, MOST) if machine.level else 0
             took = machine.body(1, n, context, step) + (machine.draft(1, levels) if size else 0.0)
@@ -339,9 +345,8 @@ def fixed(
     return plain_seconds / seconds
 
 
-def best_fixed(machine: Machine, texts: Sequence[Text], steps: int | None = None) -> float:
-    """Of the best size in hindsight."""
-    return max(fixed(machine, texts, k, steps=steps) for k in range(MOST + 1))
+def best_fixed(machine: Machine, texts: Sequence[Text]) -> float:
+    return max(fixed(machine, texts, k) for k in range(MOST + 1))
 
 
 def best_known(machine: Machine, texts: Sequence[Text], context: float = 300.0) -> float:
@@ -368,8 +373,7 @@ def best_known(machine: Machine, texts: Sequence[Text], context: float = 300.0) 
 
 def scaled(cost: Cost, whole: float = 1.0, slope: float = 1.0) -> Cost:
     """A table that is wrong: as a whole, or in what width adds."""
-    first = cost.seconds[0]
-    seconds = tuple(whole * (first + slope * (s - first)) for s in cost.seconds)
+    seconds = tuple(whole * (cost.seconds[0] + slope * (s - cost.seconds[0])) for s in cost.seconds)
     rest = (whole * cost.row, whole * cost.position, whole * slope * cost.position_width)
     return Cost(cost.widths, seconds, *rest)
 

@@ -29,6 +29,7 @@ from tests.simulated import (
     chains,
     fixed,
     run,
+    slowed,
     steady,
     text,
     verdicts,
@@ -36,6 +37,10 @@ from tests.simulated import (
 )
 
 SLOWEST = 0.98  # of plain decoding
+
+
+LUCK = np.random.default_rng(0)
+STALLS = slowed(np.where(LUCK.random(5000) < 0.02, LUCK.uniform(10, 50, 5000), 1.0))
 
 
 def never(seed: int) -> Text:
@@ -116,7 +121,7 @@ def test_after_a_bad_spell_it_comes_back() -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"stalls": 0.02},
+        {"disturbed": STALLS},
         {"noise": 0.15},
         {"drift": lambda step: 2.0 if step > 150 else 1.0},
         {"drift": lambda step: 0.5 if step > 150 else 1.0},
