@@ -5,8 +5,9 @@
 
 All servers run from the beginning; one of ours is asked for drafted answers, for plain ones, and for plain ones again,
 the control: two processes differ by several per cent in where their weights lie. A round asks each the same prompts at
-each concurrency, in turn and first in turn (A B B A ...), and every round asks others; answers are greedy and end where
-the model ends them; ours share no KV. A ratio is a round's tokens/s over those of our plain answers in the same round.
+each concurrency, one after the other (A B C, C B A, B C A, A C B ...), and every round asks others, in an order of
+chance; answers are greedy and end where the model ends them; ours share no KV. A ratio is a round's tokens/s over those
+of our plain answers in the same round.
 ``cpu`` is processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
 
 TPOT is an answer's time after its first token over its other tokens, and its p50 and p99 are over answers. ICL is the
@@ -19,6 +20,7 @@ import argparse
 import http.client
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -288,7 +290,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", default="", help="more arguments of our servers, such as '-m demo-gemma'")
     parser.add_argument("--drafter", help="of our server (default: its own default)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     add_json(parser)
@@ -297,6 +299,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     rows = [row.turns[0] for row in read_prompts(given.prompts, None)]
+    random.Random(0).shuffle(rows)  # files go by category, and long prompts would all meet one concurrency
     value: dict[str, Any] = {"machine": machine.cpu(), "tokens": given.tokens, "failed": {}, "commands": {}}
     with ExitStack() as stack:
         servers: list[Served] = []
@@ -313,7 +316,8 @@ def run(given: argparse.Namespace) -> int:
         asked = 0
         with Measuring() as measuring:
             for number in range(given.rounds):
-                turns = servers if number % 2 == 0 else servers[::-1]
+                first = number // 2 % len(servers)
+                turns = [*servers[first:], *servers[:first]][:: -1 if number % 2 else 1]
                 for concurrency in given.concurrency:
                     count = max(concurrency * given.requests, 4)
                     prompts = [rows[(asked + i) % len(rows)] for i in range(count)]
