@@ -128,17 +128,20 @@ def prepared(
                 f"{len(train):,} answers of {int(train.lengths().sum()):,} tokens to train on, {len(held_out):,} to be "
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
+
+        def packed(part: Answers, source: HiddenStateSource, weight: float) -> Packing:
+            return Packing(part, source, settings.tokens, settings.longest, weight, settings.seed, team.device)
+
         yield Setup(
             run, answers, source, weights, weights.parts(), layers, states[0],
-            Packing(train, states[0], settings.tokens, settings.longest, settings.prompts, settings.seed, team.device),
-            Packing(held_out, states[1], settings.tokens, settings.longest, False, settings.seed, team.device),
+            packed(train, states[0], settings.prompt_weight), packed(held_out, states[1], 0.0),
             counts, vocabulary, team,
         )  # fmt: skip
 
 
 def split(answers: Answers, options: LoopOptions) -> tuple[Answers, Answers]:
     """To train on, and to be judged on: held-out greedy answers. Raises ParameterError when there are none."""
-    train, out = answers.split(options.held_out, options.seed)
+    train, out = answers.split(options.held_out, options.split_seed)
     greedy = np.flatnonzero(np.array([answer.temperature == 0 for answer in out], bool))
     if not len(greedy):
         raise ParameterError(

@@ -114,9 +114,7 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
         if options.loss != LENGTH:
             whole = sum(options.decay**s for s in range(count))
             return [
-                sequence_weights(
-                    torch.ones(len(at), device=at.device), sequence[at], batch.sequences, options.decay**s / whole
-                )
+                sequence_weights(batch.weight[at + s + 1], sequence[at], batch.sequences, options.decay**s / whole)
                 for s, (at, _, _) in enumerate(steps)
             ], None
         accepted = torch.zeros(len(batch), count, device=batch.device)
@@ -124,8 +122,7 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
             accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[rows_of_p])
         first = steps[0][0]
         each = torch.zeros(len(batch), device=batch.device)
-        ones = torch.ones(len(first), device=batch.device)
-        each[first] = sequence_weights(ones, sequence[first], batch.sequences) / count
+        each[first] = sequence_weights(batch.weight[first + 1], sequence[first], batch.sequences) / count
         slope = length_slope(accepted) * each[:, None]
         kept = expected_length(accepted[first])
         return [slope[at, s] for s, (at, _, _) in enumerate(steps)], torch.dot(each[first], count - kept)

@@ -42,7 +42,7 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
         heads = self.network.config.heads
         index, wanted = self._wanted(batch)
         counts = (wanted >= 0) & batch.loss_mask[index]
-        raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts
+        raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts * batch.weight[index]
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
         normed = self.target.norm(batch.states[:, -1])

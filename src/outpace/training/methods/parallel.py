@@ -79,7 +79,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         index, there = self._slots(batch, at)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
         counts = there & batch.loss_mask[index] & (self.draft_head.place[following] >= 0)
-        raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts
+        raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts * batch.weight[index]
         weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
             raw
         )
