@@ -170,7 +170,8 @@ def test_four_bits_are_what_is_kept_and_learned_through(tmp_path):
     matrix = torch.randn(7, 96, generator=draw) * torch.logspace(-3, 2, 7)[:, None]
     matrix[2, 32:64] = 0.25
     kept = torch.from_numpy(q4_1.decode(q4_1.encode(matrix.numpy())))
-    assert torch.equal(rounded(matrix), kept) and not torch.equal(matrix, kept)
+    assert torch.equal(rounded(matrix), kept)
+    assert not torch.equal(matrix, kept)
 
     layer = torch.nn.Linear(96, 7, bias=False)
     layer.weight.data = matrix.clone()
@@ -187,7 +188,8 @@ def test_four_bits_are_what_is_kept_and_learned_through(tmp_path):
         made = tiny_loop.loop(tmp_path / str(i), 8, fall=fall, four_bits=four_bits)
         made.run()
         digests.append(tiny_loop.digest(made))
-    assert digests[0] != digests[1] and digests[2] == digests[3]
+    assert digests[0] != digests[1]
+    assert digests[2] == digests[3]
 
 
 def test_a_prompt_weighs_what_it_is_given():
@@ -200,7 +202,8 @@ def test_a_prompt_weighs_what_it_is_given():
         weight = torch.where(batch.weight > 0, 1.0, before)
         weight[-1] = 0
         losses.append(float(made.loss(replace(batch, weight=weight))[0].detach()))
-    assert losses[0] == losses[1] and min(losses[1], losses[3]) < losses[2] < max(losses[1], losses[3])
+    assert losses[0] == losses[1]
+    assert min(losses[1], losses[3]) < losses[2] < max(losses[1], losses[3])
 
 
 def test_sparkline():

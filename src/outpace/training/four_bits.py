@@ -1,4 +1,4 @@
-"""Training through 4-bit weights: a network computes with what Q4_1 keeps of its matrices, and learns as if it did not."""
+"""Training through 4-bit weights: a network computes with what Q4_1 keeps of its matrices, yet learns all of them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ class TrainBatch:
 
     ``tokens`` int64 [N]; ``starts`` bounds the sequences (B + 1 numbers); ``position`` int64 [N] within the sequence.
     ``weight`` float32 [N]: what the token *after* this position weighs in the loss, so an answer's positions are the
-    prompt's last one to its own last but one; 0: nothing. ``states`` float32 or bfloat16 [N, T + 1, h]: hidden states, then the state
-    before the final norm. ``seed``: of what is drawn for this batch, so that nothing depends on which process has it.
+    prompt's last one to its own last but one; 0: nothing. ``states`` float32 or bfloat16 [N, T + 1, h]: hidden states,
+    then the state before the final norm. ``seed``: of what is drawn for this batch, so that nothing depends on which
+    process has it.
     """
 
     tokens: Tensor

@@ -39,7 +39,10 @@ class LoopOptions:
     weight_decay: Annotated[float, option("--weight-decay", help="Of matrices.")] = 0.01
     warm_up: Annotated[int, option("--warm-up", help="Steps until the greatest learning rate.", within="[1, inf)")] = 40
     fall: Annotated[
-        float, option("--fall", help="Share of the steps, the last, in which the rate falls from its constant.", within="[0, 1]")
+        float,
+        option(
+            "--fall", help="Share of the steps, the last, in which the rate falls from its constant.", within="[0, 1]"
+        ),
     ] = 1.0
     four_bits: Annotated[
         bool, option("--four-bits", help="Judge weights as 4 bits keep them, and train them so while the rate falls.")

@@ -30,8 +30,8 @@ class States(Protocol):
 class Packing:
     """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
-    A prompt's positions weigh ``prompt_weight`` in the loss, an answer's 1. Order and seeds follow from ``seed`` and the
-    epoch alone, so that training can go on anywhere.
+    A prompt's positions weigh ``prompt_weight`` in the loss, an answer's 1. Order and seeds follow from ``seed`` and
+    the epoch alone, so that training can go on anywhere.
     """
 
     def __init__(
