@@ -29,8 +29,14 @@ class LoopOptions:
     epochs: Annotated[float | None, option("--epochs", help="Passes over all answers.", within="(0, inf)")] = None
     steps: Annotated[int | None, option("--steps", help="Steps to train.", within="(0, inf)")] = None
     draft_vocab: Annotated[
-        int, option("--draft-vocab", metavar="N", help="Tokens that can be drafted: the most frequent.")
-    ] = 8192
+        int | None,
+        option(
+            "--draft-vocab",
+            metavar="N",
+            within="[1, inf)",
+            help="Tokens that can be drafted: the answers' most frequent. Default: those of --start, else 8192.",
+        ),
+    ] = None
     prompt_weight: Annotated[
         float, option("--prompt-weight", help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]")
     ] = 1.0

@@ -29,6 +29,7 @@ from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
 
 I64 = np.typing.NDArray[np.int64]
+DRAFT_VOCAB = 8192  # tokens that can be drafted, where nothing says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def prepared(
     run: Run, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
 ) -> Iterator[Setup]:
     """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many;
-    ``vocabulary``: what can be drafted (None: the most frequent tokens).
+    ``vocabulary``: what can be drafted where the options do not say it (None: the most frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
@@ -120,8 +121,9 @@ def prepared(
         train, held_out = run.split(answers, settings)
         states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
-        if vocabulary is None:
-            vocabulary = DraftVocabulary.by_frequency(counts, settings.draft_vocab)
+        if vocabulary is None or settings.draft_vocab is not None:
+            size = min(DRAFT_VOCAB, len(counts)) if settings.draft_vocab is None else settings.draft_vocab
+            vocabulary = DraftVocabulary.by_frequency(train.token_counts(), size)
         if team.rank == 0:
             covered = vocabulary.coverage(held_out.token_counts(prompts=False))
             run.say(

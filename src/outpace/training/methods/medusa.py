@@ -34,8 +34,8 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
     @classmethod
     def begin(cls, setup: Setup, options: MedusaOptions) -> MedusaObjective:
         parts = setup.parts.to(setup.device)
-        draft_vocab = setup.run.options.draft_vocab
-        network = MedusaNetwork(MedusaConfig(parts.hidden, parts.vocab, draft_vocab, options.heads, options.layers))
+        size = len(setup.vocabulary)
+        network = MedusaNetwork(MedusaConfig(parts.hidden, parts.vocab, size, options.heads, options.layers))
         return cls(network.to(setup.device), parts, setup.vocabulary, options, setup.counts)
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:

@@ -45,7 +45,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         if not 0 <= mask < vocab:
             raise ParameterError(Argument("mask_token", mask), f" is out of range: give 0 to {vocab - 1}")
         config = ParallelConfig(
-            shaped_as(setup.weights, options.layers, qk_norm=True), vocab, setup.run.options.draft_vocab,
+            shaped_as(setup.weights, options.layers, qk_norm=True), vocab, len(setup.vocabulary),
             setup.hidden_layers, options.block, mask, options.rank, confidence=True,
         )  # fmt: skip
         network = ParallelNetwork(config, setup.run.options.seed).to(setup.device)
