@@ -157,7 +157,8 @@ void Policy::plan_levels() {
         step.levels = std::min(levels, step.nodes);
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0)
-            step.floor = floor / biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
+            step.floor = floor /
+                         biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
         if (!step.kind.nodes)
             step.nodes = step.levels;
         else if (!levels)

@@ -58,7 +58,8 @@ bool Step::plan() {
     int64_t prefill = 0;
     for (const ChunkNow& chunk : chunks) prefill += static_cast<int64_t>(chunk.count());
     policy_->plan(views_, prefill);
-    for (size_t i = 0; i < rows.size(); ++i) rows[i].asked = policy_->nodes(i), rows[i].levels = policy_->levels(i), rows[i].floor = policy_->floor(i);
+    for (size_t i = 0; i < rows.size(); ++i)
+        rows[i].asked = policy_->nodes(i), rows[i].levels = policy_->levels(i), rows[i].floor = policy_->floor(i);
     return true;
 }
 
