@@ -14,10 +14,13 @@ from outpace.common.arrays import I32
 from outpace.drafters.learned import torch_eagle
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.errors import MemoryLimitError, ModelError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
+from outpace.models.torch.decoder import OwnDecoder, _Norm
 from outpace.models.torch.graphs import SLOTS, Graphs, _Graph
+from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.waits import Waits
 from outpace.params import SamplingParams
@@ -122,6 +125,71 @@ def test_a_closed_model_s_graphs_hold_nothing(make: Any, device: str) -> None:
         assert graphs() == before
     finally:
         gc.enable()
+
+
+def test_graphs_are_made_anew_where_any_layer_s_pool_has_moved(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory ends while the pool grows, layer by layer: the first and the last one's keep their places."""
+    model = TransformersModel(llama().to(device), name="m", graphs=True, kv_block=16)
+    row, made, left = model.kv.alloc(), TorchKV._larger, 0
+
+    def larger(kv: TorchKV, *given: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError
+        return made(kv, *given)
+
+    run(model, {row: text(3, 1)}, hidden_layers=(1,))
+    assert model.graphs is not None
+    assert model.graphs.captures is not None
+    graphs = []
+    monkeypatch.setattr(TorchKV, "_larger", larger)
+    for moved in (1, 2, 0):
+        left = moved
+        with pytest.raises(MemoryLimitError):
+            run(model, {row: text(1100, 2)}, hidden_layers=(1,))
+        run(model, {row: text(1, moved)}, hidden_layers=(1,))
+        graphs.append(next(iter(model.graphs.captures.graphs.values())))
+    assert graphs[0] is not graphs[1]
+    assert graphs[1] is graphs[2]
+    model.close()
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError, RuntimeError])
+def test_any_failure_of_the_trial_turns_graphs_off(
+    device: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(graphs: Graphs, *given: Any) -> Any:
+        raise error("no room")
+
+    monkeypatch.setattr(Graphs, "run", failing)
+    said: list[str] = []
+    model = TransformersModel(llama().to(device), name="m", graphs=True, warn=said.append)
+    assert model.graphs is None
+    assert said == ["m: CUDA graphs are off, which costs speed: no room"]
+    model.close()
+
+
+def test_a_forward_that_fails_at_load_names_the_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(decoder: OwnDecoder, *given: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 must have the same dtype")
+
+    monkeypatch.setattr(OwnDecoder, "__call__", failing)
+    with pytest.raises(ModelError, match="m cannot be served exactly: mat1 and mat2 must have the same dtype"):
+        TransformersModel(llama().to(device), name="m")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_takes_states_of_another_type_than_its_weight(device: str, kind: torch.dtype, own: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(5, 64, generator=generator).to(kind), torch.randn(64, generator=generator).to(own)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(weight.to(device))
+    expected = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
+    found = _Norm(module, 0.0, 1e-6)(x.to(device))
+    assert found.dtype == kind
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5 if kind == torch.float32 else 1e-2, atol=1e-5)
 
 
 def test_what_fits_no_bucket_runs_as_it_is(pair: tuple[TransformersModel, TransformersModel]) -> None:

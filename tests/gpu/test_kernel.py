@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -27,15 +28,50 @@ from outpace.models.torch.kv import SPLIT, LayerShape, Seen, TorchKV
 from outpace.models.torch.model import TransformersModel
 from tests.integration.test_architectures import tiny
 
-CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3}  # the interpreter's products of bfloat16 are wrong: triton 11584
+CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
+if torch.cuda.is_available():  # the interpreter's products of bfloat16 are wrong: triton 11584
+    CLOSE[torch.bfloat16] = 3e-2
 
 
 def drawn(rng: np.random.Generator, dtype: torch.dtype, device: str, *size: int) -> torch.Tensor:
     return torch.from_numpy(rng.standard_normal(size)).to(device, dtype)
 
 
-def test_it_is_what_runs(device: str) -> None:
-    assert attention._mixture(device) is kernel.mixture
+def in_floats(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    found = attention.mixture(query.float(), keys.float(), values.float(), *given, **named)
+    return found.to(query.dtype)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    attention._mixture.cache_clear()
+    yield
+    attention._mixture.cache_clear()
+
+
+def test_it_is_what_runs_but_for_types_without_products(device: str) -> None:
+    where = torch.device(device)
+    for dtype in CLOSE:
+        for heads in ((16, 16, 1), (64, 64, 4), (128, 128, 4), (80, 24, 3)):
+            assert attention._mixture(where, dtype, *heads) is kernel.mixture
+    assert attention._mixture(where, torch.float64, 16, 16, 1) is attention.mixture
+
+
+def test_heads_that_it_cannot_compute_take_the_reference(
+    device: str, fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a card has too little shared memory for wide ones."""
+    where, own = torch.device(device), kernel.mixture
+
+    def narrow(query: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        if query.shape[2] > 64:
+            raise RuntimeError("out of resource: shared memory")
+        return own(query, *given, **named)
+
+    with patch.object(kernel, "mixture", narrow):
+        assert attention._mixture(where, torch.float32, 64, 64, 1) is narrow
+        assert attention._mixture(where, torch.float32, 128, 64, 1) is attention.mixture
+    assert "no kernel for torch.float32 heads of 128 and 64, which costs speed: out of resource" in caplog.text
 
 
 @settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -66,14 +102,14 @@ def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.Da
             drawn(np.random.default_rng([n, i]), dtype, device, n, h, d)
             for i, (h, d) in enumerate(((heads * groups, dk), (heads, dk), (heads, dv)))
         )
-        with kv.writing(attention.counts(batch)), patch.object(attention, "_mixture", lambda device: mix):
+        with kv.writing(attention.counts(batch)), patch.object(attention, "_mixture", lambda *heads: mix):
             plan = attention.plan(batch, kv, (window,), where)
             return attention.attention(0, plan, query, key, value, **given)
 
     if any(lengths):
         run(lengths, [0] * len(lengths), [None for n in lengths if n], attention.mixture)
     found = []
-    for mix in (attention.mixture, kernel.mixture):
+    for mix in (in_floats, kernel.mixture):
         found.append(run(widths, lengths, parents, mix))
         for row, length in zip(rows, lengths, strict=True):
             kv.truncate(row, length)
@@ -104,12 +140,10 @@ def test_one_row_s_bits_do_not_depend_on_the_others(device: str, sinks: bool) ->
     assert torch.equal(run([2, 1, 0], 768), whole.flip(0))
 
 
-def test_a_model_s_proof_at_load_runs_it(device: str) -> None:
+def test_a_model_s_proof_at_load_runs_it(device: str, fresh: None) -> None:
     """In chunks, side by side and as a tree, beside the model's own forward: with windows, and with soft caps."""
     with patch.object(kernel, "mixture", wraps=kernel.mixture) as counted:
-        attention._mixture.cache_clear()
         TransformersModel(tiny("gemma2").to(device), name="m").close()
-        attention._mixture.cache_clear()
     assert counted.call_count > 4
 
 
@@ -134,12 +168,38 @@ for sinks in (True, False):
     print(built(all_blocks, DV=128, PADDED_V=128, SINKS=sinks).metadata.shared, True)
 """
 
+SIZES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from outpace.models.torch.kernel import all_blocks, one_block
+
+def kinds(kernel, changes):
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    rest = {name: 8 for name in kernel.arg_names if name not in changes[0]}
+    return {str(binder(**rest, **each)[1]) for each in changes}
+
+slots = torch.zeros(64, dtype=torch.int64)
+sizes = [dict(width=n, length=n, covered=n, split=n, slots=slots[at:]) for n, at in ((1, 0), (16, 1), (17, 2))]
+print(len(kinds(one_block, sizes)), len(kinds(all_blocks, [dict(blocks=n, count=n) for n in (1, 16, 17)])))
+"""
+
+
+def compiled(script: str) -> list[list[str]]:
+    """The words of each line that it prints where kernels are compiled."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_sizes_that_change_from_step_to_step_compile_nothing_anew() -> None:
+    assert compiled(SIZES) == [["1", "1"]]
+
 
 def test_it_compiles_for_sm_90() -> None:
     """Llama 3.1 8B's shape; shared memory of a program is far under a card's 227 KiB, products are the card's own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = compiled(COMPILED)
     assert len(found) == 5
     assert all(int(shared) <= 100 << 10 and own == "True" for shared, own in found)

@@ -111,6 +111,7 @@ def test_counts_are_the_answers(served: Running, written: dict[str, io.StringIO]
     spoken = [usage["speculation"] for usage in usages]
     tokens = sum(usage["completion_tokens"] for usage in usages)
     assert its["outpace_tokens_total"][()] - before == tokens == its["vllm:generation_tokens_total"][()]
+    assert its["outpace_near_ties_total"][()] == sum(each["near_ties"] for each in spoken) == 0  # the native backend
     assert its["vllm:prompt_tokens_total"][()] == sum(usage["prompt_tokens"] for usage in usages)
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert its["vllm:prefix_cache_hits_total"][()] == cached > 0

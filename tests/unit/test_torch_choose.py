@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from outpace.exact import noise
 from outpace.exact.noise import Noise, Stream
 from outpace.exact.sampling import Chooser, choose, judged
+from outpace.models.base import Batch
 from outpace.models.torch import choose as there
 from outpace.models.torch.choose import CANDIDATES, LEFT, Asked
+from outpace.models.torch.output import TorchOutput
 from outpace.params import SamplingParams
 
 VOCAB = 3000
@@ -121,6 +123,23 @@ def test_what_cannot_be_decided_there_is_left() -> None:
         assert chosen(broken, [Chooser(SamplingParams(temperature=1.0), Noise(1), 0)]) == [LEFT]
         assert there.greedy(torch.from_numpy(broken))[0].tolist() == [LEFT]
     assert there.greedy(torch.tensor([[1.0, 3.0, 3.0], [-torch.inf] * 3]))[0].tolist() == [1, LEFT]
+
+
+def test_near_ties_of_what_is_left_are_the_host_s() -> None:
+    """A filter keeps more than CANDIDATES, of which the likeliest alone are looked at there."""
+    params, share = SamplingParams(temperature=1.0, top_p=0.9), 0.2
+    logits = np.random.default_rng(4).standard_normal((40, VOCAB)).astype(np.float32) / 10
+    batch = Batch.pack(list(range(40)), [np.zeros(1, np.int32)] * 40, [0] * 40, [True] * 40)
+    output = TorchOutput(batch, torch.from_numpy(logits), rounding=share)
+    output._on_device = True
+    choosers = [Chooser(params, Noise(i), i) for i in range(40)]
+    expected = [judged(row, params, c.noise, c.index, share) for row, c in zip(logits, choosers, strict=True)]
+    assert output.choose(batch.wanted, choosers).tolist() == [token for token, _ in expected]
+    assert [output.near_ties(batch.wanted[i : i + 1]) for i in range(40)] == [near for _, near in expected]
+    assert 0 < sum(near for _, near in expected) < 40
+    there_too = there.sampled(torch.from_numpy(logits), asked(choosers), True, share)
+    assert set(there_too[0].tolist()) == {LEFT}
+    assert there_too[1].tolist() != [near for _, near in expected]
 
 
 def test_likeliest_is_by_logit_then_by_id() -> None:

@@ -103,10 +103,11 @@ def test_numbers_that_json_has_not_survive() -> None:
     proposed = Drafts(ids(3)[None], ids(1), confidence=np.array([[np.nan]], np.float32), sources=("a",))
     verdicts = Verdicts(ids(3, 4)[None], ids(1), ids(0)[None])
     told = StepRecord(
-        0, (0,), (0,), (0,), (5,), proposed, proposed, verdicts, (2,), (Decision(1, float("inf"), "so"),), (), {}
+        0, (0,), (0,), (0,), (5,), proposed, proposed, verdicts, (2,), (1,), (Decision(1, float("inf"), "so"),), (), {}
     )
     row = row_from(json.loads(json.dumps(rows_of(told), allow_nan=False))[0])
     assert row.expected == float("inf")
+    assert row.near_ties == 1
     assert np.isnan(row.confidence[0])
 
 

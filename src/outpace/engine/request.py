@@ -51,7 +51,8 @@ class StepRecord:
     """One step, whole: B decoding rows, their drafts before and after the policy, and what became of them.
 
     ``kept`` are nodes of ``proposed``, in their order, with their parents renumbered. ``gained[i]``: tokens that row i
-    committed (a stop may cut the verdict's). ``seconds``: wall time by phase (draft, target, verify, other).
+    committed (a stop may cut the verdict's); ``near_ties[i]``: how many of them another order of sums might have chosen
+    otherwise. ``seconds``: wall time by phase (draft, target, verify, other).
     """
 
     index: int
@@ -63,6 +64,7 @@ class StepRecord:
     kept: Drafts
     verdicts: Verdicts
     gained: tuple[int, ...]  # [B]
+    near_ties: tuple[int, ...]  # [B]
     decisions: tuple[Decision, ...]  # [B]
     chunks: tuple[ChunkRecord, ...]
     seconds: Mapping[str, float]

@@ -196,6 +196,7 @@ def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...],
         kept=kept,
         verdicts=Verdicts(*step.native.verdicts()),
         gained=gained,
+        near_ties=tuple(complete.near_ties(step, i, step.native.verdict(i)[1], n) for i, n in enumerate(gained)),
         decisions=tuple(Decision(*fields) for fields in decided),
         chunks=tuple(
             ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks

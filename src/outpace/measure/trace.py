@@ -317,6 +317,8 @@ def rows_of(record: StepRecord) -> list[dict[str, Any]]:
             row["h"] = [nodes[node] for node in path[i][:a]]
         if record.gained[i] != len(verdict):
             row["g"] = record.gained[i]
+        if record.near_ties[i]:
+            row["m"] = record.near_ties[i]
         if decision.size != len(nodes):
             row["z"] = decision.size
         if decision.expected is not None:

@@ -62,6 +62,7 @@ class TracedRow:
     verdict: tuple[int, ...]  # accepted tokens, then the target's own
     path: tuple[int, ...]  # accepted nodes, as proposed ones
     gained: int  # tokens committed: a stop may cut the verdict's
+    near_ties: int  # of them, those that another order of sums might have chosen otherwise
     size: int  # what the policy decided
     expected: float | None = None
     why: str = ""
@@ -219,6 +220,7 @@ def row_from(row: Mapping[str, Any]) -> TracedRow:
         verdict=verdict,
         path=tuple(row.get("h", ())),
         gained=row.get("g", len(verdict)),
+        near_ties=row.get("m", 0),
         size=row.get("z", len(kept)),
         expected=None if expected is None else float(expected),
         why=row.get("y", ""),

@@ -191,7 +191,7 @@ def attention(
     keys, values = plan.kv.keys[layer], plan.kv.values[layer]
     keys.index_copy_(1, plan.write, key.transpose(0, 1))
     values.index_copy_(1, plan.write, value.transpose(0, 1))
-    mix = _mixture(query.device.type)
+    mix = _mixture(query.device, query.dtype, key.shape[2], value.shape[2], query.shape[1] // key.shape[1])
     given = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if len(plan.groups) == 1 and len(plan.groups[0].tokens) == len(query):
         return mix(query, keys, values, plan.groups[0].seen[window], plan.groups[0].rows, **given)
@@ -249,22 +249,32 @@ def mixture(
     return found.permute(1, 3, 0, 2, 4).reshape(b * w, heads * groups, -1)
 
 
+# How far the kernel may be from the reference in float32, of values within [-1, 1].
+_CLOSE = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
 @cache
-def _mixture(device: str) -> Callable[..., torch.Tensor]:
-    """The kernel where it runs: on cards, and in Triton's interpreter; the reference elsewhere."""
-    if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+def _mixture(device: torch.device, dtype: torch.dtype, dk: int, dv: int, groups: int) -> Callable[..., torch.Tensor]:
+    """The kernel where it runs for such heads: on cards, and in Triton's interpreter; the reference elsewhere."""
+    there = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    if dtype not in _CLOSE or not there or find_spec("triton") is None:
         return mixture
     try:
         from outpace.models.torch import kernel
 
-        pool = torch.linspace(-1, 1, 2 * 8 * 16, device=device).view(2, 8, 16)
-        seen = Seen(torch.arange(8, device=device), None, 0)
-        given: Any = {"scale": 0.25, "softcap": None, "sinks": None}
-        query = pool.view(4, 4, 16)
-        ours, expected = (each(query, pool, pool, seen, 1, **given) for each in (kernel.mixture, mixture))
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0.0)
+        def values(heads: int, n: int, width: int) -> torch.Tensor:
+            return torch.linspace(-1, 1, heads * n * width, device=device).to(dtype).view(heads, n, width)
+
+        given: Any = {"scale": dk**-0.5, "softcap": None, "sinks": None}
+        for width in (1, 64):  # the smallest tile and the largest one
+            hidden = torch.ones((1, 1, width, 64), dtype=torch.bool, device=device).triu(65 - width)
+            seen = Seen(torch.arange(64, device=device), hidden, 0)
+            heads = values(width, groups, dk), values(1, 64, dk), values(1, 64, dv)
+            expected = mixture(*(each.float() for each in heads), seen, 1, **given)
+            found = kernel.mixture(*heads, seen, 1, **given).float()
+            torch.testing.assert_close(found, expected, atol=_CLOSE[dtype], rtol=0.0)
     except Exception as error:  # a compiler's, a driver's
-        log.warning("the kernel for attention is off, which costs speed: %s", error)
+        log.warning("attention has no kernel for %s heads of %d and %d, which costs speed: %s", dtype, dk, dv, error)
         return mixture
     return kernel.mixture
 

@@ -80,6 +80,7 @@ class TorchKV:
         self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
         self._block_bytes: int = self._position_bytes * block
         self._rows: dict[int, _Row] = {}
+        self.moves = 0  # how often a layer's keys or values came to lie elsewhere
         self._empty()
 
     def _empty(self) -> None:
@@ -88,6 +89,7 @@ class TorchKV:
 
         self.keys = [nothing(s.heads, s.key) for s in self._shapes]
         self.values = [nothing(s.heads, s.value) for s in self._shapes]
+        self.moves += 1
         self._references = np.zeros(0, np.int32)  # how many rows hold a block
         self._free: list[int] = []  # blocks that no row holds
 
@@ -290,6 +292,7 @@ class TorchKV:
                     for i, old in enumerate(pool):
                         if old.shape[1] < (wanted + 1) * self._size:
                             pool[i] = self._larger(old, (wanted + 1) * self._size)
+                            self.moves += 1
                 break
             except (MemoryError, RuntimeError):  # what torch raises where memory is short
                 wanted = there + (wanted - there) // 2

@@ -235,6 +235,8 @@ def _so_far(families: _Families, model: str, its: Stats) -> None:
     ):
         count(f"outpace_{mine}", words, ours, value)
         count(f"vllm:{vllms}", words, _theirs(model), value)
+    words = "Output tokens that another order of sums might have chosen otherwise."
+    count("outpace_near_ties", words, ours, its.near_ties)
     for source, drafted in its.drafted_by.items():
         by = {**ours, "drafter": source}
         count("outpace_drafted_by", "Draft tokens verified, by drafter.", by, drafted)
