@@ -269,9 +269,9 @@ def _mixture(device: torch.device, dtype: torch.dtype, dk: int, dv: int, groups:
         for width in (1, 64):  # the smallest tile and the largest one
             hidden = torch.ones((1, 1, width, 64), dtype=torch.bool, device=device).triu(65 - width)
             seen = Seen(torch.arange(64, device=device), hidden, 0)
-            heads = values(width, groups, dk), values(1, 64, dk), values(1, 64, dv)
-            expected = mixture(*(each.float() for each in heads), seen, 1, **given)
-            found = kernel.mixture(*heads, seen, 1, **given).float()
+            query, near, far = values(width, groups, dk), values(1, 64, dk), values(1, 64, dv)
+            expected = mixture(query.float(), near.float(), far.float(), seen, 1, **given)
+            found = kernel.mixture(query, near, far, seen, 1, **given).float()
             torch.testing.assert_close(found, expected, atol=_CLOSE[dtype], rtol=0.0)
     except Exception as error:  # a compiler's, a driver's
         log.warning("attention has no kernel for %s heads of %d and %d, which costs speed: %s", dtype, dk, dv, error)
