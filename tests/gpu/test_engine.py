@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,12 @@ from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.drafters.registry import build, parse
+from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.exact.noise import Noise
 from outpace.measure.compare import compare_tokens
-from outpace.measure.trace import tracing
-from outpace.measure.tracefile import read
+from outpace.measure.trace import rows_of
+from outpace.measure.tracefile import row_from
 from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from outpace.models.torch.model import TransformersModel
@@ -77,9 +77,7 @@ def test_float32_is_identical_up_to_near_ties(
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["chosen on the host", "chosen where the logits are"])
-def test_near_ties_are_counted_while_decoding(
-    device: str, there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_near_ties_are_counted_while_decoding(device: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer that is known, one token has a rival with the same weights."""
     made = TorchOutput.__init__
     if there:
@@ -98,13 +96,13 @@ def test_near_ties_are_counted_while_decoding(
         module.lm_head.weight.data[rival] = module.lm_head.weight.data[answer[9]]
         model = TransformersModel(module, name="m", strict=strict)
         for drafter in (None, shapes.Oracle(shapes.TINY.vocab, 0.7)):
-            engine = Engine(model, drafter=drafter, size=5, prefix_rows=0)
-            with tracing(engine, tmp_path / "run.trace"):
-                result = engine.generate(prompt, SamplingParams(max_tokens=24))
+            records: list[StepRecord] = []
+            engine = Engine(model, drafter=drafter, size=5, prefix_rows=0, on_step=records.append)
+            result = engine.generate(prompt, SamplingParams(max_tokens=24))
             assert list(result.token_ids) == answer
-            traced = [(row.start, row.gained, row.near_ties) for _, row in read(tmp_path / "run.trace").rows()[0, 0]]
-            parted = [begin <= len(prompt) + 9 < begin + n for begin, n, _ in traced]
-            assert [near for _, _, near in traced] == [n * (not strict) for n in parted]
+            traced = [row_from(row) for record in records for row in rows_of(record)]
+            rival_there = [row.start <= len(prompt) + 9 < row.start + row.gained for row in traced]
+            assert [row.near_ties for row in traced] == [int(hit and not strict) for hit in rival_there]
             assert engine.stats.near_ties == result.stats.to_dict()["near_ties"] == result.stats.near_ties
             assert ("; 1 near-tie" in repr(result)) == (result.stats.near_ties == 1)
             found.append(result.stats.near_ties)
