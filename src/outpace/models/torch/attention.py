@@ -27,6 +27,8 @@ from outpace.models.torch.upload import Upload
 NAME = "outpace"
 I64 = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
+# Dtypes that the kernel computes, and how near it comes to the reference for numbers up to 1.
+CLOSE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(slots=True)
@@ -191,7 +193,7 @@ def attention(
     keys, values = plan.kv.keys[layer], plan.kv.values[layer]
     keys.index_copy_(1, plan.write, key.transpose(0, 1))
     values.index_copy_(1, plan.write, value.transpose(0, 1))
-    mix = _mixture(query.device.type)
+    mix = _mixture(query.device, query.dtype, key.shape[2], value.shape[2], query.shape[1] // key.shape[1])
     given = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if len(plan.groups) == 1 and len(plan.groups[0].tokens) == len(query):
         return mix(query, keys, values, plan.groups[0].seen[window], plan.groups[0].rows, **given)
@@ -250,21 +252,26 @@ def mixture(
 
 
 @cache
-def _mixture(device: str) -> Callable[..., torch.Tensor]:
-    """The kernel where it runs: on cards, and in Triton's interpreter; the reference elsewhere."""
-    if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+def _mixture(device: torch.device, dtype: torch.dtype, dk: int, dv: int, groups: int) -> Callable[..., torch.Tensor]:
+    """What computes heads of these sizes, ``groups`` query heads to a KV head: the kernel where it runs and agrees (on
+    cards, and in Triton's interpreter), the reference elsewhere."""
+    able = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if not able or dtype not in CLOSE or find_spec("triton") is None:
         return mixture
     try:
         from outpace.models.torch import kernel
 
-        pool = torch.linspace(-1, 1, 2 * 8 * 16, device=device).view(2, 8, 16)
-        seen = Seen(torch.arange(8, device=device), None, 0)
-        given: Any = {"scale": 0.25, "softcap": None, "sinks": None}
-        query = pool.view(4, 4, 16)
-        ours, expected = (each(query, pool, pool, seen, 1, **given) for each in (kernel.mixture, mixture))
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0.0)
+        width = -(-64 // groups)  # its largest tile
+        query, keys, values = (
+            torch.linspace(-1, 1, n * heads * size, device=device, dtype=dtype).view(n, heads, size)
+            for n, heads, size in ((width, groups, dk), (1, 64, dk), (1, 64, dv))
+        )
+        seen = Seen(torch.arange(64, device=device), None, 0)
+        given: Any = {"scale": dk**-0.5, "softcap": None, "sinks": None}
+        ours, expected = (each(query, keys, values, seen, 1, **given) for each in (kernel.mixture, mixture))
+        torch.testing.assert_close(ours, expected, atol=CLOSE[dtype], rtol=0.0)
     except Exception as error:  # a compiler's, a driver's
-        log.warning("the kernel for attention is off, which costs speed: %s", error)
+        log.warning("the kernel for attention is off for heads of %d and %d, which costs speed: %s", dk, dv, error)
         return mixture
     return kernel.mixture
 

@@ -119,14 +119,15 @@ class _Graph:
             _watched(call)
             self._again: Callable[[], Any] = call
             return
-        beside = torch.cuda.Stream(device)
-        beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):
-            _watched(call)  # libraries choose and allocate in the first call
-        torch.cuda.current_stream(device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            out = call()
+        with torch.cuda.device(device):  # a capture's own stream is the current device's
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                _watched(call)  # libraries choose and allocate in the first call
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                out = call()
 
         def replay() -> Any:
             graph.replay()
@@ -200,8 +201,7 @@ class Graphs:
         inputs = frame(batch, rows, self._kv, self._windows, bucket)
         found = None
         if self.captures is not None and features is None:
-            at = self._kv.keys[0].data_ptr(), self._kv.values[-1].data_ptr()
-            found = self.captures(bucket, at, inputs, partial(self.run, bucket))
+            found = self.captures(bucket, self._kv.place, inputs, partial(self.run, bucket))
         if found is None and self.strict:
             indices, hidden = (each.to(self._device) for each in inputs)
             found = self.run(bucket, indices, hidden, features)

@@ -19,7 +19,10 @@ PROGRAMS = 1024  # that fill a card: where rows and heads are fewer, slots are s
 NOTHING = tl.constexpr(NEVER)
 
 
-@triton.jit
+# Sizes that differ from step to step must not make another kernel.
+@triton.jit(
+    do_not_specialize=["width", "length", "covered", "split"], do_not_specialize_on_alignment=["slots", "hidden"]
+)
 def one_block(
     query, keys, values, slots, hidden, parts, sums, scale, softcap, head_keys, head_values, asked, width, length,
     covered, split, GROUPS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -68,7 +71,7 @@ def one_block(
     tl.store(sums + out, tl.where(some, top + tl.log(whole), NOTHING), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "count"])
 def all_blocks(
     parts, sums, sinks, out, blocks, count, asked, DV: tl.constexpr, PADDED_V: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
@@ -112,12 +115,13 @@ def mixture(
     sums = torch.empty((blocks, count, asked), dtype=torch.float32, device=query.device)
     out = query.new_empty((count, asked, dv))
     hidden = None if seen.hidden is None else seen.hidden.view(torch.uint8)
-    one_block[rows * tiles, heads, blocks](
-        query, keys, values, seen.slots, hidden, parts, sums, scale, softcap or 1.0, keys.stride(0), values.stride(0),
-        asked, width, length, seen.covered, split, GROUPS=groups, ROWS=tile_rows, TILE=tile, DK=dk, DV=dv,
-        PADDED_K=wide_k, PADDED_V=wide_v, MASKED=hidden is not None, CAPPED=softcap is not None,
-    )  # fmt: skip
-    all_blocks[(count * asked,)](
-        parts, sums, sinks, out, blocks, count * asked, asked, DV=dv, PADDED_V=wide_v, SINKS=sinks is not None
-    )
+    with torch.cuda.device_of(query):  # not the current one
+        one_block[rows * tiles, heads, blocks](
+            query, keys, values, seen.slots, hidden, parts, sums, scale, softcap or 1.0, keys.stride(0),
+            values.stride(0), asked, width, length, seen.covered, split, GROUPS=groups, ROWS=tile_rows, TILE=tile,
+            DK=dk, DV=dv, PADDED_K=wide_k, PADDED_V=wide_v, MASKED=hidden is not None, CAPPED=softcap is not None,
+        )  # fmt: skip
+        all_blocks[(count * asked,)](
+            parts, sums, sinks, out, blocks, count * asked, asked, DV=dv, PADDED_V=wide_v, SINKS=sinks is not None
+        )
     return out

@@ -95,6 +95,11 @@ class TorchKV:
     def block(self) -> int:
         return self._size
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where its keys and values lie, and how many positions they have."""
+        return self.keys[0].shape[1], *(each.data_ptr() for each in (*self.keys, *self.values))
+
     def alloc(self) -> int:
         row = 0
         while row in self._rows:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.errors import MemoryLimitError, ModelError
+from outpace.errors import MemoryLimitError, ModelError, OutpaceError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
 from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
@@ -145,7 +145,7 @@ class TransformersModel:
                 with torch.inference_mode():
                     agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
                 break
-            except (ModelError, RuntimeError) as error:
+            except (OutpaceError, RuntimeError) as error:
                 self.graphs = None
                 if not each:
                     raise ModelError(f"{name} cannot be served strictly: {error}") from error
