@@ -73,10 +73,10 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         if (none != Why::Fixed) continue;
         const bool rests = step.row->rests > 0;
         step.row->rests -= rests;
-        if (step.kind.levels >= 0)
-            step.nodes = rests && !step.kind.nodes ? 0 : step.view.most;  // plan_levels says how many
-        else if (rests)
+        if (rests && (step.kind.levels < 0 || !step.kind.nodes))
             step.decision.why = Why::Rests;
+        else if (step.kind.levels >= 0)
+            step.nodes = step.view.most;  // plan_levels says how many
         else if (!step.whole)
             step.nodes = step.levels = step.view.most;
         else if (plan_whole(step))
@@ -105,10 +105,15 @@ bool Policy::plan_whole(Step& step) {
     step.decision.price = loss * rate();
     step.decision.brings = gain;
     step.decision.expected = (1.0 + gain) / (1.0 + loss);
-    const bool lets = fits(step.view.most, loss - more(nodes)) && bearable({}, 0, loss) == 0;
-    const bool pays = gain > rate() * loss && loss <= std::max(budget_, kUnknown);
-    step.decision.why = lets ? Why::Dear : Why::Long;
-    return lets && (pays || (!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
+    const bool gains = gain > rate() * loss, pays = gains && loss <= std::max(budget_, kUnknown);
+    step.decision.why = gains ? Why::Spent : Why::Dear;
+    if (!fits(step.view.most, loss - more(nodes)) || bearable({}, 0, loss) < 0) {
+        step.decision.why = fits(step.view.most, loss - more(nodes)) ? Why::Others : Why::Long;
+        return false;
+    }
+    const bool tries = !pays && ((!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
+    if (tries) step.decision.why = Why::Try;
+    return pays || tries;
 }
 
 // How many forwards networks are worth, for all of their rows together, by how far their drafts went before.
@@ -204,7 +209,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         if (drawn && step.kind.rejection) step.row->drawn = step.whole = true;
         look(step, draft);
         const int size = static_cast<int>(step.draft.size());
-        step.decision.why = step.whole ? step.view.adaptive ? Why::Drafts : Why::Fixed : Why::Dear;
+        Why& why = step.decision.why;
+        why = !step.whole ? Why::Dear : !step.view.adaptive ? Why::Fixed : why == Why::Try ? Why::Try : Why::Drafts;
         for (int n = 0; n < size; ++n) {
             if (step.whole)
                 step.kept.push_back(n);
@@ -218,8 +224,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
     const double asking = this->asking();
     const Choice best = choose(free_, asking);
     const double saved = std::max(best.tokens / rate() - more(best.nodes), 0.0);
-    int chosen = bearable(free_, best.nodes, asking);
-    const Why refused = chosen ? Why::Dear : best.nodes ? Why::Others : budget_ < 0 ? Why::Spent : Why::Dear;
+    int chosen = std::max(bearable(free_, best.nodes, asking), 0);
+    const Why refused = chosen ? Why::Dear : best.nodes ? Why::Others : best.why;
     bool tries = false;
     if (budget_ > 1.0 && static_cast<double>(step_ - tried_at_) >= kOften) {  // what would be best if nodes cost as little as they may
         const int hoped = bearable(free_, choose(free_, asking, true).nodes, asking);
@@ -287,12 +293,14 @@ void Policy::look(Step& step, const Draft& draft) {
 // since what is left of it can be proposed again.
 Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool hopeful) const {
     Choice best, fastest;
+    if (budget_ < 0) best.why = Why::Spent;
     if (budget_ < 0) return best;
     double worth = 0.0, tokens = 0.0;
     const double rows = static_cast<double>(count_), rate = this->rate();
     for (int n = 1; n <= std::min(static_cast<int>(free.size()), costs_.reach(fruitless_ < kFruitless)); ++n) {
         tokens += free[static_cast<size_t>(n) - 1].gain;
         const double cost = hopeful ? least(n) : more(n);
+        if (n == 1 && !fits(n, asking)) best.why = Why::Long;
         if (!fits(n, asking) || cost > std::max(budget_, kUnknown)) break;
         const double speed = (1.0 + tokens / rows) / (1.0 + cost + asking);
         if (speed > fastest.speed) fastest = {n, tokens, speed};

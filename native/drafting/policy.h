@@ -126,6 +126,7 @@ private:
     struct Choice {  // how many of the best nodes, what they are worth, and the best speed that there is over plain decoding
         int nodes = 0;
         double tokens = 0.0, speed = 0.0;
+        Why why = Why::Dear;  // there is none
     };
 
     static size_t doublings(int n) {
