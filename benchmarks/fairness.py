@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,31 +92,36 @@ def flooded(port: int, load: str) -> Iterator[list[float]]:
     gaps, there, over = list[float](), threading.Event(), threading.Event()
 
     def read() -> None:
-        while not over.is_set():
-            last = 0.0
-            with closing(asked(port, KEYS[0], "/v1/chat/completions", _LONG)) as pieces:
-                for piece in pieces:
-                    if last and b"data: {" in piece:
-                        gaps.append(time.perf_counter() - last)
-                    last = time.perf_counter()
-                    there.set()
-                    if over.is_set():
-                        break
+        try:
+            while not over.is_set():
+                last = 0.0
+                with closing(asked(port, KEYS[0], "/v1/chat/completions", _LONG)) as pieces:
+                    for piece in pieces:
+                        if last and b"data: {" in piece:
+                            gaps.append(time.perf_counter() - last)
+                        last = time.perf_counter()
+                        there.set()
+                        if over.is_set():
+                            break
+        finally:
+            there.set()
 
-    stream = threading.Thread(target=read)
-    stream.start()
-    if not there.wait(120):
-        raise TimeoutError("the flood's stream did not begin within 120 s")
     process = multiprocessing.get_context("spawn").Process(target=flood, args=(port, load), daemon=True)
-    process.start()
-    try:
-        time.sleep(SETTLES)
-        yield gaps
-    finally:
-        process.kill()
-        process.join()
-        over.set()
-        stream.join()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(read)
+        try:
+            if not there.wait(120):
+                raise TimeoutError("the flood's stream did not begin within 120 s")
+            if not stream.done():
+                process.start()
+                time.sleep(SETTLES)
+                yield gaps
+        finally:
+            over.set()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        stream.result()
 
 
 def timed(port: int, count: int) -> list[float]:

@@ -67,8 +67,9 @@ def run(given: argparse.Namespace) -> int:
     pairs: list[list[tuple[Answer, Answer]]] = [[] for _ in engines]
     with Measuring() as measuring:
         for i, prompt in enumerate([prompts[0], *prompts]):
-            before = theirs(prompt)
+            before = theirs(prompt) if i % 2 else None
             answers = [ours(engine, prompt) for engine in engines]
+            before = before or theirs(prompt)  # every second prompt in the other order
             if i:  # the first pass warms up
                 for found, answer in zip(pairs, answers, strict=True):
                     found.append((answer, before))

@@ -7,8 +7,8 @@ All servers run from the beginning; one of ours is asked for drafted answers, fo
 the control: two processes differ by several per cent in where their weights lie. A round asks each the same prompts at
 each concurrency, one after the other (A B C, C B A, B C A, A C B ...), and every round asks others, in an order of
 chance; answers are greedy and end where the model ends them; ours share no KV. A ratio is a round's tokens/s over those
-of our plain answers in the same round.
-``cpu`` is processor time a token and, of ours, the part of it that the event loop's thread took; Linux only.
+of our plain answers in the same round. ``cpu`` is processor time a token and, of ours, the part of it that the event
+loop's thread took; Linux only.
 
 TPOT is an answer's time after its first token over its other tokens, and its p50 and p99 are over answers. ICL is the
 time between two pieces of a stream, and its p50 and p99 are over all of them (docs/serving.md: what others call these).
@@ -278,7 +278,7 @@ def commands(given: argparse.Namespace) -> dict[str, str]:
     found = {"outpace": f"{OURS} {given.options}".strip() + drafted}
     for server in given.server:
         name, _, command = server.partition("=")
-        if not name or "{port}" not in command or name in OURS_ASK:
+        if not name or "{port}" not in command or name in found or name in OURS_ASK:
             raise RemoteError(f"--server {server!r} is not NAME=COMMAND with a {{port}} and a name of its own")
         found[name] = command
     return found

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "drafting/chances.h"
+
 namespace outpace {
 
 LearnedRows::LearnedRows(std::vector<int> order, int count) : order_(std::move(order)), ascending_(order_) {
@@ -83,7 +85,8 @@ void EagleRows::retire(int64_t row) {
 // How many the row's draft may have.
 int EagleRows::levels(const Asked& asked) const {
     const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
-    return most < 0 ? asked.depth() : std::min(asked.depth(), most);
+    const int depth = asked.floor > 0 ? std::min(asked.size, Chances::kLevels) : asked.depth();
+    return most < 0 ? depth : std::min(depth, most);
 }
 
 // The row, once the network has what it is known to have read: an interrupted call leaves more.
@@ -125,7 +128,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
             const Asked& asked = rows[i];
             const Row& known = *find(asked.row);
             asks.push_back({taken.row(asked.row), {known.unread_tokens(), known.unread_tokens() + known.waiting()}, unread_states(known),
-                asked.size, levels(asked), limits_.branch, sampling_of(asked)});
+                asked.size, levels(asked), limits_.branch, sampling_of(asked), asked.floor});
         }
         std::vector<Draft> drafts;
         try {
@@ -140,7 +143,6 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
             Row& known = *find(rows[at[k]].row);
             has_read(known, known.waiting());
             trees[at[k]] = std::move(drafts[k]);
-            trees[at[k]].levels = levels(rows[at[k]]);
         }
         return;
     }

@@ -25,6 +25,8 @@ struct Asked {  // a row that is to be drafted for
     bool adaptive = false;  // the policy chooses, not the request
     const Sampling* sampling = nullptr;  // its `index` aside; null: greedy
     const std::vector<Edit>* edits = nullptr;  // its penalties; null: none
+    // Where it is not 0, a drafter that knows the chances of paths stops where all are less, and else goes on beyond `levels`.
+    double floor = 0.0;
 
     int depth() const { return levels < 0 ? size : std::min(size, levels); }  // most levels of a draft
 };

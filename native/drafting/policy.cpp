@@ -54,6 +54,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.kind = step.row->kind;
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
         step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
+        step.floor = 0.0;
         step.draft.clear();
         step.kept.clear();
         step.decision = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0, {}};
@@ -138,7 +139,7 @@ void Policy::plan_levels() {
     if (level <= 0) most = 1;  // until a level's time is known
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
-    double best = 0.0;
+    double best = 0.0, floor = 0.0;
     int levels = 0;
     for (int l = 1; l <= most; ++l) {
         for (const size_t i : rows) {
@@ -152,13 +153,17 @@ void Policy::plan_levels() {
         const Choice choice = choose(nodes, l * level);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
         if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
-            best = worth, levels = l;
+            best = worth, levels = l, floor = rate() * (level + more(choice.nodes) / choice.nodes);
     }
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
     for (const size_t i : rows) {
         Step& step = steps_[i];
         step.levels = std::min(levels, step.nodes);
+        // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
+        if (longest_ == HUGE_VAL && best > 0)
+            step.floor = floor /
+                         biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
         if (!step.kind.nodes)
             step.nodes = step.levels;
         else if (!levels)

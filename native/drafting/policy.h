@@ -61,6 +61,7 @@ public:
     void plan(const std::vector<View>& views, int64_t prefill);
     int nodes(size_t i) const { return steps_[i].nodes; }
     int levels(size_t i) const { return steps_[i].levels; }
+    double floor(size_t i) const { return steps_[i].floor; }
 
     // `drafts`: of all rows. `drawn`: nodes carry q. Afterwards `kept` are the nodes to verify, ascending, with their parents.
     void trim(const std::vector<const Draft*>& drafts, bool drawn);
@@ -113,6 +114,7 @@ private:
         Row* row;  // null: released
         Kind kind;
         int nodes, levels;
+        double floor;  // of a path's chance, for another level
         bool whole;  // its draft is verified whole, or not at all
         std::vector<Node> draft;
         std::vector<int> kept;

@@ -144,7 +144,7 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
             steps.push_back({rows.size(), -1, ask.sampling});
             last_states.push_back(ask.states + static_cast<size_t>(n - 1) * wide());
         }
-        rows.push_back({&ask, row, Growth(ask.nodes, ask.levels, ask.branch)});
+        rows.push_back({&ask, row, Growth(ask.nodes, ask.levels, ask.branch, ask.floor)});
     }
     const size_t stored = states.size();
     states.insert(states.end(), last_states.begin(), last_states.end());
@@ -207,6 +207,7 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
     for (size_t i = 0; i < rows.size(); ++i) {
         if (rows[i].ask->nodes == 0) continue;
         for (const Growth::Node& node : rows[i].growth.likeliest()) drafts[i].add(node.token, node.parent, static_cast<float>(node.chance));
+        drafts[i].levels = rows[i].growth.depth();
     }
     for (const Ask& ask : asks) m.kv_.lengthen(ask.row, static_cast<int>(ask.tokens.size()));
     return drafts;

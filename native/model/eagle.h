@@ -29,6 +29,7 @@ public:
         const float* states;          // the target's [n][layers][hidden]
         int nodes = 0, levels = 0, branch = 0;  // nodes 0: nothing is drafted
         Sampling sampling = {};                 // of the first node
+        double floor = 0.0;                     // of the chances of nodes that have children
     };
     // Appends the entries and drafts for each ask, a row once at the most. Throws std::invalid_argument, std::out_of_range,
     // MemoryLimit, NotFinite; then every row is as it was. A row's draft depends on that row and its ask alone.

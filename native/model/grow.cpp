@@ -36,7 +36,7 @@ const std::vector<int>& Growth::expand() {
     // What is not among the likeliest now will not be later, nor will what follows it.
     const std::vector<int> kept = best(0, most_);
     for (const int n : best(begin_, branch_))
-        if (node(n).chance > 0.0 && std::binary_search(kept.begin(), kept.end(), n)) parents_.push_back(n);
+        if (node(n).chance > 0.0 && node(n).chance >= floor_ && std::binary_search(kept.begin(), kept.end(), n)) parents_.push_back(n);
     for (const int n : parents_) nodes_[static_cast<size_t>(n)].entry = entries_++;
     return parents_;
 }

@@ -18,8 +18,9 @@ public:
         double chance;  // of its path: the product of its and its ancestors' shares
         int entry;      // which of the row's predicted entries has read it; -1: none
     };
-    // At most `most` nodes in `levels` levels; of each level `branch` nodes have children, `branch` each.
-    Growth(int most, int levels, int branch) : most_(most), levels_(levels), branch_(branch) {}
+    // At most `most` nodes in `levels` levels; of each level `branch` nodes have children, `branch` each, if their chances are at
+    // least `floor`.
+    Growth(int most, int levels, int branch, double floor) : most_(most), levels_(levels), branch_(branch), floor_(floor) {}
 
     // The next level: children of the nodes that `expand` named, in its order (first of all: of the pending token alone).
     void grow(const std::vector<std::vector<RankedToken>>& children);
@@ -30,6 +31,7 @@ public:
 
     const Node& node(int n) const { return nodes_[static_cast<size_t>(n)]; }
     int entries() const { return entries_; }
+    int depth() const { return depth_; }
     static int most_entries(int most, int levels, int branch);  // that a draft can come to
 
     // The likeliest nodes, ancestors before descendants; parents count among these.
@@ -39,6 +41,7 @@ private:
     std::vector<int> best(int from, int count) const;
 
     const int most_, levels_, branch_;
+    const double floor_;
     std::vector<Node> nodes_;
     std::vector<int> parents_{-1};  // whose children come next
     int begin_ = 0;                 // of the last level

@@ -58,7 +58,8 @@ bool Step::plan() {
     int64_t prefill = 0;
     for (const ChunkNow& chunk : chunks) prefill += static_cast<int64_t>(chunk.count());
     policy_->plan(views_, prefill);
-    for (size_t i = 0; i < rows.size(); ++i) rows[i].asked = policy_->nodes(i), rows[i].levels = policy_->levels(i);
+    for (size_t i = 0; i < rows.size(); ++i)
+        rows[i].asked = policy_->nodes(i), rows[i].levels = policy_->levels(i), rows[i].floor = policy_->floor(i);
     return true;
 }
 
@@ -97,7 +98,7 @@ void Step::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = fixed.kind.rejection ? nullptr : &fixed.sampling;
         asked_.push_back({fixed.row, fixed.kind.request, fixed.prompt, now.tokens, now.length, now.asked, stepwise ? now.levels : -1,
-            fixed.adaptive, sampling, &now.chooser.edits});
+            fixed.adaptive, sampling, &now.chooser.edits, now.floor});
     }
     ++calls_[0];
     drafter.propose(asked_, found_);

@@ -46,6 +46,7 @@ struct RowNow {  // a decoding row in this step
     const int32_t* tokens;  // committed; the last one is pending
     size_t length;
     int most, asked, levels;
+    double floor = 0.0;
     Rules rules;
     Chooser chooser;
     bool drawn = false;    // its nodes were sampled under rejection: none may be dropped

@@ -1,8 +1,10 @@
-// Unit tests of what has no Python beside it: how a pool cuts work and meets.
+// Unit tests of what has no Python beside it: how a pool cuts work and meets, and where a draft stops growing.
 // tests/native/test_cpp.py builds and runs this; a failure prints its line and ends with status 1.
 #include <cstdio>
+#include <utility>
 #include <vector>
 
+#include "model/grow.h"
 #include "runtime/pool.h"
 
 using namespace outpace;
@@ -57,11 +59,33 @@ void threads_meet_between_phases() {
     }
 }
 
+// A path whose chance is less than the floor has no children, though it is in the draft; what is above goes on.
+void drafts_stop_at_their_floor() {
+    const auto grown = [](double floor) {
+        Growth growth(16, 8, 2, floor);
+        growth.grow({{{0, 10, 0.7}, {1, 11, 0.3}}});
+        std::vector<int> asked;
+        while (asked.size() < 3) {
+            const std::vector<int> parents = growth.expand();
+            if (parents.empty()) break;
+            asked.push_back(static_cast<int>(parents.size()));
+            growth.grow(std::vector<std::vector<RankedToken>>(parents.size(), {{2, 12, 0.8}, {3, 13, 0.1}}));
+        }
+        return std::make_pair(asked, growth);
+    };
+    const auto [all, whole] = grown(0.0);
+    EXPECT(all == std::vector<int>{2, 2, 2} && whole.depth() == 4 && whole.likeliest().size() == 14);
+    const auto [few, cut] = grown(0.5);  // 0.7, 0.56, 0.448
+    EXPECT(few == std::vector<int>{1, 1} && cut.depth() == 3 && cut.likeliest().size() == 6);
+    EXPECT(grown(0.9).first.empty());
+}
+
 }  // namespace
 
 int main() {
     parts_cover_the_work_once();
     threads_meet_between_phases();
+    drafts_stop_at_their_floor();
     std::printf("%d failures\n", failures);
     return failures > 0;
 }

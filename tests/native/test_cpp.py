@@ -12,7 +12,14 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "native"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
-PARTS = ("tests/run.cpp", "platform.cpp", "runtime/pool.cpp", "runtime/kv.cpp", "runtime/kv_arena.cpp")
+PARTS = (
+    "tests/run.cpp",
+    "platform.cpp",
+    "runtime/pool.cpp",
+    "runtime/kv.cpp",
+    "runtime/kv_arena.cpp",
+    "model/grow.cpp",
+)
 
 
 @pytest.mark.skipif(COMPILER is None or sys.platform == "win32", reason="needs a compiler that is not cl.exe")

@@ -74,8 +74,8 @@ def loop(out: Path, method: str, optimiser: str, device: torch.device, **options
     objective.write = lambda *given: None
     return Loop(
         objective,
-        Packing(train, Random(train), 40, 40, True, 0, device),
-        Packing(held_out, Random(held_out), 40, 40, False, 0, device),
+        Packing(train, Random(train), 40, 40, 1.0, 0, device),
+        Packing(held_out, Random(held_out), 40, 40, 0.0, 0, device),
         out,
         LoopOptions(
             **{"steps": 4, "gather": 2, "evaluate": 2, "warm_up": 1, "lr": 0.01, "optimiser": optimiser, **options}

@@ -6,15 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from outpace.errors import ParameterError, TrainingError
+from outpace.models.weights import q4_1
 from outpace.training import curves, loop, snapshots
+from outpace.training.four_bits import in_four_bits, rounded
+from outpace.training.objective import TrainBatch
 from outpace.training.optimisers import orthogonal, schedule
-from outpace.training.options import LoopOptions
-from tests.training import tiny_loop
+from outpace.training.options import EagleOptions, LoopOptions
+from tests.training import eagle_helpers, tiny_loop
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +155,55 @@ def test_minutes_become_steps(tmp_path, monkeypatch):
 def test_schedule_and_muon():
     assert [schedule(s, 10, 2, 0.0) for s in (0, 1, 2, 6)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
     assert schedule(10, 10, 2, 0.05) == pytest.approx(0.05)
+    # The last 4 of 10 steps fall; 0: none does.
+    assert [schedule(s, 10, 2, 0.0, 0.4) for s in (2, 5, 6, 8, 10)] == pytest.approx([1, 1, 1, 0.5, 0])
+    assert [schedule(s, 10, 2, 0.0, 0.0) for s in (2, 9)] == [1, 1]
     for shape in ((6, 30), (30, 6)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         sizes = torch.linalg.svdvals(orthogonal(matrix))
         assert 0.6 < float(sizes.min()) < float(sizes.max()) < 1.3
+        torch.testing.assert_close(orthogonal(matrix, torch.bfloat16), orthogonal(matrix), atol=0.05, rtol=0)
+
+
+def test_four_bits_are_what_is_kept_and_learned_through(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    matrix = torch.randn(7, 96, generator=draw) * torch.logspace(-3, 2, 7)[:, None]
+    matrix[2, 32:64] = 0.25
+    kept = torch.from_numpy(q4_1.decode(q4_1.encode(matrix.numpy())))
+    assert torch.equal(rounded(matrix), kept)
+    assert not torch.equal(matrix, kept)
+
+    layer = torch.nn.Linear(96, 7, bias=False)
+    layer.weight.data = matrix.clone()
+    with in_four_bits(layer, True):
+        out = layer(torch.ones(96))
+        out.square().sum().backward()
+    torch.testing.assert_close(out, kept.sum(1))
+    assert torch.equal(layer.weight, matrix)  # only its gradient is the rounded one's
+    torch.testing.assert_close(layer.weight.grad, (2 * kept.sum(1))[:, None].expand(7, 96))
+
+    # In a training: through rounded weights while the rate falls, through its own before.
+    digests = []
+    for i, (fall, four_bits) in enumerate([(0.5, False), (0.5, True), (0.0, False), (0.0, True)]):
+        made = tiny_loop.loop(tmp_path / str(i), 8, fall=fall, four_bits=four_bits)
+        made.run()
+        digests.append(tiny_loop.digest(made))
+    assert digests[0] != digests[1]
+    assert digests[2] == digests[3]
+
+
+def test_a_prompt_weighs_what_it_is_given():
+    tokens, states = [np.arange(6, dtype=np.int32)], [torch.zeros(6, 4, 2)]
+    assert TrainBatch.pack(tokens, states, [3], before=0.25).weight.tolist() == [0.25, 0.25, 0.25, 1, 1, 0]
+    made = eagle_helpers.objective(EagleOptions(candidates=0, steps_ttt=1))
+    losses = []
+    for first, before in ((0, 0.0), (7, 1.0), (7, 0.5), (7, 0.0)):
+        batch = eagle_helpers.batch((12,), [first])
+        weight = torch.where(batch.weight > 0, 1.0, before)
+        weight[-1] = 0
+        losses.append(float(made.loss(replace(batch, weight=weight))[0].detach()))
+    assert losses[0] == losses[1]
+    assert min(losses[1], losses[3]) < losses[2] < max(losses[1], losses[3])
 
 
 def test_sparkline():

@@ -167,7 +167,7 @@ def test_a_loss_is_the_mean_of_its_sequences_losses() -> None:
             given_.tokens[its],
             (0, its.stop - its.start),
             given_.position[its],
-            given_.loss_mask[its],
+            given_.weight[its],
             given_.states[its],
         )
         alone.append(made.loss(one)[0])

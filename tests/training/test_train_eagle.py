@@ -1,6 +1,7 @@
 """``outpace train eagle``: a drafter comes out, another target's answers do not go in."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ def test_begins_with_a_drafter(answers, trained, tmp_path):
         np.testing.assert_array_equal(made.tensors[name], values, err_msg=name)
     assert made.recipe["start"] == str(start)
     with pytest.raises(ParameterError, match=r"is EagleConfig.*begin with one of the same shape"):
-        outpace("train", "eagle", "--data", answers, "--out", tmp_path, *OPTIONS, *tiny, "--draft-vocab", 32)
+        outpace("train", "eagle", "--data", answers, "--out", tmp_path, *OPTIONS, *tiny, "--hidden-layer", 2)
+    outpace("train", "eagle", "--data", answers, "--out", tmp_path / "words", *OPTIONS, *tiny, "--draft-vocab", 32)
+    fewer = checkpoint.read(tmp_path / "words")
+    assert fewer.config == replace(given.config, draft_vocab=32)
+    np.testing.assert_array_equal(fewer.tensors["fc.weight"], given.tensors["fc.weight"])
+    assert set(np.flatnonzero(fewer.tensors["t2d"])) < set(np.flatnonzero(given.tensors["t2d"]))
     config = json.loads((start / "config.json").read_text())
     config["outpace"]["target"]["fingerprint"] = "another"
     (tmp_path / "config.json").write_text(json.dumps(config))

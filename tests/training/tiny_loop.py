@@ -64,8 +64,8 @@ def loop(out, steps, gather=1, identity=None, spoilt=None, team=None, **options)
     objective = tiny.objective(EagleOptions(share=0.5, noise=0.1, candidates=16))
     return Loop(
         objective,
-        Packing(train, Random(train, spoilt), 40, 40, True, 0),
-        Packing(held_out, Random(held_out), 40, 40, False, 0),
+        Packing(train, Random(train, spoilt), 40, 40, 1.0, 0),
+        Packing(held_out, Random(held_out), 40, 40, 0.0, 0),
         Path(out),
         LoopOptions(steps=steps, gather=gather, evaluate=5, warm_up=2, report=0, **options),
         identity or {"data": "a", "target": "b"},

@@ -40,6 +40,20 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def huge_kilobytes(address: int) -> int:
+    """Of the mapping at ``address``, as the kernel says; 0 elsewhere than on Linux."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines() if sys.platform == "linux" else ():
+        first, *rest = line.split()
+        if first.endswith(":"):
+            if inside and first == "AnonHugePages:":
+                return int(rest[0])
+        else:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+    return 0
+
+
 @pytest.mark.skipif(not GLIBC, reason="glibc's own")
 def test_threads_share_few_arenas(tmp_path: Path) -> None:
     def arenas(most: int) -> int:
@@ -64,10 +78,11 @@ def test_free_pages_are_given_back() -> None:
 
 def test_what_moves_into_huge_pages_stays_what_it_is() -> None:
     size = 3 * allocator.HUGE
-    with mmap.mmap(-1, size) as memory:
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(bytes(range(256)) * (size // 256))
         address = ctypes.addressof(first := ctypes.c_char.from_buffer(memory))
-        allocator.huge(address + 5000, allocator.HUGE)
+        moved = allocator.huge(address + 5000, allocator.HUGE)
+        assert not moved or huge_kilobytes(address) >= 2 * allocator.HUGE >> 10
         assert memory[:] == bytes(range(256)) * (size // 256)
         del first
 

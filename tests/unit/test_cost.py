@@ -226,6 +226,16 @@ def test_a_clock_that_makes_no_sense_gives_a_guess(model: Clocked, monkeypatch: 
     assert model.kv.rows == []
 
 
+def test_a_cost_that_is_known_outlives_a_clock_that_makes_no_sense(
+    model: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.noise = 1.0
+    known = costs.of(model)  # type: ignore[arg-type]
+    assert not known.steady, "else nothing is measured again"
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 1.0)
+    assert costs.of(model).seconds == pytest.approx(known.seconds)  # type: ignore[arg-type]
+
+
 def test_beyond_the_table_the_last_slope_goes_on() -> None:
     cost = Cost((1, 2, 4), (1.0, 1.5, 3.5))
     assert [cost.width(n) for n in (0, 1, 2, 3, 4, 5, 9)] == pytest.approx([0, 1, 1.5, 2.5, 3.5, 4.5, 8.5])

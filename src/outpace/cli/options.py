@@ -81,7 +81,7 @@ class Load:
         str | None, option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
     ] = None
     strict: Annotated[
-        bool, option("--strict", help="No token's bits depend on what is computed beside it (transformers, too).")
+        bool, option("--strict", help="Transformers backend: same bits at any batch, width and chunking (slower).")
     ] = False
     prefix_rows: Annotated[
         int | None,

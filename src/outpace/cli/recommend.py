@@ -65,7 +65,7 @@ def run(
     if measure and machine != Machine():
         raise ParameterError("--measure runs on this machine: leave out --cores, --bandwidth and --card")
     if every and not measure:
-        raise ParameterError("--every says what --measure runs: give that, too")
+        raise ParameterError("--every needs --measure: give both")
     if html is not None:
         check_writable(html)
     rows = read_prompts(prompts, limit or -(-_FEWEST // readers) * readers)

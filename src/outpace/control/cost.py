@@ -59,8 +59,8 @@ class Cost:
     row: float = 0.0  # for each row beyond the first
     position: float = 0.0  # for each cached position of a row
     position_width: float = 0.0  # for each cached position and new token
-    steady: bool = field(default=True, compare=False, repr=False)  # need not be measured again
-    moments: int = field(default=1, compare=False, repr=False)  # that it was measured at
+    steady: bool = field(default=True, compare=False, repr=False)  # whether it need not be measured again
+    moments: int = field(default=1, compare=False, repr=False)  # number of times it was measured
     _table: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def width(self, new: int) -> float:
@@ -149,8 +149,8 @@ def of(model: Model, *, again: bool = False, progress: Progress | None = None) -
         return Cost.guess()
     spent = time.perf_counter() - begun
     if doubts := cost.doubts():
-        log.warning("the cost of a forward could not be measured (%s), so it is learned from the steps alone", doubts)
-        return Cost.guess()
+        log.warning("the cost of a forward could not be measured now (%s): steps correct what is assumed", doubts)
+        return known or Cost.guess()
     if known is not None:
         cost = cost.faster(known)
     tell(f"measured what a forward costs in {spent:.1f} s: {1e3 * cost.seconds[0]:.1f} ms for one token")

@@ -16,6 +16,7 @@ from outpace.common.files import write_json
 from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
 from outpace.training.devices import Team, on_cpu
+from outpace.training.four_bits import in_four_bits
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
 from outpace.training.options import LoopOptions
@@ -65,7 +66,10 @@ class Loop:
         self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
         self._pace = pace
-        self.optimiser = Optimiser(objective.network, options.optimiser, options.lr, options.weight_decay)
+        self.optimiser = Optimiser(
+            objective.network, options.optimiser, options.lr, options.weight_decay,
+            torch.bfloat16 if options.bfloat16 else torch.float32,
+        )  # fmt: skip
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
         self._measured_from = 0.0
@@ -119,25 +123,27 @@ class Loop:
         network.train()
         for p in network.parameters():
             p.grad = None
+        known = self.at.total if self.at.total is not None else 1 << 30
+        rate = schedule(self.at.step, known, self.options.warm_up, fall=self.options.fall)
         loss, figures, tokens = 0.0, dict[str, float](), 0
-        for j, members in enumerate(groups):
-            if j % self.team.size != self.team.rank:
-                continue
-            batch = self.train.batch(members, self._seed(j))
-            tokens += len(batch)
-            with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.options.bfloat16):
-                own, figures = self.objective.loss(batch)
-            share = len(members) / total
-            if own.requires_grad:
-                (own * share).backward()
-            loss += float(own.detach()) * share
+        with in_four_bits(network, self.options.four_bits and self.at.step >= self.options.warm_up and rate < 1):
+            for j, members in enumerate(groups):
+                if j % self.team.size != self.team.rank:
+                    continue
+                batch = self.train.batch(members, self._seed(j))
+                tokens += len(batch)
+                with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.options.bfloat16):
+                    own, figures = self.objective.loss(batch)
+                share = len(members) / total
+                if own.requires_grad:
+                    (own * share).backward()
+                loss += float(own.detach()) * share
         loss, tokens_all = self.team.add([loss, tokens])
         self._check_finite("loss", loss)
         self.team.add_gradients(network)
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.options.clip)
         self._check_finite("gradient", float(norm))
-        known = self.at.total if self.at.total is not None else 1 << 30
-        self.optimiser.step(schedule(self.at.step, known, self.options.warm_up))
+        self.optimiser.step(rate)
         self.at.step, self.at.inside = self.at.step + 1, self.at.inside + 1
         self.at.tokens += int(tokens_all)
         self.at.loss = loss if math.isnan(self.at.loss) else 0.95 * self.at.loss + 0.05 * loss
@@ -196,9 +202,10 @@ class Loop:
         own = batches[self.team.rank :: self.team.size]
         self.held_out.plan(own)
         found: Simulated | None = None
-        for members in own:
-            part = self.objective.simulate(self.held_out.batch(members))
-            found = part if found is None else found + part
+        with in_four_bits(self.objective.network, self.options.four_bits):
+            for members in own:
+                part = self.objective.simulate(self.held_out.batch(members))
+                found = part if found is None else found + part
         # A process may have had none.
         count, depths = self.team.add([found is not None, 0 if found is None else len(found.tried)])
         nothing = [0.0] * (2 + 2 * round(depths / max(count, 1)))

@@ -18,20 +18,26 @@ class TrainBatch:
     """B sequences, packed one after the other without padding: N tokens in all.
 
     ``tokens`` int64 [N]; ``starts`` bounds the sequences (B + 1 numbers); ``position`` int64 [N] within the sequence.
-    ``loss_mask`` bool [N]: whether what the target says *after* this position counts, so an answer's are the prompt's
-    last position to its own last but one. ``states`` float32 or bfloat16 [N, T + 1, h]: hidden states, then the state
-    before the final norm. ``seed``: of what is drawn for this batch, so that nothing depends on which process has it.
+    ``weight`` float32 [N]: what the token *after* this position weighs in the loss, so an answer's positions are the
+    prompt's last one to its own last but one; 0: nothing. ``states`` float32 or bfloat16 [N, T + 1, h]: hidden states,
+    then the state before the final norm. ``seed``: of what is drawn for this batch, so that nothing depends on which
+    process has it.
     """
 
     tokens: Tensor
     starts: tuple[int, ...]
     position: Tensor
-    loss_mask: Tensor
+    weight: Tensor
     states: Tensor
     seed: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [N]: whether the token after this position counts."""
+        return self.weight > 0
 
     @property
     def sequences(self) -> int:
@@ -61,25 +67,29 @@ class TrainBatch:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
         return replace(
-            self, tokens=moved(self.tokens), position=moved(self.position), loss_mask=moved(self.loss_mask),
+            self, tokens=moved(self.tokens), position=moved(self.position), weight=moved(self.weight),
             states=moved(self.states),
         )  # fmt: skip
 
     @staticmethod
-    def pack(tokens: Sequence[np.ndarray], states: Sequence[Tensor], first: Sequence[int], seed: int = 0) -> TrainBatch:
-        """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; ``first[b]``: from where the loss counts."""
+    def pack(
+        tokens: Sequence[np.ndarray], states: Sequence[Tensor], first: Sequence[int], seed: int = 0, before: float = 0.0
+    ) -> TrainBatch:
+        """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; positions weigh 1 from ``first[b]`` on, and
+        ``before`` in front of it."""
         starts = [0]
-        masks = []
+        weights = []
         for sequence, begin in zip(tokens, first, strict=True):
             starts.append(starts[-1] + len(sequence))
-            mask = torch.zeros(len(sequence), dtype=torch.bool)
-            mask[max(begin, 0) : len(sequence) - 1] = True
-            masks.append(mask)
+            weight = torch.full((len(sequence),), before)
+            weight[max(begin, 0) :] = 1.0
+            weight[-1] = 0.0
+            weights.append(weight)
         return TrainBatch(
             tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
             starts=tuple(starts),
             position=torch.cat([torch.arange(len(sequence)) for sequence in tokens]),
-            loss_mask=torch.cat(masks),
+            weight=torch.cat(weights),
             states=torch.cat(list(states)),
             seed=seed,
         )

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from outpace.common.files import locked
-from outpace.drafters.learned.checkpoint import read
 from outpace.errors import DataError
 from outpace.models.processors import usable_cores
 from outpace.training import folder as folders
@@ -91,10 +90,9 @@ def run_round(
     work = versions.folder / "work"
     shutil.rmtree(work, ignore_errors=True)
     recorded, replayed = _merged(data, replay, work / "data", options)
-    config = read(start).config
     loop_options = LoopOptions(
         steps=options.steps, lr=options.lr, warm_up=max(1, options.steps // 6), evaluate=options.evaluate,
-        snapshot=math.inf, draft_vocab=config.draft_vocab, tokens=options.tokens, longest=options.longest,
+        snapshot=math.inf, tokens=options.tokens, longest=options.longest,
         held_out=options.held_out, judged=options.judged, seed=options.seed,
     )  # fmt: skip
     run = Run(work / "data", work / "best", loop_options, model, threads, say=say, pace=pace, split=_split)

@@ -15,25 +15,27 @@ _MOMENTUM = 0.95
 State = dict[int, dict[str, Tensor]]  # by the parameter's number
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Near U V^T of ``matrix`` = U S V^T: singular values come to 0.7 .. 1.2, which is what Muon wants."""
+def orthogonal(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Near U V^T of ``matrix`` = U S V^T: singular values come to 0.7 .. 1.2, which is what Muon wants. Products are in
+    ``dtype``."""
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    x = (x / (x.norm() + 1e-7)).to(dtype)
     for _ in range(5):
         a = x @ x.T
         b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
         x = torch.addmm(x, b, x, beta=3.4445)
+    x = x.to(matrix.dtype)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class Muon:
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), sized as AdamW's steps are (arXiv 2502.16982).
 
-    float32 throughout: torch.optim.Muon iterates in bfloat16, which is slow where the processor has no such products.
+    ``dtype``: of the iteration. torch.optim.Muon's is bfloat16, which is slow where the processor has no such products.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], weight_decay: float) -> None:
-        self.params, self._decay = list(matrices), weight_decay
+    def __init__(self, matrices: Sequence[Tensor], weight_decay: float, dtype: torch.dtype) -> None:
+        self.params, self._decay, self._dtype = list(matrices), weight_decay, dtype
         self.state: State = {}
 
     def step(self, lr: float) -> None:
@@ -44,7 +46,7 @@ class Muon:
                 self.state[i] = {"momentum": torch.zeros_like(matrix)}
             momentum = self.state[i]["momentum"]
             momentum.lerp_(matrix.grad, 1 - _MOMENTUM)
-            update = orthogonal(matrix.grad.lerp(momentum, _MOMENTUM))
+            update = orthogonal(matrix.grad.lerp(momentum, _MOMENTUM), self._dtype)
             matrix.mul_(1 - lr * self._decay)
             matrix.add_(update, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
 
@@ -81,14 +83,16 @@ class Optimiser:
     None is a torch.optim.Optimizer: making one imports torch's compiler, which takes seconds.
     """
 
-    def __init__(self, network: nn.Module, kind: str, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, network: nn.Module, kind: str, lr: float, weight_decay: float, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.lr = lr
         params = [p for p in network.parameters() if p.requires_grad]
         matrices = [p for p in params if p.ndim == 2]
         vectors = [p for p in params if p.ndim != 2]
         self._parts: list[Muon | AdamW] = []
         if kind == "muon":
-            self._parts = [Muon(matrices, weight_decay), AdamW([(vectors, 0.0)])]
+            self._parts = [Muon(matrices, weight_decay, dtype), AdamW([(vectors, 0.0)])]
         else:
             self._parts = [AdamW([(vectors, 0.0), (matrices, weight_decay)])]
 
@@ -109,9 +113,11 @@ class Optimiser:
             }
 
 
-def schedule(step: int, total: int, warm_up: int, least: float = 0.05) -> float:
-    """What the learning rate is multiplied with at ``step`` of ``total``, from 0: a linear rise, then half a cosine."""
+def schedule(step: int, total: int, warm_up: int, least: float = 0.05, fall: float = 1.0) -> float:
+    """What the learning rate is multiplied with at ``step`` of ``total``, from 0: a linear rise, a constant, then half
+    a cosine over the last ``fall`` of the steps (1: all after the rise; 0: none)."""
     if step < warm_up:
         return (step + 1) / warm_up
-    done = min((step - warm_up) / max(total - warm_up, 1), 1.0)
+    begin = max(warm_up, total - round(fall * total))
+    done = min(max(step - begin, 0) / max(total - begin, 1), 1.0)
     return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))

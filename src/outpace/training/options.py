@@ -29,13 +29,30 @@ class LoopOptions:
     epochs: Annotated[float | None, option("--epochs", help="Passes over all answers.", within="(0, inf)")] = None
     steps: Annotated[int | None, option("--steps", help="Steps to train.", within="(0, inf)")] = None
     draft_vocab: Annotated[
-        int, option("--draft-vocab", metavar="N", help="Tokens that can be drafted: the most frequent.")
-    ] = 8192
-    prompts: Annotated[bool, option("--prompts", help="Learn from prompts, too.")] = True
+        int | None,
+        option(
+            "--draft-vocab",
+            metavar="N",
+            within="[1, inf)",
+            help="Tokens that can be drafted: the answers' most frequent. Default: those of --start, else 8192.",
+        ),
+    ] = None
+    prompt_weight: Annotated[
+        float, option("--prompt-weight", help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]")
+    ] = 1.0
     lr: Annotated[float, option("--lr", help="Greatest learning rate.", within="(0, 1)")] = 1e-3
     optimiser: Annotated[str, option("--optimiser", help="muon or adamw.", choices=OPTIMISERS)] = "muon"
     weight_decay: Annotated[float, option("--weight-decay", help="Of matrices.")] = 0.01
     warm_up: Annotated[int, option("--warm-up", help="Steps until the greatest learning rate.", within="[1, inf)")] = 40
+    fall: Annotated[
+        float,
+        option(
+            "--fall", help="Share of the steps, the last, in which the rate falls from its constant.", within="[0, 1]"
+        ),
+    ] = 1.0
+    four_bits: Annotated[
+        bool, option("--four-bits", help="Judge weights as 4 bits keep them, and train them so while the rate falls.")
+    ] = False
     clip: Annotated[float, option("--clip", help="Greatest norm of a gradient.")] = 1.0
     tokens: Annotated[int, option("--tokens", help="Tokens a batch.")] = 3072
     longest: Annotated[int, option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 2048
@@ -53,7 +70,8 @@ class LoopOptions:
         float, option("--snapshot", help="Seconds between two snapshots; an evaluation makes one, too.")
     ] = 300.0
     report: Annotated[float, option("--report", help="Seconds between two lines.")] = 10.0
-    seed: Annotated[int, option("--seed", help="Of all that is drawn at random.")] = 0
+    split_seed: Annotated[int, option("--split-seed", help="Of which prompts are held out.")] = 0
+    seed: Annotated[int, option("--seed", help="Of all else that is drawn at random.")] = 0
 
     def check(self) -> None:
         """Raises ParameterError."""

@@ -30,7 +30,8 @@ class States(Protocol):
 class Packing:
     """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
-    Order and seeds follow from ``seed`` and the epoch alone, so that training can go on anywhere.
+    A prompt's positions weigh ``prompt_weight`` in the loss, an answer's 1. Order and seeds follow from ``seed`` and
+    the epoch alone, so that training can go on anywhere.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class Packing:
         states: States,
         budget: int,
         longest: int,
-        prompts: bool,
+        prompt_weight: float,
         seed: int,
         device: torch.device = CPU,
     ) -> None:
         if longest > budget:
             raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
         self.answers, self._states = answers, states
-        self.budget, self.longest, self.prompts, self.seed = budget, longest, prompts, seed
+        self.budget, self.longest, self.prompt_weight, self.seed = budget, longest, prompt_weight, seed
         self._device = device
         self._lengths = np.minimum(answers.lengths(), longest)
 
@@ -81,6 +82,7 @@ class Packing:
         """The answers ``members``, with their states."""
         answers = [self.answers[i] for i in members]
         states = [self._states.states(i)[: self.longest] for i in members]
-        first = [0 if self.prompts else answer.prompt_length - 1 for answer in answers]
-        packed = TrainBatch.pack([answer.tokens[: self.longest] for answer in answers], states, first, seed)
+        first = [answer.prompt_length - 1 for answer in answers]
+        tokens = [answer.tokens[: self.longest] for answer in answers]
+        packed = TrainBatch.pack(tokens, states, first, seed, self.prompt_weight)
         return packed.to(self._device)

@@ -29,6 +29,7 @@ from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
 
 I64 = np.typing.NDArray[np.int64]
+DRAFT_VOCAB = 8192  # tokens that can be drafted, where nothing says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def prepared(
     run: Run, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
 ) -> Iterator[Setup]:
     """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many;
-    ``vocabulary``: what can be drafted (None: the most frequent tokens).
+    ``vocabulary``: what can be drafted where the options do not say it (None: the most frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
@@ -120,25 +121,29 @@ def prepared(
         train, held_out = run.split(answers, settings)
         states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
-        if vocabulary is None:
-            vocabulary = DraftVocabulary.by_frequency(counts, settings.draft_vocab)
+        if vocabulary is None or settings.draft_vocab is not None:
+            size = min(DRAFT_VOCAB, len(counts)) if settings.draft_vocab is None else settings.draft_vocab
+            vocabulary = DraftVocabulary.by_frequency(train.token_counts(), size)
         if team.rank == 0:
             covered = vocabulary.coverage(held_out.token_counts(prompts=False))
             run.say(
                 f"{len(train):,} answers of {int(train.lengths().sum()):,} tokens to train on, {len(held_out):,} to be "
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
+
+        def packed(part: Answers, source: HiddenStateSource, weight: float) -> Packing:
+            return Packing(part, source, settings.tokens, settings.longest, weight, settings.seed, team.device)
+
         yield Setup(
             run, answers, source, weights, weights.parts(), layers, states[0],
-            Packing(train, states[0], settings.tokens, settings.longest, settings.prompts, settings.seed, team.device),
-            Packing(held_out, states[1], settings.tokens, settings.longest, False, settings.seed, team.device),
+            packed(train, states[0], settings.prompt_weight), packed(held_out, states[1], 0.0),
             counts, vocabulary, team,
         )  # fmt: skip
 
 
 def split(answers: Answers, options: LoopOptions) -> tuple[Answers, Answers]:
     """To train on, and to be judged on: held-out greedy answers. Raises ParameterError when there are none."""
-    train, out = answers.split(options.held_out, options.seed)
+    train, out = answers.split(options.held_out, options.split_seed)
     greedy = np.flatnonzero(np.array([answer.temperature == 0 for answer in out], bool))
     if not len(greedy):
         raise ParameterError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -47,32 +48,27 @@ class HiddenStateSource:
         self.answers = answers
         self.layers = with_last(default_layers(count) if layers is None else layers, count)
         self.hidden = int(answers.target["hidden_size"])
-        self._computed: _Computed | None = None
-        source: _Kept | _Computed | None = _Kept.open(answers, self.layers)
-        if source is None:
+        kept = _Kept.open(answers, self.layers, ahead)
+        self.cached = kept is not None  # whether states are read, not computed
+        self._source: _Kept | _Computed
+        if kept is not None:
+            self._source = kept
+        else:
             target = open_target(answers.meta, threads) if model is None else model
-            source = self._computed = _Computed(answers, self.layers, target, model is None, ahead)
-        self._states = source.states
-
-    @property
-    def cached(self) -> bool:
-        """Whether states are read, not computed."""
-        return self._computed is None
+            self._source = _Computed(answers, self.layers, target, model is None, ahead)
 
     def plan(self, order: Iterable[int]) -> None:
         """Say what will be read next, by place in ``answers``, in order; it replaces what was planned before."""
-        if self._computed is not None:
-            self._computed.plan(order)
+        self._source.plan(order)
 
     def states(self, i: int) -> torch.Tensor:
         """bfloat16 [L, T + 1, h] of answer i. What was not planned is computed while the caller waits."""
-        found = self._states(i)
+        found = self._source.states(i)
         return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
 
     def close(self) -> None:
         """End the thread and close a target that was loaded here. Calling twice is allowed."""
-        if self._computed is not None:
-            self._computed.close()
+        self._source.close()
 
     def __enter__(self) -> HiddenStateSource:
         return self
@@ -82,13 +78,15 @@ class HiddenStateSource:
 
 
 class _Kept:
-    """States in files, mapped."""
+    """States in files, mapped; the system reads what is planned ahead of who asks, a bounded number of tokens."""
 
-    def __init__(self, answers: Answers, maps: list[Any], columns: list[int] | None) -> None:
-        self._answers, self._maps, self._columns = answers, maps, columns
+    def __init__(self, answers: Answers, maps: list[Any], columns: list[int] | None, ahead: int) -> None:
+        self._answers, self._maps, self._columns, self._ahead = answers, maps, columns, ahead
+        self._todo: deque[int] = deque()
+        self._read = 0  # tokens ahead
 
     @classmethod
-    def open(cls, answers: Answers, layers: tuple[int, ...]) -> _Kept | None:
+    def open(cls, answers: Answers, layers: tuple[int, ...], ahead: int) -> _Kept | None:
         """None where not all of ``answers`` are kept, or not these layers."""
         count, hidden = int(answers.target["layers"]), int(answers.target["hidden_size"])
         kept = answers.meta.get("hidden_states")
@@ -112,14 +110,35 @@ class _Kept:
             if path.stat().st_size > size:
                 raise DataError(f"{path} is larger than its answers' states: remove it, and run outpace train cache")
             maps.append(np.memmap(path, np.uint16, "r", shape=(length, len(has), hidden)))
-        return cls(answers, maps, None if layers == has else [has.index(layer) for layer in layers])
+        return cls(answers, maps, None if layers == has else [has.index(layer) for layer in layers], ahead)
+
+    def plan(self, order: Iterable[int]) -> None:
+        self._todo, self._read = deque(order), 0
 
     def states(self, i: int) -> BF16:
+        while self._todo and self._read < self._ahead:
+            self._fetch(later := self._place(self._todo.popleft()))
+            self._read += len(later)
+        found = self._place(i)
+        self._read = max(self._read - len(found), 0)
+        return np.array(found if self._columns is None else found[:, self._columns])
+
+    def close(self) -> None:
+        self._todo.clear()
+
+    def _place(self, i: int) -> Any:
         n, columns = int(self._answers.index[i]), self._answers.columns
         number = int(np.searchsorted(columns.shards, n, side="right")) - 1
         before = columns.starts[columns.shards[number]]
-        found = self._maps[number][columns.starts[n] - before : columns.starts[n + 1] - before]
-        return np.array(found if self._columns is None else found[:, self._columns])
+        return self._maps[number][columns.starts[n] - before : columns.starts[n + 1] - before]
+
+    @staticmethod
+    def _fetch(part: Any) -> None:
+        """Ask the system to read a part of a map; not on Windows, where maps have no such call."""
+        whole: mmap.mmap = part._mmap
+        if hasattr(whole, "madvise"):
+            start = (part.ctypes.data - np.frombuffer(whole, np.uint8).ctypes.data) // mmap.PAGESIZE * mmap.PAGESIZE
+            whole.madvise(mmap.MADV_WILLNEED, start, part.nbytes)
 
 
 class _Computed:

@@ -104,7 +104,7 @@ class DistilObjective(Method[Student, DistilOptions]):
         at = torch.nonzero(batch.loss_mask & self._inside[following]).flatten()
         if not len(at):
             return torch.zeros((), device=batch.device), {}
-        weight = sequence_weights(torch.ones(len(at), device=at.device), batch.sequence[at], batch.sequences)
+        weight = sequence_weights(batch.weight[at], batch.sequence[at], batch.sequences)
         normed = student(batch.tokens, batch.position, batch.starts)[at]
         target_states = self.target.norm(batch.states[at, -1])
         rows = student.lm_head if self.ids is None else student.lm_head[self.ids]
@@ -179,22 +179,22 @@ class DistilObjective(Method[Student, DistilOptions]):
         if not cuts:
             return batch
         taught = dict(zip(cuts, self.teacher.states([sequences[b] for b in cuts]), strict=True))
-        states, masks, starts = [], [], [0]
+        states, weights, starts = [], [], [0]
         for b, own in enumerate(sequences):
             own_rows = slice(batch.starts[b], batch.starts[b + 1])
             starts.append(starts[-1] + len(own))
             if b not in cuts:
                 states.append(batch.states[own_rows, -1:])
-                masks.append(batch.loss_mask[own_rows])
+                weights.append(batch.weight[own_rows])
                 continue
             states.append(taught[b][:, None].to(batch.states))
-            masks.append(torch.arange(len(own), device=own.device) >= cuts[b] - 1)
-            masks[-1][-1] = False
+            weights.append((torch.arange(len(own), device=own.device) >= cuts[b] - 1).float())
+            weights[-1][-1] = 0.0
         return TrainBatch(
             tokens=torch.cat(sequences),
             starts=tuple(starts),
             position=torch.cat([torch.arange(len(own), device=own.device) for own in sequences]),
-            loss_mask=torch.cat(masks),
+            weight=torch.cat(weights),
             states=torch.cat(states),
             seed=batch.seed,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
     def begin(cls, setup: Setup, options: EagleOptions) -> EagleObjective:
         """Raises ParameterError for a drafter to begin with that is another target's or has another shape."""
         config = EagleConfig(
-            decoder=shaped_as(setup.weights, 1), vocab=setup.parts.vocab, draft_vocab=setup.run.options.draft_vocab,
+            decoder=shaped_as(setup.weights, 1), vocab=setup.parts.vocab, draft_vocab=len(setup.vocabulary),
             hidden_layers=setup.hidden_layers, norm_before_residual=False, fc_norm=True, norm_output=True,
             norm_before_fc=False,
         )  # fmt: skip
@@ -114,9 +115,7 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
         if options.loss != LENGTH:
             whole = sum(options.decay**s for s in range(count))
             return [
-                sequence_weights(
-                    torch.ones(len(at), device=at.device), sequence[at], batch.sequences, options.decay**s / whole
-                )
+                sequence_weights(batch.weight[at + s + 1], sequence[at], batch.sequences, options.decay**s / whole)
                 for s, (at, _, _) in enumerate(steps)
             ], None
         accepted = torch.zeros(len(batch), count, device=batch.device)
@@ -124,8 +123,7 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
             accepted[at, s] = head_acceptance(normed, rows.head, rows.offset, p[rows_of_p])
         first = steps[0][0]
         each = torch.zeros(len(batch), device=batch.device)
-        ones = torch.ones(len(first), device=batch.device)
-        each[first] = sequence_weights(ones, sequence[first], batch.sequences) / count
+        each[first] = sequence_weights(batch.weight[first + 1], sequence[first], batch.sequences) / count
         slope = length_slope(accepted) * each[:, None]
         kept = expected_length(accepted[first])
         return [slope[at, s] for s, (at, _, _) in enumerate(steps)], torch.dot(each[first], count - kept)
@@ -212,7 +210,7 @@ def _begin_with(path: str, network: EagleNetwork, target: Mapping[str, Any]) -> 
     start = _start(path)
     if start.target.get("fingerprint") != target["fingerprint"]:
         raise ParameterError(f"{path} was trained beside another target: begin with one of this target")
-    if start.config != network.config:
+    if replace(start.config, draft_vocab=network.config.draft_vocab) != network.config:
         raise ParameterError(f"{path} is {start.config}, not {network.config}: begin with one of the same shape")
     network.load_state_dict({name: torch.from_numpy(start.tensors[name]) for name in network.state_dict()})
 

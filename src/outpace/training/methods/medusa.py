@@ -34,15 +34,15 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
     @classmethod
     def begin(cls, setup: Setup, options: MedusaOptions) -> MedusaObjective:
         parts = setup.parts.to(setup.device)
-        draft_vocab = setup.run.options.draft_vocab
-        network = MedusaNetwork(MedusaConfig(parts.hidden, parts.vocab, draft_vocab, options.heads, options.layers))
+        size = len(setup.vocabulary)
+        network = MedusaNetwork(MedusaConfig(parts.hidden, parts.vocab, size, options.heads, options.layers))
         return cls(network.to(setup.device), parts, setup.vocabulary, options, setup.counts)
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         heads = self.network.config.heads
         index, wanted = self._wanted(batch)
         counts = (wanted >= 0) & batch.loss_mask[index]
-        raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts
+        raw = self.options.decay ** torch.arange(heads, device=batch.device) * counts * batch.weight[index]
         owner = batch.sequence.repeat_interleave(heads)
         weight = sequence_weights(raw.flatten(), owner, batch.sequences).view_as(raw)
         normed = self.target.norm(batch.states[:, -1])

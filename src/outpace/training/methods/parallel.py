@@ -45,7 +45,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         if not 0 <= mask < vocab:
             raise ParameterError(Argument("mask_token", mask), f" is out of range: give 0 to {vocab - 1}")
         config = ParallelConfig(
-            shaped_as(setup.weights, options.layers, qk_norm=True), vocab, setup.run.options.draft_vocab,
+            shaped_as(setup.weights, options.layers, qk_norm=True), vocab, len(setup.vocabulary),
             setup.hidden_layers, options.block, mask, options.rank, confidence=True,
         )  # fmt: skip
         network = ParallelNetwork(config, setup.run.options.seed).to(setup.device)
@@ -79,7 +79,7 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         index, there = self._slots(batch, at)
         following = batch.tokens[(index + 1).clamp_max(len(batch) - 1)]
         counts = there & batch.loss_mask[index] & (self.draft_head.place[following] >= 0)
-        raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts
+        raw = torch.exp(-torch.arange(slots, device=batch.device) / options.slope) * counts * batch.weight[index]
         weight = sequence_weights(raw.flatten(), batch.sequence[at].repeat_interleave(slots), batch.sequences).view_as(
             raw
         )
