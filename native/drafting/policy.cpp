@@ -141,6 +141,7 @@ void Policy::plan_levels() {
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0;
     int levels = 0;
+    Why none = budget_ < 0 ? Why::Spent : Why::Levels;
     for (int l = 1; l <= most; ++l) {
         for (const size_t i : rows) {
             if (steps_[i].nodes < l) continue;
@@ -152,8 +153,12 @@ void Policy::plan_levels() {
         std::sort(nodes.begin(), nodes.end());
         const Choice choice = choose(nodes, l * level);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
-        if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
+        if (worth > best && bearable(nodes, choice.nodes, l * level) == choice.nodes)
             best = worth, levels = l, floor = rate() * (level + more(choice.nodes) / choice.nodes);
+        else if (worth > best)
+            none = Why::Others;
+        else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + l * level))
+            none = choice.why;
     }
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
@@ -166,9 +171,9 @@ void Policy::plan_levels() {
                          biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
         if (!step.kind.nodes)
             step.nodes = step.levels;
-        else if (!levels)
-            step.nodes = step.row->rests ? 0 : step.nodes;
-        step.decision.why = budget_ < 0 ? Why::Spent : Why::Levels;
+        else if (!levels && step.row->rests)
+            step.nodes = 0;
+        step.decision.why = step.nodes || !step.kind.nodes ? none : Why::Rests;
     }
     if (levels) levels_at_ = step_;
 }
@@ -211,10 +216,13 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
             continue;
         }
         if (!step.row) continue;
-        if (drawn && step.kind.rejection) step.row->drawn = step.whole = true;
+        Why& why = step.decision.why;
+        if (drawn && step.kind.rejection) {
+            if (!step.whole) why = Why::Try;  // it was asked before it was known that its draft cannot be cut
+            step.row->drawn = step.whole = true;
+        }
         look(step, draft);
         const int size = static_cast<int>(step.draft.size());
-        Why& why = step.decision.why;
         why = !step.whole ? Why::Dear : !step.view.adaptive ? Why::Fixed : why == Why::Try ? Why::Try : Why::Drafts;
         for (int n = 0; n < size; ++n) {
             if (step.whole)
@@ -230,7 +238,6 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
     const Choice best = choose(free_, asking);
     const double saved = std::max(best.tokens / rate() - more(best.nodes), 0.0);
     int chosen = std::max(bearable(free_, best.nodes, asking), 0);
-    const Why refused = chosen ? Why::Dear : best.nodes ? Why::Others : best.why;
     bool tries = false;
     if (budget_ > 1.0 && static_cast<double>(step_ - tried_at_) >= kOften) {  // what would be best if nodes cost as little as they may
         const int hoped = bearable(free_, choose(free_, asking, true).nodes, asking);
@@ -245,8 +252,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         if (n < chosen) {
             step.kept.push_back(free_[static_cast<size_t>(n)].node);
             step.decision.why = tries ? Why::Try : Why::Drafts;
-        } else if (step.kept.empty()) {
-            step.decision.why = refused;
+        } else if (step.kept.empty() && step.decision.why == Why::Dear) {  // its best node says why
+            step.decision.why = n < best.nodes ? Why::Others : best.why;
         }
     }
     verified_ = 0;
@@ -302,17 +309,25 @@ Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool
     if (budget_ < 0) return best;
     double worth = 0.0, tokens = 0.0;
     const double rows = static_cast<double>(count_), rate = this->rate();
-    for (int n = 1; n <= std::min(static_cast<int>(free.size()), costs_.reach(fruitless_ < kFruitless)); ++n) {
+    const int reach = costs_.reach(fruitless_ < kFruitless);
+    Why refused = Why::Dear;
+    int n = 1;
+    for (; n <= static_cast<int>(free.size()); ++n) {
         tokens += free[static_cast<size_t>(n) - 1].gain;
-        const double cost = hopeful ? least(n) : more(n);
-        if (n == 1 && !fits(n, asking)) best.why = Why::Long;
-        if (!fits(n, asking) || cost > std::max(budget_, kUnknown)) break;
+        const double cost = hopeful ? least(n) : more(n), value = tokens - rate * cost;
+        const bool measured = n <= reach, pauses = cost > std::max(budget_, kUnknown), fine = fits(n, asking);
+        if (!measured || !fine || pauses) {
+            if (value > worth) refused = !fine ? Why::Long : pauses ? Why::Spent : Why::Wide;
+            break;
+        }
         const double speed = (1.0 + tokens / rows) / (1.0 + cost + asking);
         if (speed > fastest.speed) fastest = {n, tokens, speed};
-        if (tokens - rate * cost > worth) worth = tokens - rate * cost, best = {n, tokens, speed};
+        if (value > worth) worth = value, best = {n, tokens, speed};
     }
     best.speed = fastest.speed;
-    return fastest.speed > advantage_ ? fastest : best;
+    Choice& found = fastest.speed > advantage_ ? fastest : best;
+    if (found.nodes == n - 1) found.why = refused;
+    return found;
 }
 
 // How many of so many nodes leave no row further behind plain decoding than it may fall for what others draft. Rows that

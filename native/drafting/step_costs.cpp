@@ -8,9 +8,6 @@ namespace {
 constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
 constexpr int kPlainEvery = 48;     // steps between plain ones that are made to measure, where nothing is gained by drafts
-constexpr double kSure = 2.0;       // deviations of a median by which ratios contradict the table
-constexpr double kSpaced = 8.0;     // ratios of a size from which plain steps are as rare as that
-constexpr double kApart = 0.15;     // deviation of a ratio's log, before four of them are known
 
 int size_at(int k) { return 1 << k; }
 
@@ -31,6 +28,7 @@ void Ratios::add(double value) {
     const double half = count_ / 2.0, width = std::sqrt(static_cast<double>(count_));
     const auto at = [&](double place) { return sorted[static_cast<size_t>(std::min(std::max(place, 0.0), count_ - 1.0))]; };
     low_ = at(half - width), high_ = at(std::ceil(half + width) - 1.0);
+    lower_ = at(half - width / 2.0), upper_ = at(std::ceil(half + width / 2.0) - 1.0);
     middle_ = (at((count_ - 1) / 2) + at(count_ / 2)) / 2.0;
 }
 
@@ -62,11 +60,6 @@ void StepCosts::turn(int rows, double cached, int64_t prefill) {
     draw(*now_);
 }
 
-double StepCosts::deviation() const {
-    const double n = apart_.count();
-    return (Ratios::kEnough * kApart + n * 1.48 * apart_.median()) / (Ratios::kEnough + n);
-}
-
 double StepCosts::table(int nodes) const {
     const double more = table_.width(rows_ + nodes) - table_.width(rows_) + table_.position_width * context_ * nodes;
     return std::max(more / plain_, 0.0);
@@ -85,13 +78,9 @@ void StepCosts::draw(Curve& curve) {
             const double straight = std::max(least, kTiny * known_ / rows_) * size / known_;
             guess = std::min(std::max({guess, straight / kBend, least}), kBend * straight);
         }
-        // the median moves the guess as far as it contradicts it
-        const double log = std::log1p(guess) - std::log1p(said), off = ratios.median() - log;
-        const double sure = ratios.count() ? 1.25 * deviation() / std::sqrt(static_cast<double>(ratios.count())) : HUGE_VAL;
-        const bool enough = ratios.measured(), moves = enough && std::fabs(off) > kSure * sure;
-        curve.doubtful[at] = !enough && (!ratios.count() || std::fabs(off) > sure);
-        const double found = std::expm1(std::log1p(said) + log + (moves ? off * (1.0 - std::pow(kSure * sure / off, 2.0)) : 0.0));
+        const double found = std::expm1(std::log1p(said) + ratios.correct(std::log1p(guess) - std::log1p(said)));
         curve.more[at] = least = std::max({found, least, 0.1 * kTiny * size});
+        const bool enough = ratios.measured();
         const auto bound = [&](double log, double before) {
             return std::max({std::expm1(std::log1p(said) + log), before, 0.1 * kTiny * size});
         };
@@ -118,13 +107,8 @@ bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;
-    double gap = kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
-    if (last_.step == step_ - 1 && last_.nodes) {
-        const size_t k = static_cast<size_t>(nearest(last_.nodes));
-        if (now_->doubtful[k]) return true;
-        gap *= std::min(1.0, now_->ratios[k].count() / kSpaced);
-    }
-    return static_cast<double>(step_ - plain_at_) > gap;
+    if (last_.step == step_ - 1 && last_.nodes && !measured(last_.nodes)) return true;
+    return static_cast<double>(step_ - plain_at_) > kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
 }
 
 void StepCosts::learn(int nodes, double seconds) {
@@ -135,10 +119,7 @@ void StepCosts::learn(int nodes, double seconds) {
         const int size = std::max(nodes, last_.nodes), k = nearest(size);
         const double ratio = nodes ? seconds / last_.seconds : last_.seconds / seconds;
         const double shape = (table(size_at(k)) + kTiny) / (table(size) + kTiny);  // to the size that is kept
-        const double log = std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k)));
-        Ratios& ratios = now_->ratios[static_cast<size_t>(k)];
-        if (ratios.count() > 1) apart_.add(std::fabs(log - ratios.median()));
-        ratios.add(log);
+        now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
     }
     last_ = {step_, rows_, nodes, seconds};
 }

@@ -1,8 +1,8 @@
 // What drafted nodes add to a step, in plain steps of the same rows.
 //
-// The measured cost table (control/cost.py) holds until steps contradict it. Evidence is the ratio of two steps, one right
-// after the other, of which one had drafts: what disturbs a machine slows either as often, so the median of such ratios is
-// right though half of all steps are disturbed. How far single ratios lie apart says how much a median of them proves.
+// Evidence is the ratio of two steps, one right after the other, of which one had drafts. What disturbs a machine slows
+// either as often, so the median of such ratios is right though half of all steps are disturbed; no single time decides.
+// The measured cost table (control/cost.py) gives the shape between and beyond what was measured.
 #pragma once
 
 #include <algorithm>
@@ -35,12 +35,15 @@ public:
     double median() const { return middle_; }
     double low() const { return low_; }
     double high() const { return high_; }
+    // `guess`, as far as the values do not contradict it: bounded by those between which the median lies.
+    double correct(double guess) const { return measured() ? std::fmin(std::fmax(guess, lower_), upper_) : guess; }
     void forget(int most);  // all but so many
 
 private:
     std::array<float, 32> values_{};
     int count_ = 0, next_ = 0;
-    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;  // the median, and what it lies between all but surely
+    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;  // the median, and what it lies between all but surely,
+    double lower_ = 0.0, upper_ = 0.0;              // and probably
 };
 
 class StepCosts {
@@ -50,7 +53,6 @@ public:
     struct Curve {  // of so many rows
         std::array<Ratios, kSizes> ratios;  // log of measured over what the table says, by size
         std::array<double, kSizes> more{}, least{}, most{};  // plain steps that so many nodes add, and that they may add
-        std::array<bool, kSizes> doubtful{};                 // few ratios, and they contradict the table
         int64_t steps = 0;
         double plain = 0.0;  // seconds of a step without drafts, lately
     };
@@ -73,12 +75,10 @@ public:
 
 private:
     void draw(Curve& curve);
-    double deviation() const;  // of a ratio's log
     static double line(const std::array<double, kSizes>& more, int64_t nodes);
 
     CostTable table_;
     std::map<int, Curve> curves_;  // by rows; above 8 by powers of 2
-    Ratios apart_;                 // how far ratios lay from the median of those of their size, of all batches
     Curve* now_ = nullptr;
     int rows_ = 0, known_ = 0;  // the most nodes that were measured
     int64_t prefill_ = 0, step_ = 0, plain_at_ = 0;
