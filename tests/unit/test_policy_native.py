@@ -192,7 +192,8 @@ def test_whole_drafts_that_are_not_expected_to_pay_are_tried() -> None:
 
 
 def test_the_budget_fairness_and_the_stretch_are_told_apart() -> None:
-    budget, stretch = "the budget of time that drafts may lose does not cover it", "the step would take longer than it may"
+    budget = "the budget of time that drafts may lose does not cover it"
+    stretch = "the step would take longer than it may"
     wrong = run(Driven(CPU), Machine(CPU), [steady(0, 0.0, said=0.9)])
     assert any(why == budget for why in reasons(wrong))
     assert not any(why == OTHERS or why.startswith(stretch) for why in reasons(wrong))
