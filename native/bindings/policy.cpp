@@ -16,10 +16,11 @@ constexpr const char* kWhy[] = {
     "nodes are tried, to learn whether drafts pay now",
     "no proposed node is expected to pay for its time",
     "drafts would slow down rows of the batch that gain nothing",
-    "drafts have lost as much time as they may, and pause",
+    "the budget of time that drafts may lose does not cover it",
     "a plain step, to measure what one takes",
     "no forward of its drafter is expected to pay for its time",
     "the step would take longer than it may beside others",
+    "wider drafts wait until narrower ones were measured",
 };
 
 nb::dict state(const Policy& policy) {

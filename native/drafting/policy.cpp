@@ -74,10 +74,10 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         if (none != Why::Fixed) continue;
         const bool rests = step.row->rests > 0;
         step.row->rests -= rests;
-        if (step.kind.levels >= 0)
-            step.nodes = rests && !step.kind.nodes ? 0 : step.view.most;  // plan_levels says how many
-        else if (rests)
+        if (rests && (step.kind.levels < 0 || !step.kind.nodes))
             step.decision.why = Why::Rests;
+        else if (step.kind.levels >= 0)
+            step.nodes = step.view.most;  // plan_levels says how many
         else if (!step.whole)
             step.nodes = step.levels = step.view.most;
         else if (plan_whole(step))
@@ -106,10 +106,15 @@ bool Policy::plan_whole(Step& step) {
     step.decision.price = loss * rate();
     step.decision.brings = gain;
     step.decision.expected = (1.0 + gain) / (1.0 + loss);
-    const bool lets = fits(step.view.most, loss - more(nodes)) && bearable({}, 0, loss) == 0;
-    const bool pays = gain > rate() * loss && loss <= std::max(budget_, kUnknown);
-    step.decision.why = lets ? Why::Dear : Why::Long;
-    return lets && (pays || (!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
+    const bool gains = gain > rate() * loss, pays = gains && loss <= std::max(budget_, kUnknown);
+    step.decision.why = gains ? Why::Spent : Why::Dear;
+    if (!fits(step.view.most, loss - more(nodes)) || bearable({}, 0, loss) < 0) {
+        step.decision.why = fits(step.view.most, loss - more(nodes)) ? Why::Others : Why::Long;
+        return false;
+    }
+    const bool tries = !pays && ((!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
+    if (tries) step.decision.why = Why::Try;
+    return pays || tries;
 }
 
 // How many forwards networks are worth, for all of their rows together, by how far their drafts went before.
@@ -136,6 +141,7 @@ void Policy::plan_levels() {
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0;
     int levels = 0;
+    Why none = budget_ < 0 ? Why::Spent : Why::Levels;
     for (int l = 1; l <= most; ++l) {
         for (const size_t i : rows) {
             if (steps_[i].nodes < l) continue;
@@ -147,8 +153,12 @@ void Policy::plan_levels() {
         std::sort(nodes.begin(), nodes.end());
         const Choice choice = choose(nodes, l * level);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
-        if (worth > best && fits(choice.nodes, l * level) && bearable(nodes, choice.nodes, l * level) == choice.nodes)
+        if (worth > best && bearable(nodes, choice.nodes, l * level) == choice.nodes)
             best = worth, levels = l, floor = rate() * (level + more(choice.nodes) / choice.nodes);
+        else if (worth > best)
+            none = Why::Others;
+        else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + l * level))
+            none = choice.why;
     }
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
@@ -161,9 +171,9 @@ void Policy::plan_levels() {
                          biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
         if (!step.kind.nodes)
             step.nodes = step.levels;
-        else if (!levels)
-            step.nodes = step.row->rests ? 0 : step.nodes;
-        step.decision.why = budget_ < 0 ? Why::Spent : Why::Levels;
+        else if (!levels && step.row->rests)
+            step.nodes = 0;
+        step.decision.why = step.nodes || !step.kind.nodes ? none : Why::Rests;
     }
     if (levels) levels_at_ = step_;
 }
@@ -206,10 +216,14 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
             continue;
         }
         if (!step.row) continue;
-        if (drawn && step.kind.rejection) step.row->drawn = step.whole = true;
+        Why& why = step.decision.why;
+        if (drawn && step.kind.rejection) {
+            if (!step.whole) why = Why::Try;  // it was asked before it was known that its draft cannot be cut
+            step.row->drawn = step.whole = true;
+        }
         look(step, draft);
         const int size = static_cast<int>(step.draft.size());
-        step.decision.why = step.whole ? step.view.adaptive ? Why::Drafts : Why::Fixed : Why::Dear;
+        why = !step.whole ? Why::Dear : !step.view.adaptive ? Why::Fixed : why == Why::Try ? Why::Try : Why::Drafts;
         for (int n = 0; n < size; ++n) {
             if (step.whole)
                 step.kept.push_back(n);
@@ -223,8 +237,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
     const double asking = this->asking();
     const Choice best = choose(free_, asking);
     const double saved = std::max(best.tokens / rate() - more(best.nodes), 0.0);
-    int chosen = bearable(free_, best.nodes, asking);
-    const Why refused = chosen ? Why::Dear : best.nodes ? Why::Others : budget_ < 0 ? Why::Spent : Why::Dear;
+    int chosen = std::max(bearable(free_, best.nodes, asking), 0);
     bool tries = false;
     if (budget_ > 1.0 && static_cast<double>(step_ - tried_at_) >= kOften) {  // what would be best if nodes cost as little as they may
         const int hoped = bearable(free_, choose(free_, asking, true).nodes, asking);
@@ -239,8 +252,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         if (n < chosen) {
             step.kept.push_back(free_[static_cast<size_t>(n)].node);
             step.decision.why = tries ? Why::Try : Why::Drafts;
-        } else if (step.kept.empty()) {
-            step.decision.why = refused;
+        } else if (step.kept.empty() && step.decision.why == Why::Dear) {  // its best node says why
+            step.decision.why = n < best.nodes ? Why::Others : best.why;
         }
     }
     verified_ = 0;
@@ -292,19 +305,29 @@ void Policy::look(Step& step, const Draft& draft) {
 // since what is left of it can be proposed again.
 Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool hopeful) const {
     Choice best, fastest;
+    if (budget_ < 0) best.why = Why::Spent;
     if (budget_ < 0) return best;
     double worth = 0.0, tokens = 0.0;
     const double rows = static_cast<double>(count_), rate = this->rate();
-    for (int n = 1; n <= std::min(static_cast<int>(free.size()), costs_.reach(fruitless_ < kFruitless)); ++n) {
+    const int reach = costs_.reach(fruitless_ < kFruitless);
+    Why refused = Why::Dear;
+    int n = 1;
+    for (; n <= static_cast<int>(free.size()); ++n) {
         tokens += free[static_cast<size_t>(n) - 1].gain;
-        const double cost = hopeful ? least(n) : more(n);
-        if (!fits(n, asking) || cost > std::max(budget_, kUnknown)) break;
+        const double cost = hopeful ? least(n) : more(n), value = tokens - rate * cost;
+        const bool measured = n <= reach, pauses = cost > std::max(budget_, kUnknown), fine = fits(n, asking);
+        if (!measured || !fine || pauses) {
+            if (value > worth) refused = !fine ? Why::Long : pauses ? Why::Spent : Why::Wide;
+            break;
+        }
         const double speed = (1.0 + tokens / rows) / (1.0 + cost + asking);
         if (speed > fastest.speed) fastest = {n, tokens, speed};
-        if (tokens - rate * cost > worth) worth = tokens - rate * cost, best = {n, tokens, speed};
+        if (value > worth) worth = value, best = {n, tokens, speed};
     }
     best.speed = fastest.speed;
-    return fastest.speed > advantage_ ? fastest : best;
+    Choice& found = fastest.speed > advantage_ ? fastest : best;
+    if (found.nodes == n - 1) found.why = refused;
+    return found;
 }
 
 // How many of so many nodes leave no row further behind plain decoding than it may fall for what others draft. Rows that

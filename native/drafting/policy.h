@@ -34,7 +34,7 @@ public:
         int most;  // nodes
         double context;
     };
-    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long };
+    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide };
     struct Decision {  // of a row, in a step
         int size = 0;
         Why why = Why::NoRoom;
@@ -128,6 +128,7 @@ private:
     struct Choice {  // how many of the best nodes, what they are worth, and the best speed that there is over plain decoding
         int nodes = 0;
         double tokens = 0.0, speed = 0.0;
+        Why why = Why::Dear;  // there are no more
     };
 
     static size_t doublings(int n) {

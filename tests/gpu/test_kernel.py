@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -28,50 +27,33 @@ from outpace.models.torch.kv import SPLIT, LayerShape, Seen, TorchKV
 from outpace.models.torch.model import TransformersModel
 from tests.integration.test_architectures import tiny
 
-CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
+CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3}
 if torch.cuda.is_available():  # the interpreter's products of bfloat16 are wrong: triton 11584
-    CLOSE[torch.bfloat16] = 3e-2
+    CLOSE[torch.bfloat16] = 2e-2
 
 
 def drawn(rng: np.random.Generator, dtype: torch.dtype, device: str, *size: int) -> torch.Tensor:
     return torch.from_numpy(rng.standard_normal(size)).to(device, dtype)
 
 
-def in_floats(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-    found = attention.mixture(query.float(), keys.float(), values.float(), *given, **named)
-    return found.to(query.dtype)
+def test_it_is_what_runs(device: str) -> None:
+    assert attention._mixture(torch.device(device), torch.float32, 64, 64, 3) is kernel.mixture
+    assert attention._mixture(torch.device(device), torch.float64, 64, 64, 3) is attention.mixture
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    attention._mixture.cache_clear()
-    yield
-    attention._mixture.cache_clear()
+def test_sizes_that_it_cannot_do_have_the_reference(device: str) -> None:
+    own = kernel.mixture
 
-
-def test_it_is_what_runs_but_for_types_without_products(device: str) -> None:
-    where = torch.device(device)
-    for dtype in CLOSE:
-        for heads in ((16, 16, 1), (64, 64, 4), (128, 128, 4), (80, 24, 3)):
-            assert attention._mixture(where, dtype, *heads) is kernel.mixture
-    assert attention._mixture(where, torch.float64, 16, 16, 1) is attention.mixture
-
-
-def test_heads_that_it_cannot_compute_take_the_reference(
-    device: str, fresh: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where a card has too little shared memory for wide ones."""
-    where, own = torch.device(device), kernel.mixture
-
-    def narrow(query: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        if query.shape[2] > 64:
+    def fails(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if query.shape[2] == 80:
             raise RuntimeError("out of resource: shared memory")
-        return own(query, *given, **named)
+        return own(query, *args, **kwargs)
 
-    with patch.object(kernel, "mixture", narrow):
-        assert attention._mixture(where, torch.float32, 64, 64, 1) is narrow
-        assert attention._mixture(where, torch.float32, 128, 64, 1) is attention.mixture
-    assert "no kernel for torch.float32 heads of 128 and 64, which costs speed: out of resource" in caplog.text
+    with patch.object(kernel, "mixture", fails):
+        attention._mixture.cache_clear()
+        found = [attention._mixture(torch.device(device), torch.float32, size, 16, 1) for size in (80, 48)]
+        attention._mixture.cache_clear()
+    assert found == [attention.mixture, fails]
 
 
 @settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -102,14 +84,14 @@ def test_ragged_rows_and_trees_agree_with_the_reference(device: str, data: st.Da
             drawn(np.random.default_rng([n, i]), dtype, device, n, h, d)
             for i, (h, d) in enumerate(((heads * groups, dk), (heads, dk), (heads, dv)))
         )
-        with kv.writing(attention.counts(batch)), patch.object(attention, "_mixture", lambda *heads: mix):
+        with kv.writing(attention.counts(batch)), patch.object(attention, "_mixture", lambda *sizes: mix):
             plan = attention.plan(batch, kv, (window,), where)
             return attention.attention(0, plan, query, key, value, **given)
 
     if any(lengths):
         run(lengths, [0] * len(lengths), [None for n in lengths if n], attention.mixture)
     found = []
-    for mix in (in_floats, kernel.mixture):
+    for mix in (attention.mixture, kernel.mixture):
         found.append(run(widths, lengths, parents, mix))
         for row, length in zip(rows, lengths, strict=True):
             kv.truncate(row, length)
@@ -140,10 +122,12 @@ def test_one_row_s_bits_do_not_depend_on_the_others(device: str, sinks: bool) ->
     assert torch.equal(run([2, 1, 0], 768), whole.flip(0))
 
 
-def test_a_model_s_proof_at_load_runs_it(device: str, fresh: None) -> None:
+def test_a_model_s_proof_at_load_runs_it(device: str) -> None:
     """In chunks, side by side and as a tree, beside the model's own forward: with windows, and with soft caps."""
     with patch.object(kernel, "mixture", wraps=kernel.mixture) as counted:
+        attention._mixture.cache_clear()
         TransformersModel(tiny("gemma2").to(device), name="m").close()
+        attention._mixture.cache_clear()
     assert counted.call_count > 4
 
 

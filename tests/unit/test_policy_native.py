@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,10 @@ from tests.simulated import (
     FREE,
     Driven,
     Machine,
+    Outcome,
     chains,
     run,
+    steady,
     text,
     verdicts,
     view,
@@ -29,6 +32,9 @@ from tests.simulated import (
 DEARER = Cost((1, 64), (1.0, 190.0))  # a node costs three steps, as a table says that was measured beside other work
 KINDS = [DraftCost(), DraftCost(levels="a"), DraftCost(levels="a", nodes=True), DraftCost(trims=False)]
 SECONDS = 0.01, 1.0  # of drafting, and of all else
+PAYS, TRIED = "the nodes that are expected to pay are verified", "nodes are tried, to learn whether drafts pay now"
+DRAFTED = PAYS, TRIED
+OTHERS = "drafts would slow down rows of the batch that gain nothing"
 
 
 def tree(rng: np.random.Generator, size: int, chain: bool) -> Draft:
@@ -88,7 +94,10 @@ def drive(policy: Driven, seed: int, steps: int, most_rows: int, shape: int) -> 
         kept, decisions = policy.trim(drafts)
         check(rows, drafts, kept)
         assert [d.size for d in decisions] == kept.widths.tolist()
-        assert all(d.why for d in decisions)
+        for row, decision in zip(rows, decisions, strict=True):
+            assert decision.why
+            assert not row.adaptive or "fixed" not in decision.why
+            assert not row.adaptive or (decision.size > 0) == decision.why.startswith(DRAFTED)
         said.append((kept.tokens.tolist(), kept.widths.tolist(), [tuple(d) for d in decisions]))
         if rng.random() < 0.1:
             continue
@@ -145,6 +154,60 @@ def test_explaining_changes_no_decision_and_says_what_each_node_is_worth() -> No
     assert all(0 <= w <= 1 for w in decision.worth)
     assert "takes the time of" in decision.why
     assert plain.explain is False
+
+
+def reasons(outcome: Outcome, first: int = 0) -> list[str]:
+    """Of all rows, in the steps from ``first`` on."""
+    return [decision.why for decisions in outcome.decisions[first:] for decision in decisions]
+
+
+@pytest.mark.parametrize("kind", KINDS[:3:2], ids=["lookups", "lookups and a network"])
+def test_a_drafter_that_rests_is_said_to_rest(kind: DraftCost) -> None:
+    policy, its, rests = Driven(CPU), view(cost=kind), 0
+    for _ in range(400):
+        (nodes,) = policy.plan([its], [4], [9]).nodes
+        _, (decision,) = policy.trim(chains([nodes], [0.05]))
+        policy.learn(verdicts([0]), 0.1 * (nodes > 0), 1.0 + 0.1 * decision.size)
+        if decision.why == "its drafter rests, since asking it has not paid lately":
+            rests += 1
+            assert not nodes
+        elif not nodes:
+            assert decision.why == "a plain step, to measure what one takes"
+    assert rests > 100
+
+
+def test_whole_drafts_that_are_not_expected_to_pay_are_tried() -> None:
+    def whole(row: int, request: int) -> RowView:
+        return view(row, request, cost=DraftCost(trims=False))
+
+    sizes, why = [], []
+    for chance in (0.0, 0.9):
+        found = run(Driven(CPU), Machine(CPU, ask=0.01), [steady(0, chance, 1200)], views=whole)
+        drafted = [decision.why for (decision,) in found.decisions[50:-20] if decision.size]
+        sizes.append(len(drafted))
+        why.append(set(drafted))
+    assert 0 < sizes[0] < 20
+    assert why[0] == {TRIED}
+    assert PAYS in why[1]
+
+
+def test_the_budget_fairness_and_the_stretch_are_told_apart() -> None:
+    budget = "the budget of time that drafts may lose does not cover it"
+    stretch = "the step would take longer than it may"
+    wrong = run(Driven(CPU), Machine(CPU), [steady(0, 0.0, said=0.9)])
+    assert any(why == budget for why in reasons(wrong))
+    assert not any(why == OTHERS or why.startswith(stretch) for why in reasons(wrong))
+
+    mixed = [steady(i, 0.0 if i else 0.95, 400) for i in range(4)]
+    unfair = run(Driven(CPU), Machine(CPU, ask=0.003), mixed, rows=4)
+    gains = [decisions[0].why for decisions in unfair.decisions if len(decisions) == 4]
+    assert OTHERS in gains
+    assert not any(why.startswith(stretch) for why in reasons(unfair))
+
+    alike = [steady(i, 0.95, 400) for i in range(2)]  # a node fits, beside asking for it nothing does
+    long = run(Driven(CPU, stretch=1.12), Machine(CPU, ask=0.05), alike, rows=2)
+    assert sum(why.startswith(stretch) for why in reasons(long, 50)) > 20
+    assert OTHERS not in reasons(long)
 
 
 def test_state_is_bounded() -> None:

@@ -103,12 +103,15 @@ def test_what_prompts_take_is_not_there_for_drafts(rows: int) -> None:
 
 def test_an_engine_tells_its_policy() -> None:
     drafted: dict[float | None, dict[int, int]] = {}
+    why: dict[float | None, set[str]] = {}  # of two rows
     for stretch in (None, 1):
         nodes = drafted[stretch] = {1: 0, 2: 0}  # by rows
 
-        def count(step: StepRecord, nodes: dict[int, int] = nodes) -> None:
+        def count(step: StepRecord, nodes: dict[int, int] = nodes, stretch: float | None = stretch) -> None:
             if len(step):
                 nodes[len(step)] += int(step.kept.widths.sum())
+            if len(step) == 2:
+                why.setdefault(stretch, set()).update(decision.why for decision in step.decisions)
 
         model = ToyModel(VOCAB)
         flat = Cost((1, 64), (1.0, 1.0 + 1e-6))
@@ -120,6 +123,7 @@ def test_an_engine_tells_its_policy() -> None:
     assert drafted[None][2] > 0
     assert drafted[1][2] == 0
     assert drafted[1][1] > 0
+    assert "the step would take longer than it may beside others" in why[1] - why[None]
 
 
 def test_nonsense_is_refused() -> None:

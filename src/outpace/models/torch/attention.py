@@ -27,6 +27,8 @@ from outpace.models.torch.upload import Upload
 NAME = "outpace"
 I64 = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
+# Dtypes that the kernel computes, and how near it comes to the reference for numbers up to 1.
+CLOSE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(slots=True)
@@ -249,32 +251,27 @@ def mixture(
     return found.permute(1, 3, 0, 2, 4).reshape(b * w, heads * groups, -1)
 
 
-# How far the kernel may be from the reference in float32, of values within [-1, 1].
-_CLOSE = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
 @cache
 def _mixture(device: torch.device, dtype: torch.dtype, dk: int, dv: int, groups: int) -> Callable[..., torch.Tensor]:
-    """The kernel where it runs for such heads: on cards, and in Triton's interpreter; the reference elsewhere."""
-    there = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
-    if dtype not in _CLOSE or not there or find_spec("triton") is None:
+    """What computes heads of these sizes, ``groups`` query heads to a KV head: the kernel where it runs and agrees (on
+    cards, and in Triton's interpreter), the reference elsewhere."""
+    able = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if not able or dtype not in CLOSE or find_spec("triton") is None:
         return mixture
     try:
         from outpace.models.torch import kernel
 
-        def values(heads: int, n: int, width: int) -> torch.Tensor:
-            return torch.linspace(-1, 1, heads * n * width, device=device).to(dtype).view(heads, n, width)
-
+        width = -(-64 // groups)  # its largest tile
+        query, keys, values = (
+            torch.linspace(-1, 1, n * heads * size, device=device, dtype=dtype).view(n, heads, size)
+            for n, heads, size in ((width, groups, dk), (1, 64, dk), (1, 64, dv))
+        )
+        seen = Seen(torch.arange(64, device=device), None, 0)
         given: Any = {"scale": dk**-0.5, "softcap": None, "sinks": None}
-        for width in (1, 64):  # the smallest tile and the largest one
-            hidden = torch.ones((1, 1, width, 64), dtype=torch.bool, device=device).triu(65 - width)
-            seen = Seen(torch.arange(64, device=device), hidden, 0)
-            query, near, far = values(width, groups, dk), values(1, 64, dk), values(1, 64, dv)
-            expected = mixture(query.float(), near.float(), far.float(), seen, 1, **given)
-            found = kernel.mixture(query, near, far, seen, 1, **given).float()
-            torch.testing.assert_close(found, expected, atol=_CLOSE[dtype], rtol=0.0)
+        ours, expected = (each(query, keys, values, seen, 1, **given) for each in (kernel.mixture, mixture))
+        torch.testing.assert_close(ours, expected, atol=CLOSE[dtype], rtol=0.0)
     except Exception as error:  # a compiler's, a driver's
-        log.warning("attention has no kernel for %s heads of %d and %d, which costs speed: %s", dtype, dk, dv, error)
+        log.warning("the kernel for attention is off for heads of %d and %d, which costs speed: %s", dk, dv, error)
         return mixture
     return kernel.mixture
 

@@ -83,13 +83,15 @@ class Captures:
         self._device = device
         self.graphs: dict[Hashable, _Graph] = {}
         self._most = MOST
-        self._at: Hashable = None  # where what else they read lies
+        self._at: tuple[int, ...] = ()  # addresses of what else they read
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def __call__(self, shape: Hashable, at: Hashable, inputs: Sequence[Tensor], run: Callable[..., Any]) -> Any | None:
+    def __call__(
+        self, shape: Hashable, at: tuple[int, ...], inputs: Sequence[Tensor], run: Callable[..., Any]
+    ) -> Any | None:
         """``run(*inputs)``, which the next call overwrites; None: there are graphs enough without this ``shape``, which
-        says what else ``run`` depends on. Where ``at``, the place of what else it reads, is another than before, all is
-        captured anew. Raises RuntimeError for what cannot be captured."""
+        says what else ``run`` depends on. Where addresses ``at`` are others than before, all is captured anew. Raises
+        RuntimeError for what cannot be captured."""
         if at != self._at:
             self.graphs.clear()
             self._at = at
@@ -117,14 +119,14 @@ class _Graph:
             _watched(call)
             self._again: Callable[[], Any] = call
             return
-        with torch.cuda.device(device):  # streams and captures are the current card's
+        with torch.cuda.device(device):
             beside = torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
                 _watched(call)  # libraries choose and allocate in the first call
             torch.cuda.current_stream().wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=beside):
+            with torch.cuda.graph(graph, pool=pool, stream=beside):  # its own is the first card's that captured
                 out = call()
 
         def replay() -> Any:
@@ -199,7 +201,7 @@ class Graphs:
         inputs = frame(batch, rows, self._kv, self._windows, bucket)
         found = None
         if self.captures is not None and features is None:
-            found = self.captures(bucket, self._kv.moves, inputs, partial(self.run, bucket))
+            found = self.captures(bucket, self._kv.place, inputs, partial(self.run, bucket))
         if found is None and self.strict:
             indices, hidden = (each.to(self._device) for each in inputs)
             found = self.run(bucket, indices, hidden, features)

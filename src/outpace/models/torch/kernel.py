@@ -19,8 +19,10 @@ PROGRAMS = 1024  # that fill a card: where rows and heads are fewer, slots are s
 NOTHING = tl.constexpr(NEVER)
 
 
-# What changes from step to step must not make another kernel, which would be compiled in mid-decoding.
-@triton.jit(do_not_specialize=("width", "length", "covered", "split"), do_not_specialize_on_alignment=("slots",))
+# Sizes that differ from step to step must not make another kernel.
+@triton.jit(
+    do_not_specialize=["width", "length", "covered", "split"], do_not_specialize_on_alignment=["slots", "hidden"]
+)
 def one_block(
     query, keys, values, slots, hidden, parts, sums, scale, softcap, head_keys, head_values, asked, width, length,
     covered, split, GROUPS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -69,7 +71,7 @@ def one_block(
     tl.store(sums + out, tl.where(some, top + tl.log(whole), NOTHING), mask=real)
 
 
-@triton.jit(do_not_specialize=("blocks", "count"))
+@triton.jit(do_not_specialize=["blocks", "count"])
 def all_blocks(
     parts, sums, sinks, out, blocks, count, asked, DV: tl.constexpr, PADDED_V: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
@@ -113,7 +115,7 @@ def mixture(
     sums = torch.empty((blocks, count, asked), dtype=torch.float32, device=query.device)
     out = query.new_empty((count, asked, dv))
     hidden = None if seen.hidden is None else seen.hidden.view(torch.uint8)
-    with torch.cuda.device_of(query):  # Triton launches on the current card
+    with torch.cuda.device_of(query):  # not the current one
         one_block[rows * tiles, heads, blocks](
             query, keys, values, seen.slots, hidden, parts, sums, scale, softcap or 1.0, keys.stride(0),
             values.stride(0), asked, width, length, seen.covered, split, GROUPS=groups, ROWS=tile_rows, TILE=tile,

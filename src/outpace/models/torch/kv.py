@@ -80,7 +80,6 @@ class TorchKV:
         self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
         self._block_bytes: int = self._position_bytes * block
         self._rows: dict[int, _Row] = {}
-        self.moves = 0  # how often a layer's keys or values came to lie elsewhere
         self._empty()
 
     def _empty(self) -> None:
@@ -89,13 +88,17 @@ class TorchKV:
 
         self.keys = [nothing(s.heads, s.key) for s in self._shapes]
         self.values = [nothing(s.heads, s.value) for s in self._shapes]
-        self.moves += 1
         self._references = np.zeros(0, np.int32)  # how many rows hold a block
         self._free: list[int] = []  # blocks that no row holds
 
     @property
     def block(self) -> int:
         return self._size
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where its keys and values lie, and how many positions they have."""
+        return self.keys[0].shape[1], *(each.data_ptr() for each in (*self.keys, *self.values))
 
     def alloc(self) -> int:
         row = 0
@@ -292,7 +295,6 @@ class TorchKV:
                     for i, old in enumerate(pool):
                         if old.shape[1] < (wanted + 1) * self._size:
                             pool[i] = self._larger(old, (wanted + 1) * self._size)
-                            self.moves += 1
                 break
             except (MemoryError, RuntimeError):  # what torch raises where memory is short
                 wanted = there + (wanted - there) // 2

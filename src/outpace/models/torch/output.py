@@ -148,7 +148,7 @@ class TorchOutput:
         found = np.full((2, len(at)), LEFT, np.int32)
         if parts:
             found[:, np.concatenate(order)] = torch.cat(parts, -1).cpu().numpy()
-            self._near |= set(at[(found[1] > 0) & (found[0] != LEFT)].tolist())
+            self._near |= set(at[(found[1] > 0) & (found[0] != LEFT)].tolist())  # the host judges the others again
         chosen: I32 = found[0]
         return chosen
 
