@@ -29,21 +29,21 @@ void make_eagle(
     new (self) Eagle(std::move(model), fuse, values_of(norms), copied(tokens), norm_output);
 }
 
-// (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise): see learned.h.
-using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise>;
+// (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise, floor): see learned.h.
+using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise, double>;
 
-// Tokens, parents and path probabilities of each ask's nodes.
+// Tokens, parents and path probabilities of each ask's nodes, and the draft's levels.
 nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     DraftNetwork::Taken taken(eagle);
     std::vector<Eagle::Ask> asks;
-    for (const auto& [row, tokens, states, nodes, levels, branch, noise] : described) {
+    for (const auto& [row, tokens, states, nodes, levels, branch, noise, floor] : described) {
         fits(eagle, states, tokens, "tokens");
-        asks.push_back({taken.row(row), copied(tokens), states.data(), nodes, levels, branch, sampling_of(noise)});
+        asks.push_back({taken.row(row), copied(tokens), states.data(), nodes, levels, branch, sampling_of(noise), floor});
     }
     const auto drafts = without_gil([&] { return eagle.draft(asks); });
     taken.keep();
     nb::list found;
-    for (const Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains));
+    for (const Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.levels));
     return found;
 }
 

@@ -143,6 +143,7 @@ void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& tree
             Row& known = *find(rows[at[k]].row);
             has_read(known, known.waiting());
             trees[at[k]] = std::move(drafts[k]);
+            if (rows[at[k]].floor <= 0) trees[at[k]].levels = levels(rows[at[k]]);
         }
         return;
     }

@@ -524,7 +524,7 @@ BAD = {
     "empty prompt": (("generate", ""), "empty"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
     "measuring elsewhere": (("recommend", "--prompts", "x", "--measure", "--cores", "4"), "on this machine"),
-    "every without measuring": (("recommend", "--prompts", "x", "--every"), "give that, too"),
+    "every without measuring": (("recommend", "--prompts", "x", "--every"), "give both"),
     "an unknown card": (("recommend", "--prompts", "x", "--card", "H1"), "A100"),
     "figures of a server": (("serve", "--json"), "leave it out"),
     "other tokenizer": (

@@ -66,7 +66,7 @@ class _Norm:
             both = torch.cat((x, -x), -1)
             return F.layer_norm(both, (2 * self._size,), self._twice, None, self._eps)[..., : self._size]
         if self._weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
+            return F.rms_norm(x.float(), self._weight.shape, self._weight.float(), self._eps).to(x.dtype)
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 

@@ -119,14 +119,14 @@ class _Graph:
             _watched(call)
             self._again: Callable[[], Any] = call
             return
-        with torch.cuda.device(device):  # a capture's own stream is the current device's
+        with torch.cuda.device(device):
             beside = torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
                 _watched(call)  # libraries choose and allocate in the first call
             torch.cuda.current_stream().wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=beside):  # its own is the first card's that captured
                 out = call()
 
         def replay() -> Any:
