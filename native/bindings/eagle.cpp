@@ -87,13 +87,14 @@ nb::tuple unread(EagleRows& rows, int64_t row, int n) {
 void bind_rows(nb::module_& m) {
     nb::class_<EagleRows, NativeDrafter>(m, "EagleRows")
         .def("__init__",
-            [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int catch_up,
-                int max_length) {
+            [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int deepest,
+                int catch_up, int max_length) {
         if (layers.empty() || branch < 1 || branch > kMostBranch || most_levels > kMostLevels || catch_up < 1)
             throw std::invalid_argument("rows of an EAGLE drafter have layers, branches and a bound of entries that wait");
-        new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, catch_up, max_length});
+        new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, deepest, catch_up, max_length});
     },
-            "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "catch_up"_a, "max_length"_a, nb::keep_alive<1, 2>())
+            "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "deepest"_a, "catch_up"_a, "max_length"_a,
+            nb::keep_alive<1, 2>())
         .def("__contains__", [](EagleRows& x, int64_t row) { return x.find(row) != nullptr; }, "row"_a)
         .def("rows", [](EagleRows& x) { return keys_of(x.rows()); })
         .def("append", &append, "row"_a, "first"_a, "tokens"_a, "states"_a)

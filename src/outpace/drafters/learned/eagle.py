@@ -29,7 +29,7 @@ CATCH_UP = 256  # real entries of one row that wait unread, and that one call fe
 SHARED = 64  # unread entries of a beginning that rows share, from which on one of them reads it for all
 BRANCH = 4
 LEVELS = 6  # of a tree of fixed size; where the policy chooses, it says how many
-DEEPEST = 8  # levels of a draft that stops at a floor, as Chances::kLevels
+DEEPEST = 8  # levels of a draft that stops at a floor
 
 
 class Ask(NamedTuple):
@@ -57,7 +57,13 @@ class EagleRuntime(Protocol):
     stops: bool  # whether a draft ends by its ask's floor
 
     def native_rows(
-        self, layers: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+        self,
+        layers: Sequence[int],
+        branch: int,
+        most_levels: int | None,
+        fixed_levels: int,
+        deepest: int,
+        catch_up: int,
     ) -> Any:
         """A ``_native.EagleRows`` that drafts with this network for a drafter of these options; None: not in C++."""
 
@@ -139,7 +145,7 @@ class EagleDrafter(ChainDrafter):
         self.cost = DraftCost(levels=name, nodes=branch > 1)
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch, self._most = network, branch, most_levels
-        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, CATCH_UP), (name,)
+        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, DEEPEST, CATCH_UP), (name,)
         self._entries: Any = self.native or Entries()  # `EagleRows` has the methods of `Entries`
 
     # -- what became final -------------------------------------------------------------------------------------------
@@ -231,9 +237,7 @@ class EagleDrafter(ChainDrafter):
                 continue
             for ask in asks:
                 self._entries.has_read(ask.row, len(ask.tokens))
-            taken = np.array([ask.levels for ask in asks], np.int32)
-            if drafts.levels is not None:
-                taken = np.where([ask.floor > 0 for ask in asks], drafts.levels, taken).astype(np.int32)
+            taken = np.array([ask.levels for ask in asks], np.int32) if drafts.levels is None else drafts.levels
             return replace(drafts, sources=(self.name,), levels=taken).among(asked, len(rows))
         nothing: F32 = np.zeros((len(rows), 0), np.float32)
         none = np.zeros(len(rows), np.int32)

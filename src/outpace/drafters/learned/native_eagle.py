@@ -63,11 +63,19 @@ class NativeEagle:
         ] = {}  # what follows the last entries of rows that are extended reads, float32 [1, H]
 
     def native_rows(
-        self, layers: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+        self,
+        layers: Sequence[int],
+        branch: int,
+        most_levels: int | None,
+        fixed_levels: int,
+        deepest: int,
+        catch_up: int,
     ) -> Any:
         """The entries of an ``EagleDrafter`` with these options, and how native steps draft from them."""
         most = -1 if most_levels is None else most_levels
-        return _native.EagleRows(self._live(), list(layers), branch, most, fixed_levels, catch_up, self.max_length)
+        return _native.EagleRows(
+            self._live(), list(layers), branch, most, fixed_levels, deepest, catch_up, self.max_length
+        )
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
         each = zip(rows, tokens, hidden_states, strict=True)
