@@ -199,7 +199,8 @@ class Driven(Adaptive):
         ]
         chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
         self._stage = self._step.begin(None, self.native, given, chunks)
-        return Sizes(*self._step.sizes)
+        nodes, levels, _ = self._step.sizes
+        return Sizes(nodes, levels)
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""

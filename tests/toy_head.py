@@ -22,6 +22,8 @@ class ToyHead:
     ``limit``: entries in all rows.
     """
 
+    stops = False
+
     def __init__(self, model: ToyModel, ids: Sequence[int], *, limit: int | None = None, max_length: int = 96) -> None:
         self.ids, self.max_length = np.array(ids, np.int32), max_length
         self.rows: dict[int, list[tuple[int, int, int]]] = {}  # token, its position, the token after it

@@ -29,21 +29,21 @@ void make_eagle(
     new (self) Eagle(std::move(model), fuse, values_of(norms), copied(tokens), norm_output);
 }
 
-// (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise): see learned.h.
-using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise>;
+// (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise, floor): see learned.h.
+using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise, double>;
 
-// Tokens, parents and path probabilities of each ask's nodes.
+// Tokens, parents and path probabilities of each ask's nodes, and the draft's levels.
 nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     DraftNetwork::Taken taken(eagle);
     std::vector<Eagle::Ask> asks;
-    for (const auto& [row, tokens, states, nodes, levels, branch, noise] : described) {
+    for (const auto& [row, tokens, states, nodes, levels, branch, noise, floor] : described) {
         fits(eagle, states, tokens, "tokens");
-        asks.push_back({taken.row(row), copied(tokens), states.data(), nodes, levels, branch, sampling_of(noise)});
+        asks.push_back({taken.row(row), copied(tokens), states.data(), nodes, levels, branch, sampling_of(noise), floor});
     }
     const auto drafts = without_gil([&] { return eagle.draft(asks); });
     taken.keep();
     nb::list found;
-    for (const Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains));
+    for (const Draft& draft : drafts) found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.levels));
     return found;
 }
 
@@ -87,13 +87,14 @@ nb::tuple unread(EagleRows& rows, int64_t row, int n) {
 void bind_rows(nb::module_& m) {
     nb::class_<EagleRows, NativeDrafter>(m, "EagleRows")
         .def("__init__",
-            [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int catch_up,
-                int max_length) {
+            [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int deepest,
+                int catch_up, int max_length) {
         if (layers.empty() || branch < 1 || branch > kMostBranch || most_levels > kMostLevels || catch_up < 1)
             throw std::invalid_argument("rows of an EAGLE drafter have layers, branches and a bound of entries that wait");
-        new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, catch_up, max_length});
+        new (self) EagleRows(eagle, std::move(layers), {branch, most_levels, fixed_levels, deepest, catch_up, max_length});
     },
-            "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "catch_up"_a, "max_length"_a, nb::keep_alive<1, 2>())
+            "eagle"_a, "layers"_a, "branch"_a, "most_levels"_a, "fixed_levels"_a, "deepest"_a, "catch_up"_a, "max_length"_a,
+            nb::keep_alive<1, 2>())
         .def("__contains__", [](EagleRows& x, int64_t row) { return x.find(row) != nullptr; }, "row"_a)
         .def("rows", [](EagleRows& x) { return keys_of(x.rows()); })
         .def("append", &append, "row"_a, "first"_a, "tokens"_a, "states"_a)

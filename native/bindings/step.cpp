@@ -114,9 +114,9 @@ public:
         return found;
     }
     nb::tuple sizes() const {
-        nb::list nodes, levels;
-        for (const RowNow& now : step_.rows) nodes.append(now.asked), levels.append(now.levels);
-        return nb::make_tuple(nodes, levels);
+        nb::list nodes, levels, floors;
+        for (const RowNow& now : step_.rows) nodes.append(now.asked), levels.append(now.levels), floors.append(now.floor);
+        return nb::make_tuple(nodes, levels, floors);
     }
 
     // Drafts for rows `where`.

@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "drafting/chances.h"
-
 namespace outpace {
 
 LearnedRows::LearnedRows(std::vector<int> order, int count) : order_(std::move(order)), ascending_(order_) {
@@ -85,7 +83,7 @@ void EagleRows::retire(int64_t row) {
 // How many the row's draft may have.
 int EagleRows::levels(const Asked& asked) const {
     const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
-    const int depth = asked.floor > 0 ? std::min(asked.size, Chances::kLevels) : asked.depth();
+    const int depth = asked.floor > 0 ? std::min(asked.size, limits_.deepest) : asked.depth();
     return most < 0 ? depth : std::min(depth, most);
 }
 

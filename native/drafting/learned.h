@@ -62,6 +62,7 @@ public:
         int branch;
         int most_levels;   // of a draft; -1: as many as it is asked for, but
         int fixed_levels;  // for a tree of fixed size
+        int deepest;       // for a draft that stops at a floor
         int catch_up;      // entries of a row that wait unread, and that one call feeds
         int max_length;    // entries of a row
     };

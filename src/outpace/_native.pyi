@@ -345,6 +345,7 @@ class EagleRows(NativeDrafter):
         branch: int,
         most_levels: int,
         fixed_levels: int,
+        deepest: int,
         catch_up: int,
         max_length: int,
     ) -> None: ...

@@ -17,6 +17,7 @@ import pytest
 from outpace.cli import main as cli
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command, Group
+from outpace.common.installing import install
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
 from outpace.engine.engine import Engine
@@ -524,7 +525,7 @@ BAD = {
     "empty prompt": (("generate", ""), "empty"),
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
     "measuring elsewhere": (("recommend", "--prompts", "x", "--measure", "--cores", "4"), "on this machine"),
-    "every without measuring": (("recommend", "--prompts", "x", "--every"), "give that, too"),
+    "every without measuring": (("recommend", "--prompts", "x", "--every"), "give both"),
     "an unknown card": (("recommend", "--prompts", "x", "--card", "H1"), "A100"),
     "figures of a server": (("serve", "--json"), "leave it out"),
     "other tokenizer": (
@@ -551,6 +552,20 @@ BAD = {
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
     "twice": (("bench", "--prompts", "PROMPTS", "-d", "none", "-d", "none"), "twice"),
 }
+
+
+def test_training_without_torch_names_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("outpace.training.loop", "outpace.training.methods"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = outpace(capsys, "train", "eagle", "--data", "x", "--out", "y", "--steps", "1")
+    assert code == 2
+    assert "training needs torch" in err
+    assert install("outpace[train]") in err
 
 
 @pytest.mark.parametrize("case", BAD)

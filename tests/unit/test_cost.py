@@ -93,13 +93,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Clocked:
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, **options: object) -> Clocked:
-    made = Clocked(**options)  # type: ignore[arg-type]
+    made = Clocked(**options)
     monkeypatch.setattr(costs.time, "perf_counter", lambda: made.now)
     return made
 
 
 def test_measuring_finds_what_forwards_take_and_leaves_no_row(model: Clocked) -> None:
-    found = costs.measure(model)  # type: ignore[arg-type]
+    found = costs.measure(model)
     assert model.kv.rows == []
     assert model.now < 2
     for width in (1, 2, 4, 8, 16, 31, 32):
@@ -111,10 +111,10 @@ def test_measuring_finds_what_forwards_take_and_leaves_no_row(model: Clocked) ->
 
 
 def test_a_noisy_moment_is_measured_until_two_rounds_agree(model: Clocked) -> None:
-    costs.measure(model)  # type: ignore[arg-type]
+    costs.measure(model)
     quiet = model.forwards
     model.noise = 0.3
-    found = costs.measure(model)  # type: ignore[arg-type]
+    found = costs.measure(model)
     assert model.forwards - quiet > quiet
     for width in (1, 4, 8, 16):
         assert found.width(width) == pytest.approx(model.truth.width(width), rel=0.25)
@@ -124,7 +124,7 @@ def test_a_noisy_moment_is_measured_until_two_rounds_agree(model: Clocked) -> No
 def test_it_takes_under_two_seconds_or_as_long_as_a_few_forwards(monkeypatch: pytest.MonkeyPatch, slow: float) -> None:
     model = clocked(monkeypatch, slow=slow)
     told: list[str] = []
-    found = costs.of(model, progress=told.append)  # type: ignore[arg-type]
+    found = costs.of(model, progress=told.append)
     one_row = slow * (TRUTH.width(32) + 2 * TRUTH.width(1))
     assert model.now < max(2.0, 1.1 * one_row)
     assert found.seconds[0] == pytest.approx(slow * 2e-3, rel=0.05)
@@ -132,17 +132,17 @@ def test_it_takes_under_two_seconds_or_as_long_as_a_few_forwards(monkeypatch: py
     assert "measuring" in told[0]
     assert "measured" in told[-1]
     assert found.steady == (slow <= 10), "a fast model at a very slow moment looks like a slow one"
-    again = costs.of(model)  # type: ignore[arg-type]
+    again = costs.of(model)
     assert again.steady
     assert again.seconds == pytest.approx(found.seconds)
 
 
 def test_a_cost_is_kept_and_measured_anew_when_asked_damaged_old_or_impossible(model: Clocked, cache: Path) -> None:
-    first = costs.of(model)  # type: ignore[arg-type]
+    first = costs.of(model)
     forwards = model.forwards
     assert costs.of(model) == first
     assert model.forwards == forwards
-    costs.of(model, again=True)  # type: ignore[arg-type]
+    costs.of(model, again=True)
     (path,) = (cache / "costs").iterdir()
     kept = json.loads(path.read_text())
     wrong = [
@@ -159,28 +159,28 @@ def test_a_cost_is_kept_and_measured_anew_when_asked_damaged_old_or_impossible(m
     for damage in ("", "[1]", *(json.dumps({**kept, **change}) for change in wrong)):
         path.write_text(damage)
         forwards = model.forwards
-        assert costs.of(model).seconds == pytest.approx(first.seconds, rel=1e-6)  # type: ignore[arg-type]
+        assert costs.of(model).seconds == pytest.approx(first.seconds, rel=1e-6)
         assert model.forwards > forwards, damage[:80]
         assert costs._read(path) is not None
 
 
 def test_a_cost_of_a_busy_moment_is_measured_again_and_only_becomes_less(model: Clocked) -> None:
     model.noise = 1.0
-    found = [costs.of(model)]  # type: ignore[arg-type]
+    found = [costs.of(model)]
     assert not found[0].steady, "else nothing is shown"
     while not found[-1].steady and len(found) < 30:
-        found.append(costs.of(model))  # type: ignore[arg-type]
+        found.append(costs.of(model))
     assert found[-1].steady
     for before, after in itertools.pairwise(found):
         assert all(after.width(n) <= before.width(n) * (1 + 1e-9) for n in before.widths)
     assert found[-1].width(8) / found[-1].width(1) == pytest.approx(TRUTH.width(8) / TRUTH.width(1), rel=0.25)
     forwards = model.forwards
-    assert costs.of(model) == found[-1]  # type: ignore[arg-type]
+    assert costs.of(model) == found[-1]
     assert model.forwards == forwards
 
 
 def test_the_key_covers_what_a_cost_depends_on(model: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {costs._path(model)}  # type: ignore[arg-type]
+    paths = {costs._path(model)}
     for change in (
         "threads",
         "isa",
@@ -196,11 +196,11 @@ def test_the_key_covers_what_a_cost_depends_on(model: Clocked, monkeypatch: pyte
             setattr(other, change, "3")
         else:
             object.__setattr__(other.info, change, 77)
-        paths.add(costs._path(other))  # type: ignore[arg-type]
+        paths.add(costs._path(other))
     monkeypatch.setattr("outpace.models.processors.kind", lambda: ("another one", frozenset()))
-    paths.add(costs._path(model))  # type: ignore[arg-type]
+    paths.add(costs._path(model))
     monkeypatch.setattr("outpace.common.version.__version__", "0.0.0")
-    paths.add(costs._path(model))  # type: ignore[arg-type]
+    paths.add(costs._path(model))
     assert len(paths) == 11
 
 
@@ -209,7 +209,7 @@ def test_too_little_memory_for_a_row_gives_a_guess(
 ) -> None:
     for limit in (20, 60):
         model = clocked(monkeypatch, limit=limit)
-        guess = costs.of(model)  # type: ignore[arg-type]
+        guess = costs.of(model)
         assert guess.ratio(8) > 1
         assert guess.doubts() is None
         assert "not measured" in caplog.text
@@ -222,7 +222,7 @@ def test_too_little_memory_for_a_row_gives_a_guess(
 
 def test_a_clock_that_makes_no_sense_gives_a_guess(model: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 1.0)
-    assert costs.of(model) == Cost.guess()  # type: ignore[arg-type]
+    assert costs.of(model) == Cost.guess()
     assert model.kv.rows == []
 
 
@@ -230,10 +230,10 @@ def test_a_cost_that_is_known_outlives_a_clock_that_makes_no_sense(
     model: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.noise = 1.0
-    known = costs.of(model)  # type: ignore[arg-type]
+    known = costs.of(model)
     assert not known.steady, "else nothing is measured again"
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 1.0)
-    assert costs.of(model).seconds == pytest.approx(known.seconds)  # type: ignore[arg-type]
+    assert costs.of(model).seconds == pytest.approx(known.seconds)
 
 
 def test_beyond_the_table_the_last_slope_goes_on() -> None:

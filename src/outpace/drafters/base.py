@@ -72,7 +72,8 @@ class RowView(NamedTuple):
     pending one last; a view, not to be kept. ``limit``: the most committed tokens that the row will ever have.
     ``chooser``: of the next output token: parameters, noise, rules and their state. ``acceptance``: how its drafts are
     verified. ``adaptive``: the policy chooses how much is drafted, not the request. ``depth``: levels that a stepwise
-    drafter may draft (None: as many as nodes). ``drafter``: the name of the one that the request chose ("none": it
+    drafter may draft (None: as many as nodes); ``floor``: where it is not 0, EAGLE stops by it instead, where no path's
+    chance is as large. ``drafter``: the name of the one that the request chose ("none": it
     decodes plainly), and its ``cost``.
     """
 
@@ -84,6 +85,7 @@ class RowView(NamedTuple):
     acceptance: Acceptance
     adaptive: bool = False
     depth: int | None = None
+    floor: float = 0.0
     drafter: str = ""
     cost: DraftCost = DraftCost()
 

@@ -111,12 +111,12 @@ def propose(step: Step) -> None:
     groups: dict[str, list[int]] = {}
     for i in native.open:
         groups.setdefault(decoding[i].drafter, []).append(i)
-    nodes, levels = native.sizes
+    nodes, levels, floors = native.sizes
     for name, where in groups.items():
         drafter = drafting.drafters[name]
         views = [drafting.view(decoding[i]) for i in where]
         if drafter.cost.levels is not None:
-            views = [view._replace(depth=levels[i]) for view, i in zip(views, where, strict=True)]
+            views = [view._replace(depth=levels[i], floor=floors[i]) for view, i in zip(views, where, strict=True)]
         try:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
             native.put(where, drafts)

@@ -29,7 +29,7 @@ from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
 
 I64 = np.typing.NDArray[np.int64]
-DRAFT_VOCAB = 8192  # tokens that can be drafted, where nothing says how many
+DRAFT_VOCAB = 8192  # most tokens that can be drafted, where nothing says how many
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from outpace.cli.options import Common
 from outpace.cli.train.shared import say
 from outpace.common.option import option
 from outpace.errors import ParameterError
+from outpace.training import missing
 from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, Options, ParallelOptions
 
 
@@ -53,7 +54,10 @@ def distil(place: Place, options: DistilOptions, loop: LoopOptions, common: Comm
 
 def _train(place: Place, options: Options, settings: LoopOptions, common: Common) -> int:
     """Run a training to its end, and print what came of it."""
-    from outpace.training.methods import finish, open_run
+    try:
+        from outpace.training.methods import finish, open_run
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
     from outpace.training.setup import Run
     from outpace.training.snapshots import NAME
 

@@ -29,6 +29,7 @@ CATCH_UP = 256  # real entries of one row that wait unread, and that one call fe
 SHARED = 64  # unread entries of a beginning that rows share, from which on one of them reads it for all
 BRANCH = 4
 LEVELS = 6  # of a tree of fixed size; where the policy chooses, it says how many
+DEEPEST = 8  # levels of a draft that stops at a floor
 
 
 class Ask(NamedTuple):
@@ -41,6 +42,7 @@ class Ask(NamedTuple):
     levels: int  # at most
     branch: int  # 1: a chain; else nodes that are expanded a level, and children of each
     chooser: Chooser | None = None  # of the next output token; None, or one without temperature: greedy
+    floor: float = 0.0  # of the chance of a path to a node that has children
 
 
 class EagleRuntime(Protocol):
@@ -52,9 +54,16 @@ class EagleRuntime(Protocol):
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
     max_length: int  # entries that a row may have
+    stops: bool  # whether a draft ends by its ask's floor
 
     def native_rows(
-        self, layers: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+        self,
+        layers: Sequence[int],
+        branch: int,
+        most_levels: int | None,
+        fixed_levels: int,
+        deepest: int,
+        catch_up: int,
     ) -> Any:
         """A ``_native.EagleRows`` that drafts with this network for a drafter of these options; None: not in C++."""
 
@@ -136,7 +145,7 @@ class EagleDrafter(ChainDrafter):
         self.cost = DraftCost(levels=name, nodes=branch > 1)
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch, self._most = network, branch, most_levels
-        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, CATCH_UP), (name,)
+        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, DEEPEST, CATCH_UP), (name,)
         self._entries: Any = self.native or Entries()  # `EagleRows` has the methods of `Entries`
 
     # -- what became final -------------------------------------------------------------------------------------------
@@ -206,10 +215,11 @@ class EagleDrafter(ChainDrafter):
 
     def _limited(self, view: RowView, size: int) -> RowView:
         """The row with the levels that it is worth."""
-        depth = size if view.depth is None else min(size, view.depth)
+        floor = view.floor if self._network.stops else 0.0
+        depth = min(size, DEEPEST) if floor else size if view.depth is None else min(size, view.depth)
         most = LEVELS if self._most is None and self._branch > 1 and not view.adaptive else self._most
         depth = depth if most is None else min(depth, most)
-        return view if depth == view.depth else view._replace(depth=depth)
+        return view._replace(depth=depth, floor=floor)
 
     def _grow(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """Trees for rows, as many of them as there is memory for."""
@@ -217,7 +227,7 @@ class EagleDrafter(ChainDrafter):
         asked = [i for i, view in enumerate(rows) if depth[i] and self._ready(view.row, depth[i])]
         while asked:
             asks = [
-                Ask(row, *self._waiting(row), int(sizes[i]), depth[i], self._branch, rows[i].chooser)
+                Ask(row, *self._waiting(row), int(sizes[i]), depth[i], self._branch, rows[i].chooser, rows[i].floor)
                 for i, row in ((i, rows[i].row) for i in asked)
             ]
             try:
@@ -227,7 +237,7 @@ class EagleDrafter(ChainDrafter):
                 continue
             for ask in asks:
                 self._entries.has_read(ask.row, len(ask.tokens))
-            taken = np.array([ask.levels for ask in asks], np.int32)
+            taken = np.array([ask.levels for ask in asks], np.int32) if drafts.levels is None else drafts.levels
             return replace(drafts, sources=(self.name,), levels=taken).among(asked, len(rows))
         nothing: F32 = np.zeros((len(rows), 0), np.float32)
         none = np.zeros(len(rows), np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ class NativeEagle:
     are the target's stay as they are stored, but for int4. ``limit``: hard bound in bytes on the KV.
     Raises ParameterError for options, DrafterError for what does not fit.
     """
+
+    stops = True
 
     def __init__(
         self,
@@ -60,15 +63,23 @@ class NativeEagle:
         ] = {}  # what follows the last entries of rows that are extended reads, float32 [1, H]
 
     def native_rows(
-        self, layers: Sequence[int], branch: int, most_levels: int | None, fixed_levels: int, catch_up: int
+        self,
+        layers: Sequence[int],
+        branch: int,
+        most_levels: int | None,
+        fixed_levels: int,
+        deepest: int,
+        catch_up: int,
     ) -> Any:
         """The entries of an ``EagleDrafter`` with these options, and how native steps draft from them."""
         most = -1 if most_levels is None else most_levels
-        return _native.EagleRows(self._live(), list(layers), branch, most, fixed_levels, catch_up, self.max_length)
+        return _native.EagleRows(
+            self._live(), list(layers), branch, most, fixed_levels, deepest, catch_up, self.max_length
+        )
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
         each = zip(rows, tokens, hidden_states, strict=True)
-        self._draft([(row, own, states, 0, 0, 0, None) for row, own, states in each])
+        self._draft([(row, own, states, 0, 0, 0, None, 0.0) for row, own, states in each])
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         """See ``EagleRuntime.draft``. A request's filters and rules are ignored; its temperature and noise are not.
@@ -78,12 +89,21 @@ class NativeEagle:
         """
         drafted = self._draft(
             [
-                (a.row, a.tokens, a.hidden_states, a.nodes, min(a.levels, a.nodes), a.branch, noise_of(a.chooser))
+                (
+                    a.row,
+                    a.tokens,
+                    a.hidden_states,
+                    a.nodes,
+                    min(a.levels, a.nodes),
+                    a.branch,
+                    noise_of(a.chooser),
+                    a.floor,
+                )
                 for a in asks
             ]
         )
-        trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
-        return Drafts.of(trees)
+        trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances, _ in drafted]
+        return replace(Drafts.of(trees), levels=np.array([levels for *_, levels in drafted], np.int32))
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
         """See ``EagleRuntime.extend``. float32 [B, D]."""

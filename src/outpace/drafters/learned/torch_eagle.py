@@ -59,6 +59,8 @@ class TorchEagle:
     """See ``EagleRuntime``. ``limit``: hard bound in bytes on the KV. ``graphs``: draft in fixed shapes, which a card
     replays as CUDA graphs (None: on a card). The checkpoint fits the target."""
 
+    stops = False
+
     def __init__(
         self, target: Model, checkpoint: Checkpoint, *, limit: int | None = None, graphs: bool | None = None
     ) -> None:
