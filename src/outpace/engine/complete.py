@@ -62,12 +62,6 @@ class Step:
         """Of the step's forward. Raises ValueError where there was none."""
         return NativeOutput(self.native.result) if self.computed is None else self.computed
 
-    def observes_natively(self, sequence: Sequence) -> bool:
-        """Whether the row's drafter observes in C++ what becomes final."""
-        drafter = self.drafting.drafter_of(sequence)
-        native = None if drafter is None else drafter.native
-        return native is not None and bool(native.hidden_layers) and self.stages is not None
-
     def ranks(self, sequence: Sequence) -> int:
         """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
         drafter = self.drafting.drafter_of(sequence)
@@ -79,6 +73,7 @@ def admit(step: Step, sequence: Sequence) -> Any:
     request, drafting = sequence.request, step.drafting
     view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
     native = None if drafter is None else drafter.native
+    sequence.listens = native is not None and bool(native.hidden_layers) and step.stages is not None
     sequence.native = step.native.row(
         row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
         drafter=view.drafter, native=native, names=() if drafter is None else drafter.names,
@@ -279,10 +274,10 @@ def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenSt
     """By row of the batch: hidden states of the positions whose KV becomes final, for drafters in Python."""
     found: dict[int, HiddenStates] = {}
     rows = [*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]
-    starts = step.native.starts
     for b, sequence in enumerate(rows):
-        if not step.drafting.needs_of(sequence).hidden_layers or step.observes_natively(sequence):
+        if sequence.listens or not step.drafting.needs_of(sequence).hidden_layers:
             continue
+        starts = step.native.starts
         at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
         if b < len(ends):
             kept = max(len(ends[b].tokens), 1)

@@ -79,8 +79,9 @@ class Drafting:
         """Those of ``rows`` whose drafter observes what becomes final in them, by its name."""
         found: dict[str, list[tuple[int, int, Sequence]]] = {}
         for row in rows:
-            if self.drafts_for(row[2]) and self.drafters[row[2].drafter].observes:
-                found.setdefault(row[2].drafter, []).append(row)
+            sequence = row[2]
+            if self.drafts_for(sequence) and (sequence.listens or self.drafters[sequence.drafter].observes):
+                found.setdefault(sequence.drafter, []).append(row)
         return found
 
     def observe(self, name: str, rows: SequenceOf[Sequence], events: SequenceOf[Event]) -> None:
@@ -166,15 +167,15 @@ class Drafting:
             self.drafter_failed(sequence.drafter, error, [sequence])
             return 0
 
-    def most_growth(self, sequences: SequenceOf[Sequence]) -> float:
-        """At most what ``growth`` comes to for all rows, ``sequence.size`` positions on: one question a drafter."""
+    def most_growth(self, sequences: SequenceOf[Sequence], steps: int) -> float:
+        """At most what ``growth`` comes to for all rows after so many steps: one question a drafter."""
         if not self.keeps_cache:
             return 0
         asked: dict[str, tuple[int, int]] = {}
         for sequence in sequences:
             if self.drafts_for(sequence):
                 rows, positions = asked.get(sequence.drafter, (0, 0))
-                asked[sequence.drafter] = rows + 1, max(positions, sequence.length + sequence.size)
+                asked[sequence.drafter] = rows + 1, max(positions, sequence.length + steps * (1 + sequence.size))
         try:
             return sum(rows * self.drafters[name].growth(-1, most) for name, (rows, most) in asked.items())
         except Exception:

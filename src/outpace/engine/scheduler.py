@@ -18,6 +18,7 @@ from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
 
 ATTEMPTS = 3  # at giving a sequence its row, after which it fails
+AHEAD = 16  # steps for which memory is looked at together, where there is plenty
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Scheduler:
         self._turns = Turns()
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
+        self._sure, self._sure_of = 0, list[Sequence]()  # steps for which there is memory, if these rows decode
         self._block, self._block_bytes = kv.block, kv.bytes_for(kv.block)
 
     @property
@@ -145,8 +147,14 @@ class Scheduler:
         """Whether memory suffices for a step's rows; if not, something gave way, or the last row failed."""
         if self._memory is None:
             return True
-        if self._most_growth(plan) <= self._memory:
+        if self._sure and plan.decoding == self._sure_of and not plan.chunks:
+            self._sure -= 1
             return True
+        ahead = 1 if plan.chunks else AHEAD
+        if self._most_growth(plan, ahead) <= self._memory:
+            self._sure, self._sure_of = ahead - 1, plan.decoding
+            return True
+        self._sure = 0
         while (need := self._growth(plan)) > self._memory:
             if not self._evict(need - self._memory):
                 break
@@ -170,14 +178,15 @@ class Scheduler:
         self._leave(only)
         return False
 
-    def _most_growth(self, plan: Plan) -> float:
-        """An upper bound of ``_growth`` that costs next to nothing."""
+    def _most_growth(self, plan: Plan, steps: int) -> float:
+        """An upper bound of ``_growth`` after so many steps of these rows, which costs next to nothing."""
         total, block, blocks = self._kv.bytes, self._block, 0
         for sequence in plan.decoding:
-            blocks += (1 + sequence.size) // block + 2
+            blocks += steps * (1 + sequence.size) // block + 2
         for chunk in plan.chunks:
             blocks += chunk.count // block + 2
-        return total + blocks * self._block_bytes + self._drafting.bytes + self._drafting.most_growth(plan.decoding)
+        drafting = self._drafting.bytes + self._drafting.most_growth(plan.decoding, steps)
+        return total + blocks * self._block_bytes + drafting
 
     def _growth(self, plan: Plan) -> int:
         """Bytes in use once the plan's rows have grown."""

@@ -157,7 +157,7 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
     final += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
     for name, entries in drafting.observing(final).items():
         sequences = [s for _, _, s in entries]
-        if step.observes_natively(sequences[0]):
+        if sequences[0].listens:
             drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in entries])
         else:
             drafting.observe(
