@@ -147,14 +147,13 @@ class Scheduler:
         """Whether memory suffices for a step's rows; if not, something gave way, or the last row failed."""
         if self._memory is None:
             return True
-        if self._sure and plan.decoding == self._sure_of and not plan.chunks:
+        if not self._sure or plan.decoding != self._sure_of or plan.chunks:
+            ahead = 1 if plan.chunks else AHEAD
+            fits = self._most_growth(plan, ahead) <= self._memory
+            self._sure, self._sure_of = ahead if fits else 0, plan.decoding
+        if self._sure:
             self._sure -= 1
             return True
-        ahead = 1 if plan.chunks else AHEAD
-        if self._most_growth(plan, ahead) <= self._memory:
-            self._sure, self._sure_of = ahead - 1, plan.decoding
-            return True
-        self._sure = 0
         while (need := self._growth(plan)) > self._memory:
             if not self._evict(need - self._memory):
                 break
@@ -180,13 +179,10 @@ class Scheduler:
 
     def _most_growth(self, plan: Plan, steps: int) -> float:
         """An upper bound of ``_growth`` after so many steps of these rows, which costs next to nothing."""
-        total, block, blocks = self._kv.bytes, self._block, 0
-        for sequence in plan.decoding:
-            blocks += steps * (1 + sequence.size) // block + 2
-        for chunk in plan.chunks:
-            blocks += chunk.count // block + 2
+        blocks = sum(steps * (1 + sequence.size) // self._block + 2 for sequence in plan.decoding)
+        blocks += sum(chunk.count // self._block + 2 for chunk in plan.chunks)
         drafting = self._drafting.bytes + self._drafting.most_growth(plan.decoding, steps)
-        return total + blocks * self._block_bytes + drafting
+        return self._kv.bytes + blocks * self._block_bytes + drafting
 
     def _growth(self, plan: Plan) -> int:
         """Bytes in use once the plan's rows have grown."""
