@@ -290,7 +290,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", default="", help="more arguments of our servers, such as '-m demo-gemma'")
     parser.add_argument("--drafter", help="of our server (default: its own default)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=18, help="a multiple of 6, so that every order comes as often")
+    parser.add_argument("--rounds", type=int, default=18, help="a multiple of 6 asks ours in every order as often")
     parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     add_json(parser)

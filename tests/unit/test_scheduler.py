@@ -44,10 +44,17 @@ def seq(request: int, prompt: SequenceOf[int], *, more: int = 4, priority: int =
 
 
 def samples(
-    request: int, prompt: SequenceOf[int], n: int, *, more: int = 4, priority: int = 0, share: bool = True
+    request: int,
+    prompt: SequenceOf[int],
+    n: int,
+    *,
+    more: int = 4,
+    priority: int = 0,
+    share: bool = True,
+    size: int = 0,
 ) -> list[Sequence]:
     params, tokens = SamplingParams(), np.array(prompt, np.int32)
-    asked = Request(request, tokens, params, 0, len(prompt) + more, 0, False, "coupled", "none", share, priority)
+    asked = Request(request, tokens, params, 0, len(prompt) + more, size, False, "coupled", "none", share, priority)
     chooser = Chooser.start(params, Noise(0), (), tokens)
     return [Sequence(asked, sample, chooser, TextReader(None)) for sample in range(n)]
 
@@ -127,6 +134,31 @@ def test_requests_that_begin_alike_wait_for_who_computes_the_beginning() -> None
     assert rows[0] == 1
     assert rows[-1] == 4
     assert written == 41 + 2 + 40  # the beginning once, what follows each, and all of who shares nothing
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_rows_that_decode_for_long_never_take_more_memory_than_there_is(size: int) -> None:
+    kv = ToyKV()
+    scheduler = make(kv, memory=200, rows=3, chunk=20)
+    sequences = [samples(request, [request] * (1 + 40 * request), 1, more=100, size=size)[0] for request in range(3)]
+    waiting = list(sequences)
+    while waiting or not scheduler.idle:
+        if waiting and kv.bytes >= 30 * BYTES * (3 - len(waiting)):  # others come while the first ones decode
+            scheduler.submit(waiting.pop(0))
+        plan = scheduler.plan()
+        prefill(kv, plan)
+        for s in plan.decoding:
+            gained = [7] * (1 if s.paused else min(size + 1, s.room))
+            tokens = np.array([int(s.tokens[-1]), *gained], np.int32)[:-1]
+            kv.write(s.row, tokens, np.arange(s.length - 1, s.length - 1 + len(tokens), dtype=np.int32))
+            s.cached += len(gained)
+            s.commit(s.extended(gained), ["target"] * len(gained))
+        assert kv.bytes <= 200 * BYTES
+        for s in plan.decoding:
+            if s.finish_reason:
+                scheduler.release(s)
+    assert [s.length for s in sequences] == [101, 141, 181]
+    assert scheduler.preemptions > 0
 
 
 def test_kept_rows_go_only_where_that_makes_the_room() -> None:

@@ -67,7 +67,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
         self._sure, self._sure_of = 0, list[Sequence]()  # steps for which there is memory, if these rows decode
-        self._block, self._block_bytes = kv.block, kv.bytes_for(kv.block)
 
     @property
     def idle(self) -> bool:
@@ -179,10 +178,11 @@ class Scheduler:
 
     def _most_growth(self, plan: Plan, steps: int) -> float:
         """An upper bound of ``_growth`` after so many steps of these rows, which costs next to nothing."""
-        blocks = sum(steps * (1 + sequence.size) // self._block + 2 for sequence in plan.decoding)
-        blocks += sum(chunk.count // self._block + 2 for chunk in plan.chunks)
+        block = self._kv.block
+        blocks = sum(steps * (1 + sequence.size) // block + 2 for sequence in plan.decoding)
+        blocks += sum(chunk.count // block + 2 for chunk in plan.chunks)
         drafting = self._drafting.bytes + self._drafting.most_growth(plan.decoding, steps)
-        return self._kv.bytes + blocks * self._block_bytes + drafting
+        return self._kv.bytes + self._kv.bytes_for(blocks * block) + drafting
 
     def _growth(self, plan: Plan) -> int:
         """Bytes in use once the plan's rows have grown."""

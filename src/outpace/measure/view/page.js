@@ -51,7 +51,7 @@ function readRow(row, line, seconds) {
     kept: new Set(row.k || tokens.keys()),
     verdict: row.v,
     gained: row.g ?? row.v.length,
-    near: row.m || 0,
+    nearTies: row.m || 0,
     size: row.z ?? (row.k ? row.k.length : tokens.length),
     expected: row.e === undefined ? null : Number(row.e),
     why: row.y || "",
@@ -402,7 +402,7 @@ function reasons(step, trace) {
     : a ? ` The target agreed with ${a} and added ${last} (${closing(step)}).`
     : ` The target disagreed at once and wrote ${last} (${closing(step)}).`;
   const cut = step.gained < step.verdict.length ? ` The answer ended before the last ${step.verdict.length - step.gained}.` : "";
-  const near = step.near ? ` ${plural(step.near, "near-tie")}: another order of sums might have chosen otherwise.` : "";
+  const near = step.nearTies ? ` ${plural(step.nearTies, "near-tie")}: another order of sums might have chosen otherwise.` : "";
   return drafted + hoped + (step.verdict.length ? outcome : "") + cut + near;
 }
 
