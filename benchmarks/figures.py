@@ -19,6 +19,14 @@ from outpace.measure import machine
 STANDARD_OUTPUT = Path("-")
 
 
+def at_least_one(text: str) -> int:
+    """An option that counts what is measured: with 0 of it a benchmark would end well and show nothing."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} would measure nothing; it must be at least 1")
+    return number
+
+
 def add_json(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """``--json``: print the figures as JSON, and the text on standard error; ``--json FILE``: write them there."""
     more = "" if default is None else f" ({default})"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from outpace import _native
 from outpace.measure import machine
 from outpace.models.base import Batch
@@ -87,7 +87,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 400, 1024, 4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=at_least_one, default=8)
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
     add_json(parser)

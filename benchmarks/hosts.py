@@ -20,7 +20,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from benchmarks.scale import KINDS, Asked, Cluster, busy, request, same, servers, stream
 
 NAME, HERE, THERE = "outpace-node", "10.213.7.1", "10.213.7.2"
@@ -94,7 +94,7 @@ def _ip(*words: str) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=".venv/scale/bin/python", help="an environment with outpace[ray]")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--cut", type=float, default=0.0, metavar="SECONDS", help="how long a link stays down at least")
     add_json(parser)
 

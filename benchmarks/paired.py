@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 
 PHASES = ("draft", "target", "verify", "other")
 # What a version's process runs. It has to work with versions that lie elsewhere inside.
@@ -59,8 +59,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", "-d", action="append", help="default: none, ngram:size=3, ngram and suffix")
-    parser.add_argument("--limit", type=int, default=12, help="prompts a round")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--limit", type=at_least_one, default=12, help="prompts a round")
+    parser.add_argument("--rounds", type=at_least_one, default=4)
     parser.add_argument("--max-tokens", "-n", type=int, default=80)
     parser.add_argument("--temperature", "-T", type=float, default=0.0)
     add_json(parser)

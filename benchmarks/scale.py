@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.figures import Measuring
+from benchmarks.figures import Measuring, at_least_one
 
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -328,7 +328,7 @@ def broken(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=".venv/scale/bin/python", help="an environment with outpace[ray]")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=at_least_one, default=200)
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
 
 

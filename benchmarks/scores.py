@@ -23,7 +23,7 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from benchmarks.servers import OURS, started
 from outpace.errors import ParameterError
 from outpace.measure.remote import Remote, RemoteError
@@ -60,7 +60,9 @@ def questions(count: int) -> dict[str, list[dict[str, str]]]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lm-eval", type=Path, metavar="PYTHON", help="of an environment that has lm_eval[api]")
     parser.add_argument("--schemas", type=Path, metavar="FOLDER", help="JSON schemas, one a file")
-    parser.add_argument("--limit", type=int, default=40, help="questions of a task, and schemas, spread over the files")
+    parser.add_argument(
+        "--limit", type=at_least_one, default=40, help="questions of a task, and schemas, spread over the files"
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of an answer by a schema, at most")
     parser.add_argument("--options", default="", help="more arguments of both servers, such as '-m demo-gemma'")
     parser.add_argument("--drafter", default="auto", help="of the drafted server")

@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from benchmarks.servers import OURS, Spent, Started, spent, started
 from outpace.cli.terminal import table
 from outpace.measure import machine
@@ -289,10 +289,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="another; repeatable")
     parser.add_argument("--options", default="", help="more arguments of our servers, such as '-m demo-gemma'")
     parser.add_argument("--drafter", help="of our server (default: its own default)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=18, help="a multiple of 6 asks ours in every order as often")
-    parser.add_argument("--requests", type=int, default=2, help="for each reader in a round")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--concurrency", type=at_least_one, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=18, help="a multiple of 6 asks ours in every order as often"
+    )
+    parser.add_argument("--requests", type=at_least_one, default=2, help="for each reader in a round")
+    parser.add_argument("--tokens", type=at_least_one, default=64, help="of an answer, at most")
     add_json(parser)
     parser.add_argument("--log", type=Path, default=Path("serving.log"), help="what the servers say")
 

@@ -34,6 +34,15 @@ def test_benchmarks_are_listed_and_run_by_name() -> None:
     assert "did you mean prove?" in run("porve").stdout
 
 
+@pytest.mark.parametrize("option", ["--rounds", "--requests", "--tokens", "--concurrency"])
+def test_a_benchmark_that_would_measure_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with 0 and an empty table before."""
+    with pytest.raises(SystemExit) as ended:
+        call("serving", ["--prompts", "prompts.jsonl", option, "0"])
+    assert ended.value.code == 2
+    assert f"argument {option}: 0 would measure nothing; it must be at least 1" in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
