@@ -20,11 +20,10 @@ STANDARD_OUTPUT = Path("-")
 
 
 def at_least_one(text: str) -> int:
-    """An option that counts what is measured: with 0 of it a benchmark would end well and show nothing."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} would measure nothing; it must be at least 1")
-    return number
+    """The number of an option that counts what is measured; with 0 a benchmark would end well and show nothing."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: give a whole number of at least 1")
+    return int(text)
 
 
 def add_json(parser: argparse.ArgumentParser, default: Path | None = None) -> None:

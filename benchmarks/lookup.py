@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import Measuring, add_json, at_least_one, emit
+from benchmarks.figures import Measuring, add_json, emit
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import I32
 from outpace.measure.prompts import encode_turns, read_prompts
@@ -27,7 +27,7 @@ Answer = tuple[list[int], float]  # tokens, seconds
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file (default: the demo model's)")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--limit", type=at_least_one, default=12)
+    parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--drafter", "-d", action="append", help="default: ngram")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-tokens", "-n", type=int, default=64)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import at_least_one, made
+from benchmarks.figures import made
 from outpace.common.files import write_json
 from outpace.common.progress import progress
 from outpace.drafters.base import DraftContext, Drafter
@@ -64,7 +64,7 @@ class Case:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as outpace bench takes them")
-    parser.add_argument("--limit", type=at_least_one, default=20)
+    parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--backend", default="transformers", choices=("transformers", "native"))
     parser.add_argument("--dtype", choices=TIES, help="of the transformers backend; default: float32")

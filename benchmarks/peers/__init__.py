@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Measuring, add_json, at_least_one, emit
+from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -147,7 +147,7 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as for outpace bench")
     parser.add_argument("--model", type=Path, help="a GGUF file that all engines read (the demo model)")
-    parser.add_argument("--limit", type=at_least_one, default=48, help="so many prompts, spread evenly")
+    parser.add_argument("--limit", type=int, default=48, help="so many prompts, spread evenly")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
     parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")

@@ -35,12 +35,14 @@ def test_benchmarks_are_listed_and_run_by_name() -> None:
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--requests", "--tokens", "--concurrency"])
-def test_a_benchmark_that_would_measure_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ended with 0 and an empty table before."""
+@pytest.mark.parametrize("count", ["0", "-2", "many"])
+def test_a_count_that_would_measure_nothing_is_refused(
+    option: str, count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        call("serving", ["--prompts", "prompts.jsonl", option, "0"])
+        call("serving", ["--prompts", "prompts.jsonl", f"{option}={count}"])
     assert ended.value.code == 2
-    assert f"argument {option}: 0 would measure nothing; it must be at least 1" in capsys.readouterr().err
+    assert f"argument {option}: {count} is out of range: give a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_what_was_measured(
