@@ -1,5 +1,6 @@
 """The loop: it goes on after a kill as if nothing had been, several processes are one, and it says what is wrong."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.drafters.learned import checkpoint
 from outpace.errors import ParameterError, TrainingError
 from outpace.models.weights import q4_1
 from outpace.training import curves, loop, snapshots
+from outpace.training.data import Answer
 from outpace.training.four_bits import in_four_bits, rounded
 from outpace.training.objective import TrainBatch
 from outpace.training.optimisers import orthogonal, schedule
@@ -49,20 +52,21 @@ def no_picture(monkeypatch):
     monkeypatch.setattr(curves, "draw", lambda path, rows: None)
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_state_is_all_there_is(tmp_path, optimiser):
+@pytest.mark.parametrize("options", [{"optimiser": "muon"}, {"optimiser": "adamw"}, {"average": 0.9}], ids=str)
+def test_state_is_all_there_is(tmp_path, options):
     """Stopped and gone on in another loop: the same bits."""
-    whole = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    whole = tiny_loop.loop(tmp_path, 9, **options)
     whole.run()
     (tmp_path / snapshots.NAME).unlink()
-    first = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    first = tiny_loop.loop(tmp_path, 9, **options)
     for _ in range(5):
         first._step()
     first._snapshot()
-    second = tiny_loop.loop(tmp_path, 9, optimiser=optimiser)
+    second = tiny_loop.loop(tmp_path, 9, **options)
     assert second.resume()
     second.run()
     assert tiny_loop.digest(second) == tiny_loop.digest(whole)
+    assert all(map(torch.equal, second.average, whole.average))
     assert second.rows == [
         {**row, "seconds": its["seconds"]} for row, its in zip(whole.rows[1:], second.rows, strict=True)
     ]
@@ -91,6 +95,66 @@ def test_two_processes_are_one(ended, tmp_path):
     theirs = torch.load(out / "weights.pt", weights_only=True)
     for mine, other in zip(one.objective.network.parameters(), theirs, strict=True):
         torch.testing.assert_close(mine.detach(), other, atol=1e-5, rtol=1e-4)
+
+
+def test_averaged_weights_are_judged_and_kept(tmp_path):
+    """Each step keeps 0.6 of them, but the first ones less: there the average is a mean."""
+    made = tiny_loop.loop(tmp_path, 3, average=0.6)
+    network = made.objective.network
+    seen = [[p.detach().clone() for p in network.parameters()]]
+    for _ in range(3):
+        made._step()
+        seen.append([p.detach().clone() for p in network.parameters()])
+    for mean, *weights in zip(made.average, *seen, strict=True):
+        first = sum(weights[:2]) / 2
+        torch.testing.assert_close(mean, 0.6 * (0.6 * first + 0.4 * weights[2]) + 0.4 * weights[3])
+    found = made.simulate()
+    made._evaluate()
+    assert tiny_loop.digest(made) == hashlib.sha256(b"".join(p.numpy().tobytes() for p in seen[3])).hexdigest()
+    kept = checkpoint.read(tmp_path).tensors
+    for (name, _), mean in zip(network.named_parameters(), made.average, strict=True):
+        torch.testing.assert_close(torch.from_numpy(kept[name]), mean.bfloat16().float())
+    with made._averaged():
+        assert made.rows[-1]["tokens_per_step"] == made.simulate().tokens_per_step
+    assert made.simulate().sums() == found.sums()
+
+
+def test_a_training_goes_on_with_the_optimisers_state_of_another(tmp_path):
+    identity = {"method": "eagle", "data": "a"}
+    first = tiny_loop.loop(tmp_path / "first", 6, identity=identity)
+    first.run()
+    made = tiny_loop.loop(tmp_path / "second", 6, identity={"method": "eagle", "data": "other"})
+    assert not made.continue_from(tmp_path / "second", "eagle"), "there is no snapshot"
+    assert not made.continue_from(tmp_path / "first", "medusa")
+    assert made.continue_from(tmp_path / "first", "eagle")
+    assert made.at.step == 0
+    for own, other in zip(made.optimiser.state(), first.optimiser.state(), strict=True):
+        assert own["state"].keys() == other["state"].keys()
+        for i, values in own["state"].items():
+            assert all(torch.equal(value, other["state"][i][name]) for name, value in values.items())
+    for wrong in ([], [{"state": {0: {"momentum": torch.zeros(1, 2)}}}, {"state": {}}]):
+        assert not made.optimiser.fits(wrong)
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish", "loop"),
+    [
+        ([5, 6, 7, 8] + [1, 2] * 6, "length", 6),  # the first time is no repetition
+        ([5, 6] + [1, 2] * 6, "stop", 14),
+        ([5, 6, 1, 2, 3] * 2, "length", 10),  # twice is no loop
+        ([5, 6] + [9] * 11, "length", 13),  # nor are eleven tokens
+        ([5, 6] + [9] * 12, "length", 3),
+        ([*range(10, 40)] * 3 + [10, 11], "length", 30),
+        ([1, 2] * 20 + [3], "length", 41),
+    ],
+)
+def test_a_tail_that_repeats_itself_is_found_and_weighs_what_it_is_given(answer, finish, loop):
+    made = Answer("0", "test", np.array([0, 1, 0, *answer], np.int32), 3, finish=finish)
+    assert made.loop_start() == 3 + loop
+    batch = TrainBatch.pack([made.tokens], [torch.zeros(len(made.tokens), 4, 2)], [2], 0, 0.25, [2 + loop], 0.125)
+    # A position's weight is that of the token after it; the last one has none.
+    weights = [0.25] * 2 + [1.0] * loop + [0.125] * (len(answer) - loop)
+    assert batch.weight.tolist() == [*weights[: len(answer) + 2], 0.0]
 
 
 def test_numbers_that_are_not_finite(tmp_path):

@@ -19,6 +19,7 @@ from outpace.errors import Argument, DataError, ParameterError
 from outpace.training import folder as folders
 
 I64 = npt.NDArray[np.int64]
+_PERIOD, _ROUNDS, _SHORTEST = 48, 3, 12  # of a loop: most tokens of a period, periods, and least tokens in all
 Key = tuple[str, int, float]  # prompt id, sample, temperature: what a folder has once
 
 
@@ -38,6 +39,17 @@ class Answer:
     @property
     def key(self) -> Key:
         return self.id, self.sample, float(np.float32(self.temperature))
+
+    def loop_start(self) -> int:
+        """Where an answer that ran into its limit begins to repeat itself to its end; its length if it does not. Three
+        periods of at most 48 tokens, and 12 tokens in all, count as a loop; the first period is no repetition."""
+        tokens = self.tokens[self.prompt_length :]
+        for period in range(1, min(_PERIOD, len(tokens) // _ROUNDS) + 1) if self.finish == "length" else ():
+            differ = np.flatnonzero(tokens[:-period] != tokens[period:])
+            start = int(differ[-1]) + 1 if len(differ) else 0
+            if len(tokens) - start >= max(_ROUNDS * period, _SHORTEST):
+                return self.prompt_length + start + period
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,8 @@ class Loop:
             objective.network, options.optimiser, options.lr, options.weight_decay,
             torch.bfloat16 if options.bfloat16 else torch.float32,
         )  # fmt: skip
+        weights = objective.network.parameters() if options.average else ()
+        self.average = [p.detach().clone() for p in weights]  # empty: there is none
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
         self._measured_from = 0.0
@@ -79,6 +82,15 @@ class Loop:
         elif options.epochs is not None:
             self.at.total = max(1, round(options.epochs * self._steps_in(0)))
 
+    def continue_from(self, folder: Path, method: str) -> bool:
+        """Take up the optimiser's state of the training that made the drafter in ``folder``; whether it is there, and
+        is of weights of these shapes. Raises TrainingError."""
+        state = snapshots.optimiser(folder, method)
+        if state is None or not self.optimiser.fits(state):
+            return False
+        self.optimiser.restore(state)
+        return True
+
     def resume(self) -> bool:
         """Go on from the last snapshot, where there is one; whether there was. Raises TrainingError."""
         state = snapshots.load(self.out, self.identity)
@@ -86,6 +98,7 @@ class Loop:
             return False
         self.objective.network.load_state_dict(state["network"])
         self.optimiser.restore(state["optimiser"])
+        self.average = [value.to(self.team.device) for value in state.get("average", [])]
         self.at, self.rows = Progress(**state["at"]), state["rows"]
         return True
 
@@ -144,6 +157,9 @@ class Loop:
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.options.clip)
         self._check_finite("gradient", float(norm))
         self.optimiser.step(rate)
+        with torch.no_grad():
+            for mean, p in zip(self.average, network.parameters(), strict=bool(self.average)):
+                mean.lerp_(p, max(1 - self.options.average, 1 / (self.at.step + 2)))
         self.at.step, self.at.inside = self.at.step + 1, self.at.inside + 1
         self.at.tokens += int(tokens_all)
         self.at.loss = loss if math.isnan(self.at.loss) else 0.95 * self.at.loss + 0.05 * loss
@@ -171,7 +187,8 @@ class Loop:
 
     def _evaluate(self) -> bool:
         """Simulate, keep what is best, and draw; whether it is time to stop."""
-        found = self.simulate()
+        with self._averaged():
+            found = self.simulate()
         row = {
             "step": self.at.step, "tokens": self.at.tokens, "seconds": round(self.at.seconds, 1),
             "loss": self.at.loss, "tokens_per_step": found.tokens_per_step, "acceptance": found.acceptance,
@@ -183,7 +200,8 @@ class Loop:
         stop = bool(self.options.patience) and self.at.stale >= self.options.patience
         if self.team.rank == 0:
             if better:
-                self._keep()
+                with self._averaged():
+                    self._keep()
             self._snapshot()
             write_json(self.out / CURVE, self.rows)
             curves.draw(self.out / PICTURE, self.rows)
@@ -211,6 +229,19 @@ class Loop:
         nothing = [0.0] * (2 + 2 * round(depths / max(count, 1)))
         return Simulated.of(self.team.add(nothing if found is None else found.sums()))
 
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside, the network has its averaged weights, where they are wanted."""
+        params = list(self.objective.network.parameters()) if self.average else []
+        own = [p.data for p in params]
+        try:
+            for p, mean in zip(params, self.average, strict=True):
+                p.data = mean
+            yield
+        finally:
+            for p, value in zip(params, own, strict=True):
+                p.data = value
+
     def _keep(self) -> None:
         method, config, tensors = self.objective.export()
         done = {
@@ -222,6 +253,7 @@ class Loop:
 
     def _snapshot(self) -> None:
         state = {"network": self.objective.network.state_dict(), "optimiser": self.optimiser.state()}
+        state |= {"average": self.average} if self.average else {}
         snapshots.save(self.out, self.identity, {**on_cpu(state), "at": asdict(self.at), "rows": self.rows})
 
     def _report(self, figures: Mapping[str, float], speed: float) -> None:

@@ -73,16 +73,24 @@ class TrainBatch:
 
     @staticmethod
     def pack(
-        tokens: Sequence[np.ndarray], states: Sequence[Tensor], first: Sequence[int], seed: int = 0, before: float = 0.0
+        tokens: Sequence[np.ndarray],
+        states: Sequence[Tensor],
+        first: Sequence[int],
+        seed: int = 0,
+        before: float = 0.0,
+        last: Sequence[int] | None = None,
+        after: float = 1.0,
     ) -> TrainBatch:
-        """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; positions weigh 1 from ``first[b]`` on, and
-        ``before`` in front of it."""
+        """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; positions weigh 1 from ``first[b]`` on, ``before``
+        in front of it, and ``after`` from ``last[b]`` (None: the end) on."""
         starts = [0]
         weights = []
-        for sequence, begin in zip(tokens, first, strict=True):
+        for b, (sequence, begin) in enumerate(zip(tokens, first, strict=True)):
             starts.append(starts[-1] + len(sequence))
             weight = torch.full((len(sequence),), before)
             weight[max(begin, 0) :] = 1.0
+            if last is not None:
+                weight[last[b] :] = after
             weight[-1] = 0.0
             weights.append(weight)
         return TrainBatch(

@@ -105,6 +105,16 @@ class Optimiser:
     def state(self) -> list[dict[str, Any]]:
         return [{"state": part.state} for part in self._parts]
 
+    def fits(self, state: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether ``state`` is of as many parameters of these shapes."""
+        if len(state) != len(self._parts):
+            return False
+        for part, saved in zip(self._parts, state, strict=True):
+            for i, own in saved["state"].items():
+                if i >= len(part.params) or any(v.ndim and v.shape != part.params[i].shape for v in own.values()):
+                    return False
+        return True
+
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         for part, saved in zip(self._parts, state, strict=True):
             part.state = {

@@ -40,6 +40,10 @@ class LoopOptions:
     prompt_weight: Annotated[
         float, option("--prompt-weight", help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]")
     ] = 1.0
+    loop_weight: Annotated[
+        float,
+        option("--loop-weight", help="Of a token in a tail that repeats itself; another one has 1.", within="[0, 1]"),
+    ] = 1.0
     lr: Annotated[float, option("--lr", help="Greatest learning rate.", within="(0, 1)")] = 1e-3
     optimiser: Annotated[str, option("--optimiser", help="muon or adamw.", choices=OPTIMISERS)] = "muon"
     weight_decay: Annotated[float, option("--weight-decay", help="Of matrices.")] = 0.01
@@ -50,6 +54,14 @@ class LoopOptions:
             "--fall", help="Share of the steps, the last, in which the rate falls from its constant.", within="[0, 1]"
         ),
     ] = 1.0
+    average: Annotated[
+        float,
+        option(
+            "--average",
+            help="Judge and keep a running average of the weights, which each step keeps to this share. 0: the last.",
+            within="[0, 1)",
+        ),
+    ] = 0.0
     four_bits: Annotated[
         bool, option("--four-bits", help="Judge weights as 4 bits keep them, and train them so while the rate falls.")
     ] = False
@@ -108,7 +120,7 @@ class EagleOptions:
         str, option("--init", help="fresh, layer, now, next, layer+now or layer+next.", choices=EAGLE_INITS)
     ] = "next"
     start: Annotated[
-        str | None, option("--start", help="A drafter to begin with, such as one trained on fewer answers.")
+        str | None, option("--start", help="A drafter to begin with; its optimiser's state, too, where a snapshot has it.")
     ] = None
     noise: Annotated[
         float, option("--noise", help="In the hidden states, as a share of their root mean square.", within="[0, 1)")

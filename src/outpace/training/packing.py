@@ -30,7 +30,8 @@ class States(Protocol):
 class Packing:
     """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
-    A prompt's positions weigh ``prompt_weight`` in the loss, an answer's 1. Order and seeds follow from ``seed`` and
+    A prompt's positions weigh ``prompt_weight`` in the loss, those of a tail that repeats itself ``loop_weight``, an
+    answer's others 1. Order and seeds follow from ``seed`` and
     the epoch alone, so that training can go on anywhere.
     """
 
@@ -43,11 +44,13 @@ class Packing:
         prompt_weight: float,
         seed: int,
         device: torch.device = CPU,
+        loop_weight: float = 1.0,
     ) -> None:
         if longest > budget:
             raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
         self.answers, self._states = answers, states
         self.budget, self.longest, self.prompt_weight, self.seed = budget, longest, prompt_weight, seed
+        self.loop_weight = loop_weight
         self._device = device
         self._lengths = np.minimum(answers.lengths(), longest)
 
@@ -84,5 +87,6 @@ class Packing:
         states = [self._states.states(i)[: self.longest] for i in members]
         first = [answer.prompt_length - 1 for answer in answers]
         tokens = [answer.tokens[: self.longest] for answer in answers]
-        packed = TrainBatch.pack(tokens, states, first, seed, self.prompt_weight)
+        loops = None if self.loop_weight == 1 else [answer.loop_start() - 1 for answer in answers]
+        packed = TrainBatch.pack(tokens, states, first, seed, self.prompt_weight, loops, self.loop_weight)
         return packed.to(self._device)

@@ -131,12 +131,13 @@ def prepared(
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
 
-        def packed(part: Answers, source: HiddenStateSource, weight: float) -> Packing:
-            return Packing(part, source, settings.tokens, settings.longest, weight, settings.seed, team.device)
+        def packed(part: Answers, source: HiddenStateSource, prompts: float, loops: float) -> Packing:
+            budget, longest = settings.tokens, settings.longest
+            return Packing(part, source, budget, longest, prompts, settings.seed, team.device, loops)
 
         yield Setup(
             run, answers, source, weights, weights.parts(), layers, states[0],
-            packed(train, states[0], settings.prompt_weight), packed(held_out, states[1], 0.0),
+            packed(train, states[0], settings.prompt_weight, settings.loop_weight), packed(held_out, states[1], 0.0, 1.0),
             counts, vocabulary, team,
         )  # fmt: skip
 

@@ -34,13 +34,7 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.exists():
         return None
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        known, state = found["identity"], found["state"]
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
-    if found.get("format") != FORMAT:
-        raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
+    known, state = _read(path)
     if _HIDDEN in identity and _HIDDEN not in known:
         raise TrainingError(
             f"{path} does not record its {_HIDDEN}, which may not be {identity[_HIDDEN]}: begin with "
@@ -53,3 +47,25 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
                 "with, or give another folder as ", Argument("out"),
             )  # fmt: skip
     return dict(state)
+
+
+def optimiser(folder: Path, method: str) -> list[dict[str, Any]] | None:
+    """The optimiser's state in whatever training of ``method`` made the drafter in ``folder``; None where no snapshot
+    stayed. Raises TrainingError for one that is damaged."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    known, state = _read(path)
+    return list(state["optimiser"]) if known.get("method") == method else None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Identity and state."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        known, state = found["identity"], found["state"]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
+    if found.get("format") != FORMAT:
+        raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
+    return known, state
