@@ -78,7 +78,7 @@ public:
     const StepCosts& costs() const { return costs_; }
 
 private:
-    static constexpr double kUnknown = 0.5;  // most plain steps that a draft is charged as long as its width was not measured
+    static constexpr double kLeast = 0.5;  // plain steps that a draft may cost however small the budget is; see time_drafting, too
 
     struct Row {
         Kind kind;
@@ -159,8 +159,7 @@ private:
     std::map<int64_t, Row> rows_;
     std::map<std::pair<int, int>, Whole> wholes_;
     std::map<int, Asking> asking_;                             // by drafter
-    double budget_ = 0.8;                                      // plain steps that drafts may lose
-    std::vector<std::pair<int, double>> unproven_;             // nodes of drafts of widths that were not measured, and what it paid
+    double budget_ = 0.5;                                      // plain steps that drafts may lose
     double advantage_ = 1.0, tokens_ = 48.0, plains_ = 48.0;   // the rate over plain decoding's; decayed sums behind it
     int64_t step_ = 0, drafted_at_ = 0, tried_at_ = 0,
             levels_at_ = 0;  // when nodes were last verified, and as a try, and a network was asked

@@ -41,15 +41,7 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
         steps_[i].row->lead += accepted - loss;
     }
     const double rows = static_cast<double>(count_);
-    double charged = loss;
-    if (!costs_.measured(chosen)) unproven_.emplace_back(chosen, charged = std::min(loss, kUnknown));
-    budget_ += kDrip + gained / rows - charged;
-    for (size_t n = 0; n < unproven_.size(); ++n) {  // what was charged too much, as is known now
-        if (!costs_.measured(unproven_[n].first)) continue;
-        budget_ += std::max(unproven_[n].second - more(unproven_[n].first), 0.0);
-        unproven_[n--] = unproven_.back(), unproven_.pop_back();
-    }
-    budget_ = std::min(budget_, kMost + 4.0 * (advantage_ - 1.0));
+    budget_ = std::min(budget_ + kDrip + gained / rows - loss, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
     if (costs_.prompts() > 0) return;
     const double keep = 1.0 - 1.0 / kHorizon;
@@ -129,7 +121,7 @@ void Policy::time_drafting(const Seconds& seconds) {
         if (!asking.behind)
             times.add(level);
         else if (!times.measured())
-            times.add(std::min(level, kUnknown));
+            times.add(std::min(level, kLeast));
     }
 }
 

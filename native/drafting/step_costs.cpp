@@ -7,7 +7,10 @@ namespace {
 
 constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
-constexpr int kPlainEvery = 48;     // steps between plain ones that are made to measure, where nothing is gained by drafts
+constexpr double kNormal = 1.86;  // the standard error of a median of n values, over their median distance / sqrt(n)
+constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
+constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
+constexpr double kSure = 12.0;    // ratios of a size from which on its drafts bring a plain step no sooner
 
 int size_at(int k) { return 1 << k; }
 
@@ -28,7 +31,6 @@ void Ratios::add(double value) {
     const double half = count_ / 2.0, width = std::sqrt(static_cast<double>(count_));
     const auto at = [&](double place) { return sorted[static_cast<size_t>(std::min(std::max(place, 0.0), count_ - 1.0))]; };
     low_ = at(half - width), high_ = at(std::ceil(half + width) - 1.0);
-    lower_ = at(half - width / 2.0), upper_ = at(std::ceil(half + width / 2.0) - 1.0);
     middle_ = (at((count_ - 1) / 2) + at(count_ / 2)) / 2.0;
 }
 
@@ -78,7 +80,7 @@ void StepCosts::draw(Curve& curve) {
             const double straight = std::max(least, kTiny * known_ / rows_) * size / known_;
             guess = std::min(std::max({guess, straight / kBend, least}), kBend * straight);
         }
-        const double found = std::expm1(std::log1p(said) + ratios.correct(std::log1p(guess) - std::log1p(said)));
+        const double found = std::expm1(std::log1p(said) + corrected(std::log1p(guess) - std::log1p(said), ratios));
         curve.more[at] = least = std::max({found, least, 0.1 * kTiny * size});
         const bool enough = ratios.measured();
         const auto bound = [&](double log, double before) {
@@ -90,6 +92,18 @@ void StepCosts::draw(Curve& curve) {
     }
     prompts_ = 0.0;
     prompts_ = line(curve.more, prefill_);
+}
+
+double StepCosts::error(const Ratios& ratios) const {
+    return kNormal * noise_.median() / std::sqrt(static_cast<double>(std::max(ratios.count(), 1)));
+}
+
+// `guess`, unless four ratios or more contradict it: then the clearer they do, the nearer to their median (James and Stein's
+// shrinkage).
+double StepCosts::corrected(double guess, const Ratios& ratios) const {
+    const double apart = ratios.median() - guess, doubt = kDoubt * error(ratios);
+    if (!ratios.measured() || std::fabs(apart) <= doubt) return guess;
+    return guess + apart * (1.0 - doubt * doubt / (apart * apart));
 }
 
 double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
@@ -107,8 +121,16 @@ bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;
-    if (last_.step == step_ - 1 && last_.nodes && !measured(last_.nodes)) return true;
-    return static_cast<double>(step_ - plain_at_) > kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
+    double every = kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
+    if (last_.step == step_ - 1 && last_.nodes) {  // a plain step now gives a ratio of that size
+        const size_t k = static_cast<size_t>(nearest(last_.nodes));
+        const Ratios& ratios = now_->ratios[k];
+        const double believed = std::log1p(now_->more[k]) - std::log1p(table(size_at(static_cast<int>(k))));
+        if (!ratios.count()) return true;
+        if (!ratios.measured() && std::fabs(ratios.median() - believed) > error(ratios)) return true;
+        every *= std::min(1.0, ratios.count() / kSure);
+    }
+    return static_cast<double>(step_ - plain_at_) > every;
 }
 
 void StepCosts::learn(int nodes, double seconds) {
@@ -121,6 +143,8 @@ void StepCosts::learn(int nodes, double seconds) {
         const double shape = (table(size_at(k)) + kTiny) / (table(size) + kTiny);  // to the size that is kept
         now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
     }
+    if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes == !last_.nodes)
+        noise_.add(std::fabs(std::log(seconds / last_.seconds) - std::log((1.0 + more(nodes)) / (1.0 + more(last_.nodes)))));
     last_ = {step_, rows_, nodes, seconds};
 }
 

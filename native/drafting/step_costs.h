@@ -35,15 +35,12 @@ public:
     double median() const { return middle_; }
     double low() const { return low_; }
     double high() const { return high_; }
-    // `guess`, as far as the values do not contradict it: bounded by those between which the median lies.
-    double correct(double guess) const { return measured() ? std::fmin(std::fmax(guess, lower_), upper_) : guess; }
     void forget(int most);  // all but so many
 
 private:
     std::array<float, 32> values_{};
     int count_ = 0, next_ = 0;
-    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;  // the median, and what it lies between all but surely,
-    double lower_ = 0.0, upper_ = 0.0;              // and probably
+    double middle_ = 0.0, low_ = 0.0, high_ = 0.0;  // the median, and what it lies between all but surely
 };
 
 class StepCosts {
@@ -57,7 +54,9 @@ public:
         double plain = 0.0;  // seconds of a step without drafts, lately
     };
 
-    explicit StepCosts(CostTable table) : table_(std::move(table)) {}
+    explicit StepCosts(CostTable table) : table_(std::move(table)) {
+        for (int n = 0; n < Ratios::kEnough; ++n) noise_.add(kQuiet);
+    }
 
     // The batch of the step that begins: `cached` positions in all its rows, `prefill` tokens of prompts beside them.
     void turn(int rows, double cached, int64_t prefill);
@@ -74,10 +73,15 @@ public:
     const std::map<int, Curve>& curves() const { return curves_; }
 
 private:
+    static constexpr double kQuiet = 0.05;  // what neighbouring steps are thought to be apart, in logs, until it is known
+
     void draw(Curve& curve);
+    double error(const Ratios& ratios) const;  // the standard error of their median
+    double corrected(double guess, const Ratios& ratios) const;
     static double line(const std::array<double, kSizes>& more, int64_t nodes);
 
     CostTable table_;
+    Ratios noise_;  // how far neighbouring steps are apart, in logs, of which both have drafts or neither
     std::map<int, Curve> curves_;  // by rows; above 8 by powers of 2
     Curve* now_ = nullptr;
     int rows_ = 0, known_ = 0;  // the most nodes that were measured

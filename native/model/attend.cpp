@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "model/run.h"
+#include "runtime/denormals.h"
 
 namespace outpace {
 

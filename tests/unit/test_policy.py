@@ -160,9 +160,12 @@ def test_sampled_chat_in_batches_is_not_slower(machine: str, wrong: str, rows: i
 
 def test_rows_that_all_gain_draft_together() -> None:
     for machine, rows, least in (("cpu", 4, 1.6), ("cpu", 8, 1.1), ("one core", 8, 1.15)):
-        made = Machine(MACHINES[machine], ask=0.003)
-        found = run(Driven(made.cost), made, [steady(i, 0.95, 1500) for i in range(rows)], rows=rows, steps=500)
-        assert found.speedup > least, (machine, rows)
+        made, found = Machine(MACHINES[machine], ask=0.003), list[float]()
+        for seed in range(0, 200, 50):  # a row that has bad luck at first may keep the others back for long
+            texts = [steady(seed + i, 0.95, 1500) for i in range(rows)]
+            found.append(run(Driven(made.cost), made, texts, rows=rows, steps=500).speedup)
+        assert fmean(found) > least, (machine, rows, found)
+        assert min(found) > 0.99, (machine, rows, found)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

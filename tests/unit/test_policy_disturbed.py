@@ -37,37 +37,33 @@ DISTURBED: dict[str, Callable[[int], Disturbed]] = {
     "four steps of five": lambda seed: stolen(seed, 0.8, 3),
     "stopped neighbours": lambda seed: stopped(seed, 40),
     "load": lambda seed: slowed(1 + np.exp(np.random.default_rng(seed).normal(0.5, 0.6, 20_000))),
-}
-ALL: dict[str, Callable[[int], Disturbed]] = {
-    **DISTURBED,
     "load by running time": loaded,
     "in bursts": lambda seed: loaded(seed, 0.25),
 }
 
 
-@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("how", DISTURBED)
 def test_drafts_are_as_good_as_the_best_fixed_size_while_others_use_the_machine(how: str) -> None:
     ratios, tokens = [], []
     for seed in range(8):  # the same text, disturbed in eight ways
-        machine = Machine(TWO_CORES, ask=0.01, disturbed=ALL[how](seed))
+        machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
         texts = [text(i) for i in range(6)]
         found = run(Driven(TWO_CORES), machine, texts, seed=seed)
         ratios.append(found.speedup / best_fixed(machine, texts))
         tokens.append(found.whole.tokens / found.whole.steps)
-    assert sorted(ratios)[1] > 0.95, ratios  # one of eight may be unlucky
-    assert min(ratios) > 0.75, ratios
-    assert sorted(tokens)[-1] < 1.1 * sorted(tokens)[1], tokens
+    assert min(ratios) > 0.95, ratios
+    assert sorted(tokens)[-1] < 1.1 * sorted(tokens)[1], tokens  # one of eight may be unlucky
 
 
-@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("how", DISTURBED)
 def test_a_short_text_in_a_new_process_is_drafted_too(how: str) -> None:
     found = []
     for seed in range(8):
-        machine = Machine(TWO_CORES, ask=0.01, disturbed=ALL[how](seed))
+        machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
         texts = [text(100 * seed, 250, high=0.9, low=0.5, share=0.7)]
         found.append(run(Driven(TWO_CORES), machine, texts, seed=seed).speedup / best_fixed(machine, texts))
-    assert min(found) > 0.6, found
-    assert fmean(found) > 0.85, found
+    assert min(found) > 0.7, found
+    assert fmean(found) > 0.88, found
 
 
 @pytest.mark.parametrize("how", DISTURBED)
@@ -76,18 +72,18 @@ def test_where_nothing_is_accepted_a_slow_moment_costs_next_to_nothing(how: str)
         machine = Machine(TWO_CORES, ask=0.01, disturbed=DISTURBED[how](seed))
         found = run(Driven(TWO_CORES), machine, [steady(seed, 0.0, said=0.9)], seed=seed, steps=400)
         assert found.speedup > 0.98
-        assert found.worst(100) > 0.95
+        assert found.worst(100) > 0.97
         assert [d.size for (d,) in found.decisions[-200:]].count(0) > 150
         assert all("proposed nothing" not in d.why for (d,) in found.decisions), "it did propose"
 
 
-@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("how", DISTURBED)
 def test_a_network_pays_there(how: str) -> None:
     def views(row: int, request: int) -> RowView:
         return view(row, request, cost=DraftCost(levels="toy"))
 
     for seed in range(3):
-        machine = Machine(CPU, level=0.08, disturbed=ALL[how](seed))
+        machine = Machine(CPU, level=0.08, disturbed=DISTURBED[how](seed))
         texts = [text(10 * seed + i, 800, high=0.8, low=0.8, levels=True) for i in range(3)]
         assert run(Driven(CPU), machine, texts, views=views, seed=seed).speedup > 0.75 * best_fixed(machine, texts)
 
@@ -101,7 +97,7 @@ def test_a_servers_mix_of_prompts_is_not_slower(how: str | None) -> None:
     )
     texts = [text(i, 120, **kinds[i % 3]) for i in range(32)]
     prompts = np.random.default_rng(0).integers(64, 513, 32).tolist()
-    machine = Machine(SERVER, ask=0.006, disturbed=ALL[how](0)) if how else Machine(SERVER, ask=0.006)
+    machine = Machine(SERVER, ask=0.006, disturbed=DISTURBED[how](0)) if how else Machine(SERVER, ask=0.006)
     found = run(Driven(SERVER), machine, texts, rows=8, prompt=prompts, chunk=64)
     assert found.speedup > 0.985
     assert min(request.speedup for request in found.requests) > 0.97
@@ -111,7 +107,7 @@ def test_a_servers_mix_of_prompts_is_not_slower(how: str | None) -> None:
 @pytest.mark.parametrize("how", [None, "stopped neighbours", "load", "load by running time"])
 def test_no_four_seconds_are_slower(how: str | None, rows: int) -> None:
     """Chats of which half gain nothing, with prompts of all lengths in between."""
-    machine = Machine(SERVER, ask=0.006, disturbed=ALL[how](0)) if how else Machine(SERVER, ask=0.006)
+    machine = Machine(SERVER, ask=0.006, disturbed=DISTURBED[how](0)) if how else Machine(SERVER, ask=0.006)
     texts = [text(i, 120) if i % 2 else steady(i, 0.05, 120, said=0.5) for i in range(16 + 4 * rows)]
     prompts = np.random.default_rng(0).integers(16, 257, len(texts)).tolist()
     found = run(Driven(SERVER, stretch=2.0), machine, texts, rows=rows, prompt=prompts, chunk=64)

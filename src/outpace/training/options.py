@@ -120,7 +120,8 @@ class EagleOptions:
         str, option("--init", help="fresh, layer, now, next, layer+now or layer+next.", choices=EAGLE_INITS)
     ] = "next"
     start: Annotated[
-        str | None, option("--start", help="A drafter to begin with; its optimiser's state, too, where a snapshot has it.")
+        str | None,
+        option("--start", help="A drafter to begin with; its optimiser's state, too, where a snapshot has it."),
     ] = None
     noise: Annotated[
         float, option("--noise", help="In the hidden states, as a share of their root mean square.", within="[0, 1)")

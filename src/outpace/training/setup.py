@@ -137,8 +137,8 @@ def prepared(
 
         yield Setup(
             run, answers, source, weights, weights.parts(), layers, states[0],
-            packed(train, states[0], settings.prompt_weight, settings.loop_weight), packed(held_out, states[1], 0.0, 1.0),
-            counts, vocabulary, team,
+            packed(train, states[0], settings.prompt_weight, settings.loop_weight),
+            packed(held_out, states[1], 0.0, 1.0), counts, vocabulary, team,
         )  # fmt: skip
 
 

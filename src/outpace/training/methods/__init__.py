@@ -36,7 +36,11 @@ def open_run(run: Run, options: Options) -> Iterator[Loop]:
         objective = kind.begin(setup, options)
         stack.callback(objective.close)
         loop = setup.loop(options.method, objective, asdict(options))
-        if isinstance(options, EagleOptions) and options.start and loop.continue_from(Path(options.start), options.method):
+        if (
+            isinstance(options, EagleOptions)
+            and options.start
+            and loop.continue_from(Path(options.start), options.method)
+        ):
             run.say(f"with the optimiser's state of {options.start}")
         yield loop
 
