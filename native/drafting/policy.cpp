@@ -106,7 +106,7 @@ bool Policy::plan_whole(Step& step) {
     step.decision.price = loss * rate();
     step.decision.brings = gain;
     step.decision.expected = (1.0 + gain) / (1.0 + loss);
-    const bool gains = gain > rate() * loss, pays = gains && loss <= std::max(budget_, kLeast);
+    const bool gains = gain > rate() * loss, pays = gains && loss <= std::max(budget_, kAlways);
     step.decision.why = gains ? Why::Spent : Why::Dear;
     if (!fits(step.view.most, loss - more(nodes)) || bearable({}, 0, loss) < 0) {
         step.decision.why = fits(step.view.most, loss - more(nodes)) ? Why::Others : Why::Long;
@@ -315,7 +315,7 @@ Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool
     for (; n <= static_cast<int>(free.size()); ++n) {
         tokens += free[static_cast<size_t>(n) - 1].gain;
         const double cost = hopeful ? least(n) : more(n), value = tokens - rate * cost;
-        const bool measured = n <= reach, pauses = cost > std::max(budget_, kLeast), fine = fits(n, asking);
+        const bool measured = n <= reach, pauses = cost > std::max(budget_, kAlways), fine = fits(n, asking);
         if (!measured || !fine || pauses) {
             if (value > worth) refused = !fine ? Why::Long : pauses ? Why::Spent : Why::Wide;
             break;

@@ -78,7 +78,7 @@ public:
     const StepCosts& costs() const { return costs_; }
 
 private:
-    static constexpr double kLeast = 0.5;  // plain steps that a draft may cost however small the budget is; see time_drafting, too
+    static constexpr double kAlways = 0.5;  // plain steps that a draft may cost, and be charged where its size is not measured
 
     struct Row {
         Kind kind;

@@ -11,6 +11,7 @@ constexpr double kDrip = 0.004;                      // plain steps that the bud
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
 constexpr double kUnread = 16.0;                     // tokens that a network reads on the way, whatever it drafts
+constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
 }  // namespace
@@ -41,7 +42,8 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
         steps_[i].row->lead += accepted - loss;
     }
     const double rows = static_cast<double>(count_);
-    budget_ = std::min(budget_ + kDrip + gained / rows - loss, kMost + 4.0 * (advantage_ - 1.0));
+    const double charged = costs_.measured(chosen) ? loss : std::min(loss, kAlways);
+    budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
     if (costs_.prompts() > 0) return;
     const double keep = 1.0 - 1.0 / kHorizon;
@@ -121,7 +123,7 @@ void Policy::time_drafting(const Seconds& seconds) {
         if (!asking.behind)
             times.add(level);
         else if (!times.measured())
-            times.add(std::min(level, kLeast));
+            times.add(std::min(level, kUnreadLevel));
     }
 }
 

@@ -1,13 +1,14 @@
 #include "drafting/step_costs.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace outpace {
 namespace {
 
 constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
-constexpr double kNormal = 1.86;  // the standard error of a median of n values, over their median distance / sqrt(n)
+constexpr double kMedianError = 1.86;  // a normal distribution's 1.253 / 0.6745: a median's error over the values' median distance
 constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
 constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
 constexpr double kSure = 12.0;    // ratios of a size from which on its drafts bring a plain step no sooner
@@ -95,11 +96,11 @@ void StepCosts::draw(Curve& curve) {
 }
 
 double StepCosts::error(const Ratios& ratios) const {
-    return kNormal * noise_.median() / std::sqrt(static_cast<double>(std::max(ratios.count(), 1)));
+    return kMedianError * noise_.median() / std::sqrt(static_cast<double>(std::max(ratios.count(), 1)));
 }
 
-// `guess`, unless four ratios or more contradict it: then the clearer they do, the nearer to their median (James and Stein's
-// shrinkage).
+// `guess`, unless four ratios or more contradict it: then the clearer they do, the nearer to their median (the non-negative
+// garrote, Breiman 1995).
 double StepCosts::corrected(double guess, const Ratios& ratios) const {
     const double apart = ratios.median() - guess, doubt = kDoubt * error(ratios);
     if (!ratios.measured() || std::fabs(apart) <= doubt) return guess;
@@ -122,7 +123,7 @@ bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;
     double every = kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
-    if (last_.step == step_ - 1 && last_.nodes) {  // a plain step now gives a ratio of that size
+    if (last_.step == step_ - 1 && last_.rows == rows_ && last_.nodes) {  // a plain step now gives a ratio of that size
         const size_t k = static_cast<size_t>(nearest(last_.nodes));
         const Ratios& ratios = now_->ratios[k];
         const double believed = std::log1p(now_->more[k]) - std::log1p(table(size_at(static_cast<int>(k))));
@@ -144,7 +145,7 @@ void StepCosts::learn(int nodes, double seconds) {
         now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
     }
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes == !last_.nodes)
-        noise_.add(std::fabs(std::log(seconds / last_.seconds) - std::log((1.0 + more(nodes)) / (1.0 + more(last_.nodes)))));
+        noise_.add(std::fabs(std::log(seconds) - std::log(last_.seconds) - std::log((1.0 + more(nodes)) / (1.0 + more(last_.nodes)))));
     last_ = {step_, rows_, nodes, seconds};
 }
 

@@ -62,6 +62,7 @@ def test_begins_with_a_drafter(answers, trained, tmp_path):
     tiny = ("--steps", 1, "--lr", 1e-12, "--start", start)
     outpace("train", "eagle", "--data", answers, "--out", tmp_path / "out", *OPTIONS, *tiny)
     given, made = checkpoint.read(start), checkpoint.read(tmp_path / "out")
+    assert made.recipe["continued"], "the optimiser's state of the one it begins with"
     assert made.config == given.config
     for name, values in given.tensors.items():
         np.testing.assert_array_equal(made.tensors[name], values, err_msg=name)

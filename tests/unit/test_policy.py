@@ -91,6 +91,16 @@ def test_it_comes_near_the_best_fixed_size_whatever_the_table_says(wrong: str) -
     assert min(ratios) > 0.94, ratios
 
 
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_first_text_is_drafted_whatever_the_table_says(wrong: str) -> None:
+    machine, ratios = Machine(CPU, ask=0.01), []
+    for seed in range(6):
+        texts = [steady(10 * seed, 0.7, 500)]
+        ratios.append(run(Driven(WRONG[wrong](CPU)), machine, texts, seed=seed).speedup / best_fixed(machine, texts))
+    assert fmean(ratios) > 0.86, ratios
+    assert min(ratios) > 0.74, ratios
+
+
 def test_within_two_percent_of_the_best_once_it_knows() -> None:
     ratios = []
     for seed, chance in enumerate((0.15, 0.3, 0.5, 0.7, 0.9)):

@@ -82,10 +82,13 @@ def test_a_network_pays_there(how: str) -> None:
     def views(row: int, request: int) -> RowView:
         return view(row, request, cost=DraftCost(levels="toy"))
 
-    for seed in range(3):
+    found = []
+    for seed in range(6):
         machine = Machine(CPU, level=0.08, disturbed=DISTURBED[how](seed))
         texts = [text(10 * seed + i, 800, high=0.8, low=0.8, levels=True) for i in range(3)]
-        assert run(Driven(CPU), machine, texts, views=views, seed=seed).speedup > 0.75 * best_fixed(machine, texts)
+        found.append(run(Driven(CPU), machine, texts, views=views, seed=seed).speedup / best_fixed(machine, texts))
+    assert min(found) > 0.75, found
+    assert fmean(found) > 0.9, found
 
 
 @pytest.mark.parametrize("how", [None, "every second step, long", "load", "in bursts"])

@@ -41,8 +41,8 @@ class Answer:
         return self.id, self.sample, float(np.float32(self.temperature))
 
     def loop_start(self) -> int:
-        """Where an answer that ran into its limit begins to repeat itself to its end; its length if it does not. Three
-        periods of at most 48 tokens, and 12 tokens in all, count as a loop; the first period is no repetition."""
+        """Where an answer that ran into its limit begins to repeat itself to its end; its length if it does not. At
+        least three periods of at most 48 tokens, and 12 tokens in all, are a loop; the first is no repetition."""
         tokens = self.tokens[self.prompt_length :]
         for period in range(1, min(_PERIOD, len(tokens) // _ROUNDS) + 1) if self.finish == "length" else ():
             differ = np.flatnonzero(tokens[:-period] != tokens[period:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,10 +30,17 @@ def in_four_bits(network: nn.Module, wanted: bool) -> Iterator[None]:
     """Inside, the network computes with rounded weights if ``wanted``. Gradients are of these values and stay: a step
     by them is the straight-through estimator's (arXiv 1308.3432)."""
     params = list(network.parameters()) if wanted else []
+    with replaced(params, [rounded(p.data) for p in params]):
+        yield
+
+
+@contextmanager
+def replaced(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, parameters have other values; what is done to these is lost."""
     own = [p.data for p in params]
     try:
-        for p in params:
-            p.data = rounded(p.data)
+        for p, value in zip(params, values, strict=True):
+            p.data = value
         yield
     finally:
         for p, value in zip(params, own, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from outpace.common.files import write_json
 from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
 from outpace.training.devices import Team, on_cpu
-from outpace.training.four_bits import in_four_bits
+from outpace.training.four_bits import in_four_bits, replaced
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
 from outpace.training.options import LoopOptions
@@ -41,6 +41,7 @@ class Progress:
     best: float = 0.0
     stale: int = 0  # evaluations since
     loss: float = math.nan  # smoothed
+    continued: bool = False  # it began with the optimiser's state of another training
 
 
 class Loop:
@@ -71,8 +72,9 @@ class Loop:
             objective.network, options.optimiser, options.lr, options.weight_decay,
             torch.bfloat16 if options.bfloat16 else torch.float32,
         )  # fmt: skip
-        weights = objective.network.parameters() if options.average else ()
-        self.average = [p.detach().clone() for p in weights]  # empty: there is none
+        # Weights of which an average is kept, none or all that are trained; and that average.
+        self._averaging = [p for p in objective.network.parameters() if p.requires_grad and options.average]
+        self.average = [p.detach().clone() for p in self._averaging]
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
         self._measured_from = 0.0
@@ -82,14 +84,16 @@ class Loop:
         elif options.epochs is not None:
             self.at.total = max(1, round(options.epochs * self._steps_in(0)))
 
-    def continue_from(self, folder: Path, method: str) -> bool:
-        """Take up the optimiser's state of the training that made the drafter in ``folder``; whether it is there, and
-        is of weights of these shapes. Raises TrainingError."""
-        state = snapshots.optimiser(folder, method)
-        if state is None or not self.optimiser.fits(state):
-            return False
-        self.optimiser.restore(state)
-        return True
+    def continue_from(self, folder: Path) -> None:
+        """Take up the optimiser's state of the training that made the drafter in ``folder``, if it is there and is of
+        such an optimiser and such weights. Raises TrainingError."""
+        state = snapshots.optimiser(folder, self.identity["method"])
+        self.at.continued = state is not None and self.optimiser.fits(state)
+        if state is not None and self.at.continued:
+            self.optimiser.restore(state)
+        has = "with" if self.at.continued else "without"
+        why = "" if self.at.continued else ": there is none" if state is None else ": it is another optimiser's"
+        self._say(f"beginning with {folder}, {has} its optimiser's state{why}")
 
     def resume(self) -> bool:
         """Go on from the last snapshot, where there is one; whether there was. Raises TrainingError."""
@@ -98,7 +102,8 @@ class Loop:
             return False
         self.objective.network.load_state_dict(state["network"])
         self.optimiser.restore(state["optimiser"])
-        self.average = [value.to(self.team.device) for value in state.get("average", [])]
+        averaged = state.get("average") or [p.detach().clone() for p in self._averaging]  # older ones have none
+        self.average = [value.to(self.team.device) for value in averaged]
         self.at, self.rows = Progress(**state["at"]), state["rows"]
         return True
 
@@ -158,7 +163,7 @@ class Loop:
         self._check_finite("gradient", float(norm))
         self.optimiser.step(rate)
         with torch.no_grad():
-            for mean, p in zip(self.average, network.parameters(), strict=bool(self.average)):
+            for mean, p in zip(self.average, self._averaging, strict=True):
                 mean.lerp_(p, max(1 - self.options.average, 1 / (self.at.step + 2)))
         self.at.step, self.at.inside = self.at.step + 1, self.at.inside + 1
         self.at.tokens += int(tokens_all)
@@ -229,24 +234,15 @@ class Loop:
         nothing = [0.0] * (2 + 2 * round(depths / max(count, 1)))
         return Simulated.of(self.team.add(nothing if found is None else found.sums()))
 
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def _averaged(self) -> AbstractContextManager[None]:
         """Inside, the network has its averaged weights, where they are wanted."""
-        params = list(self.objective.network.parameters()) if self.average else []
-        own = [p.data for p in params]
-        try:
-            for p, mean in zip(params, self.average, strict=True):
-                p.data = mean
-            yield
-        finally:
-            for p, value in zip(params, own, strict=True):
-                p.data = value
+        return replaced(self._averaging, self.average)
 
     def _keep(self) -> None:
         method, config, tensors = self.objective.export()
         done = {
             "loop": asdict(self.options), "steps_taken": self.at.step, "tokens_seen": self.at.tokens,
-            "tokens_per_step": self.at.best,
+            "tokens_per_step": self.at.best, "continued": self.at.continued,
         }  # fmt: skip
         assert not (hidden := {*done} & {*self.identity}), f"{hidden} means two things in a recipe"
         self.objective.write(self.out, method, config, tensors, self.target, {**self.identity, **done})

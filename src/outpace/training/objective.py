@@ -78,19 +78,19 @@ class TrainBatch:
         first: Sequence[int],
         seed: int = 0,
         before: float = 0.0,
-        last: Sequence[int] | None = None,
-        after: float = 1.0,
+        loops: Sequence[int] | None = None,
+        loop_weight: float = 1.0,
     ) -> TrainBatch:
         """``tokens[b]`` int32 [n_b], ``states[b]`` [n_b, T + 1, h]; positions weigh 1 from ``first[b]`` on, ``before``
-        in front of it, and ``after`` from ``last[b]`` (None: the end) on."""
+        in front of it, and ``loop_weight`` from ``loops[b]`` (None: the end) on."""
         starts = [0]
         weights = []
         for b, (sequence, begin) in enumerate(zip(tokens, first, strict=True)):
             starts.append(starts[-1] + len(sequence))
             weight = torch.full((len(sequence),), before)
             weight[max(begin, 0) :] = 1.0
-            if last is not None:
-                weight[last[b] :] = after
+            if loops is not None:
+                weight[loops[b] :] = loop_weight
             weight[-1] = 0.0
             weights.append(weight)
         return TrainBatch(

@@ -106,12 +106,15 @@ class Optimiser:
         return [{"state": part.state} for part in self._parts]
 
     def fits(self, state: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether ``state`` is of as many parameters of these shapes."""
+        """Whether ``state`` is of these optimisers, and of parameters of these numbers and shapes."""
         if len(state) != len(self._parts):
             return False
         for part, saved in zip(self._parts, state, strict=True):
             for i, own in saved["state"].items():
-                if i >= len(part.params) or any(v.ndim and v.shape != part.params[i].shape for v in own.values()):
+                names = {"momentum"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+                if i >= len(part.params) or {*own} != names:
+                    return False
+                if any(v.ndim and v.shape != part.params[i].shape for v in own.values()):
                     return False
         return True
 

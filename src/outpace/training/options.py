@@ -42,7 +42,11 @@ class LoopOptions:
     ] = 1.0
     loop_weight: Annotated[
         float,
-        option("--loop-weight", help="Of a token in a tail that repeats itself; another one has 1.", within="[0, 1]"),
+        option(
+            "--loop-weight",
+            help="Of a token in a tail that repeats itself; an answer's others have 1.",
+            within="[0, 1]",
+        ),
     ] = 1.0
     lr: Annotated[float, option("--lr", help="Greatest learning rate.", within="(0, 1)")] = 1e-3
     optimiser: Annotated[str, option("--optimiser", help="muon or adamw.", choices=OPTIMISERS)] = "muon"

@@ -31,8 +31,7 @@ class Packing:
     """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
     A prompt's positions weigh ``prompt_weight`` in the loss, those of a tail that repeats itself ``loop_weight``, an
-    answer's others 1. Order and seeds follow from ``seed`` and
-    the epoch alone, so that training can go on anywhere.
+    answer's others 1. Order and seeds follow from ``seed`` and the epoch alone, so that training can go on anywhere.
     """
 
     def __init__(
@@ -88,5 +87,7 @@ class Packing:
         first = [answer.prompt_length - 1 for answer in answers]
         tokens = [answer.tokens[: self.longest] for answer in answers]
         loops = None if self.loop_weight == 1 else [answer.loop_start() - 1 for answer in answers]
-        packed = TrainBatch.pack(tokens, states, first, seed, self.prompt_weight, loops, self.loop_weight)
+        packed = TrainBatch.pack(
+            tokens, states, first, seed, self.prompt_weight, loops=loops, loop_weight=self.loop_weight
+        )
         return packed.to(self._device)

@@ -133,7 +133,7 @@ def prepared(
 
         def packed(part: Answers, source: HiddenStateSource, prompts: float, loops: float) -> Packing:
             budget, longest = settings.tokens, settings.longest
-            return Packing(part, source, budget, longest, prompts, settings.seed, team.device, loops)
+            return Packing(part, source, budget, longest, prompts, settings.seed, team.device, loop_weight=loops)
 
         yield Setup(
             run, answers, source, weights, weights.parts(), layers, states[0],

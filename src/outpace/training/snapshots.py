@@ -50,8 +50,8 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def optimiser(folder: Path, method: str) -> list[dict[str, Any]] | None:
-    """The optimiser's state in whatever training of ``method`` made the drafter in ``folder``; None where no snapshot
-    stayed. Raises TrainingError for one that is damaged."""
+    """The optimiser's state at the end of the training of ``method`` that made the drafter in ``folder``; None where no
+    snapshot of one stayed. Raises TrainingError for one that is damaged."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -65,7 +65,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         found = torch.load(path, map_location="cpu", weights_only=True)
         known, state = found["identity"], found["state"]
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}): remove it and train again") from error
+        raise TrainingError(
+            f"{path} cannot be read ({error}): remove it, and train again or go on without it"
+        ) from error
     if found.get("format") != FORMAT:
         raise TrainingError(f"{path} is of format {found.get('format')}, not {FORMAT}: remove it and train again")
     return known, state

@@ -69,6 +69,8 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
         try:
             if place.resume and loop.resume():
                 say(f"going on at step {loop.at.step}")
+            elif isinstance(options, EagleOptions) and options.start is not None:
+                loop.continue_from(Path(options.start))
             at = loop.run()
         except KeyboardInterrupt as error:
             raise Interrupted(

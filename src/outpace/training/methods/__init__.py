@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from outpace.training.loop import Loop
@@ -35,14 +34,7 @@ def open_run(run: Run, options: Options) -> Iterator[Loop]:
         setup = stack.enter_context(prepared(run, lambda count: kind.layers(options, count), kind.vocabulary(options)))
         objective = kind.begin(setup, options)
         stack.callback(objective.close)
-        loop = setup.loop(options.method, objective, asdict(options))
-        if (
-            isinstance(options, EagleOptions)
-            and options.start
-            and loop.continue_from(Path(options.start), options.method)
-        ):
-            run.say(f"with the optimiser's state of {options.start}")
-        yield loop
+        yield setup.loop(options.method, objective, asdict(options))
 
 
 def finish(loop: Loop) -> dict[str, float]:
