@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import statistics
@@ -60,6 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {  # what a request has beside its messages
                        "tool_choice": "required"},
     "message": {"seed": 16, "system": "You are a baker."},
 }  # fmt: skip
+_TOKEN = secrets.token_hex(32)  # Ray makes one only where it starts by itself, `ray start` asks for one that there is
 _PATHS = {"texts": "completions", "response": "responses", "response calls": "responses", "message": "messages"}
 
 
@@ -155,7 +157,8 @@ class Cluster:
 
 def variables() -> dict[str, str]:
     """Of the environment in which Ray runs."""
-    return {**os.environ, "OUTPACE_API_KEYS": "", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    return {**os.environ, "OUTPACE_API_KEYS": "", **ray}
 
 
 def free_port() -> int:

@@ -53,11 +53,15 @@ Row = dict[str, Any]  # an answer: config, prompt, tokens, first_tokens, first, 
 
 @dataclass(frozen=True)
 class Configuration:
-    """``engine``: llamacpp-q4_1, llamacpp-q4_0, openvino or outpace; ``plain``: whose outputs it should have."""
+    """``engine``: llamacpp-q4_1, llamacpp-q4_0 (-built: of a binary), openvino or outpace.
+
+    ``plain``: whose outputs it should have.
+    """
 
     engine: str
     mode: str
     plain: str
+    binary: Path | None = None  # of llama.cpp, in place of its package
 
     @property
     def name(self) -> str:
@@ -71,8 +75,9 @@ class Worker:
         self.configuration = configuration
         self._log = log.open("ab")
         self._process = subprocess.Popen(
-            _command(configuration, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
+            _command(configuration, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         self._answer()
         self._signal(signal.SIGSTOP)
 
@@ -94,10 +99,11 @@ class Worker:
         return found
 
     def _signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        self._process.kill()
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
         self._process.wait()
         self._log.close()
 
@@ -124,9 +130,12 @@ def _command(configuration: Configuration, path: Path) -> list[str]:
         return [sys.executable, "-m", "benchmarks.peers.worker_outpace", str(path), mode]
     if engine == "openvino":
         return [str(environment("openvino")), str(HERE / "worker_openvino.py"), str(path), mode]
-    if engine == "llamacpp-q4_0":
+    if engine.startswith("llamacpp-q4_0"):
         path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
-    return [str(environment("llamacpp")), str(HERE / "llamacpp.py"), str(path), mode]
+    command = [str(HERE / "llamacpp.py"), str(path), mode]
+    if configuration.binary:
+        return [sys.executable, *command, "--binary", str(configuration.binary)]
+    return [str(environment("llamacpp")), *command]
 
 
 def configurations(given: argparse.Namespace) -> list[Configuration]:
@@ -134,6 +143,11 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
     if "llamacpp" in given.engines:
         found.append(Configuration("llamacpp-q4_1", "plain", "llamacpp-q4_1 plain"))
         found += [Configuration("llamacpp-q4_0", mode, "llamacpp-q4_0 plain") for mode in given.llamacpp]
+    if given.llama_server:
+        built = "llamacpp-q4_0-built"
+        found.append(Configuration("llamacpp-q4_1-built", "plain", "llamacpp-q4_1-built plain", given.llama_server))
+        modes = [*given.llamacpp, *(f"draft-eagle3:{path}" for path in given.llama_eagle3)]
+        found += [Configuration(built, mode, f"{built} plain", given.llama_server) for mode in modes]
     if "openvino" in given.engines:
         found += [
             Configuration("openvino", mode, "openvino plain" if mode == "plain" else "openvino paged")
@@ -151,6 +165,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
     parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")
+    parser.add_argument("--llama-server", type=Path, help="a llama.cpp built here, measured beside its package")
+    parser.add_argument("--llama-eagle3", nargs="+", default=[], metavar="DRAFT", help="GGUF files it drafts with, too")
     parser.add_argument("--openvino", nargs="+", default=OPENVINO, choices=OPENVINO, help="its modes")
     parser.add_argument("-d", "--drafter", action="append", help="of Outpace; repeatable; none should be among them")
     parser.add_argument("--prefill-rounds", type=int, default=5)

@@ -1,11 +1,12 @@
-"""llama.cpp (package xllamacpp), in its own environment: imports nothing of Outpace.
+"""llama.cpp: the package xllamacpp in its own environment, or a `llama-server`; imports nothing of Outpace.
 
     python llamacpp.py MODEL.gguf MODE                  # a worker; MODE: plain, or an n-gram mode, as ngram-simple
+    python llamacpp.py MODEL.gguf MODE --binary build/bin/llama-server
     --server llamacpp='ENV/bin/python benchmarks/peers/llamacpp.py MODEL.gguf MODE {port}'    # of serving, invariance
 
-The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say: on a processor that has
-AVX-512 a llama.cpp built there can be faster, and every ratio to llama.cpp here is to this wheel. Its source package
-does not build without a network, for it fetches BoringSSL.
+The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
+processor itself is faster: docs/benchmarks.md says how it is built. MODE with `--binary` is what its --spec-type takes,
+or `draft-eagle3:DRAFT.gguf`, where it drafts with a model.
 
 A worker reads a JSON line {"tokens", "max_tokens"} and writes one: text, tokens, seconds to the first delta, seconds of
 the rest. A server has what ours has: 16 rows.
@@ -13,21 +14,29 @@ the rest. A server has what ours has: 16 rows.
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
-
-import xllamacpp
 
 THREADS = 2
 ROWS = 16  # of a server
 CONTEXT = 2048  # tokens of a server's row
+PATIENCE = 120  # seconds until a binary answers
+
+Chunks = Callable[[dict[str, Any], Callable[[Any], None]], object]  # what is asked, and who hears each chunk
 
 
 def server(path: str, mode: str, port: int | None = None) -> Any:
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_parallel, params.n_ctx = (1, 8192) if port is None else (ROWS, ROWS * CONTEXT)
@@ -42,7 +51,50 @@ def server(path: str, mode: str, port: int | None = None) -> Any:
     return xllamacpp.Server(params)
 
 
-def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def package(model: str, mode: str) -> Chunks:
+    engine = server(model, mode)
+    return lambda request, take: engine.handle_completions(json.dumps(request), take)
+
+
+def binary(path: str, model: str, mode: str) -> Chunks:
+    """Of a `llama-server` that is started here, with one row."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [path, "-m", model, "-t", str(THREADS), "-c", "8192", "-np", "1", "--cache-ram", "0", "--port", str(port)]
+    if mode != "plain":
+        kind, _, draft = mode.partition(":")
+        command += ["--spec-type", kind, *(["-md", draft] if draft else [])]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+
+    def ask(method: str, where: str, body: str | None = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(method, where, body, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def ready() -> bool:
+        try:
+            return ask("GET", "/health").status == 200
+        except OSError:
+            return False
+
+    end = time.monotonic() + PATIENCE
+    while not ready():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{path} does not answer: it ended with {process.poll()}")
+        time.sleep(0.1)
+
+    def chunks(request: dict[str, Any], take: Callable[[Any], None]) -> None:
+        for line in ask("POST", "/v1/completions", json.dumps(request)):
+            if line.startswith(b"data: {"):
+                take(line.removeprefix(b"data: "))
+            elif line.startswith((b"error: ", b"{")):
+                raise RuntimeError(line.decode())
+
+    return chunks
+
+
+def answer(chunks: Chunks, asked: dict[str, Any]) -> dict[str, Any]:
     times: list[float] = []
     pieces: list[str] = []
     usage: dict[str, Any] = {}
@@ -66,7 +118,7 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         "cache_prompt": False,
     }
     begun = time.perf_counter()
-    engine.handle_completions(json.dumps(request), take)
+    chunks(request, take)
     end = time.perf_counter()
     return {
         "text": "".join(pieces),
@@ -79,15 +131,21 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) > 3:
-        print(server(sys.argv[1], sys.argv[2], int(sys.argv[3])).listening_address, flush=True)
+    parser = argparse.ArgumentParser(description="A worker, or with PORT a server.")
+    parser.add_argument("model")
+    parser.add_argument("mode")
+    parser.add_argument("port", nargs="?", type=int)
+    parser.add_argument("--binary")
+    given = parser.parse_args()
+    if given.port is not None:
+        print(server(given.model, given.mode, given.port).listening_address, flush=True)
         threading.Event().wait()
     out = os.fdopen(os.dup(1), "w")  # llama.cpp may print to the standard output
     os.dup2(2, 1)
-    engine = server(sys.argv[1], sys.argv[2])
+    chunks = binary(given.binary, given.model, given.mode) if given.binary else package(given.model, given.mode)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(engine, json.loads(line))), file=out, flush=True)
+        print(json.dumps(answer(chunks, json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":
