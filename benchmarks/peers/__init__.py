@@ -23,6 +23,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.peers.eagle import openvino_folder
+from benchmarks.peers.eagle_gguf import eagle_gguf
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -45,7 +47,9 @@ PACKAGES = {
     ),
 }
 LLAMACPP = ("plain", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+EAGLE3 = "draft-eagle3"  # a llama.cpp's that was built here
 OPENVINO = ("plain", "paged", "lookup-3", "lookup-5", "lookup-8")
+OPENVINO_EAGLE = ("eagle-4", "eagle-5", "paged-f32", "eagle-4-f32", "eagle-5-f32")  # paged-f32: the latters' plain
 OUTPACE = ("none", "ngram:size=3", "ngram:size=5", "ngram:size=7", "ngram", "suffix", "ngram+suffix")
 PREFILL = 1000  # tokens
 Row = dict[str, Any]  # an answer: config, prompt, tokens, first_tokens, first, rest, ids or text
@@ -62,6 +66,7 @@ class Configuration:
     mode: str
     plain: str
     binary: Path | None = None  # of llama.cpp, in place of its package
+    drafter: Path | None = None  # the folder of an EAGLE-3 drafter, where ``mode`` drafts with it
 
     @property
     def name(self) -> str:
@@ -125,14 +130,17 @@ def environment(engine: str) -> Path:
 
 
 def _command(configuration: Configuration, path: Path) -> list[str]:
-    engine, mode = configuration.engine, configuration.mode
+    engine, mode, drafter = configuration.engine, configuration.mode, configuration.drafter
     if engine == "outpace":
         return [sys.executable, "-m", "benchmarks.peers.worker_outpace", str(path), mode]
     if engine == "openvino":
-        return [str(environment("openvino")), str(HERE / "worker_openvino.py"), str(path), mode]
+        python = environment("openvino")
+        path = openvino_folder(drafter, path, python) if drafter else path
+        return [str(python), str(HERE / "worker_openvino.py"), str(path), mode]
+    drafts = ["--drafter", str(eagle_gguf(drafter, path))] if drafter else []
     if engine.startswith("llamacpp-q4_0"):
         path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
-    command = [str(HERE / "llamacpp.py"), str(path), mode]
+    command = [str(HERE / "llamacpp.py"), str(path), mode, *drafts]
     if configuration.binary:
         return [sys.executable, *command, "--binary", str(configuration.binary)]
     return [str(environment("llamacpp")), *command]
@@ -146,13 +154,17 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
     if given.llama_server:
         built = "llamacpp-q4_0-built"
         found.append(Configuration("llamacpp-q4_1-built", "plain", "llamacpp-q4_1-built plain", given.llama_server))
-        modes = [*given.llamacpp, *(f"draft-eagle3:{path}" for path in given.llama_eagle3)]
-        found += [Configuration(built, mode, f"{built} plain", given.llama_server) for mode in modes]
+        found += [Configuration(built, mode, f"{built} plain", given.llama_server) for mode in given.llamacpp]
+        if given.eagle3:
+            found.append(Configuration(built, EAGLE3, f"{built} plain", given.llama_server, given.eagle3))
     if "openvino" in given.engines:
-        found += [
-            Configuration("openvino", mode, "openvino plain" if mode == "plain" else "openvino paged")
-            for mode in given.openvino
-        ]
+        for mode in given.openvino or (*OPENVINO, *(OPENVINO_EAGLE if given.eagle3 else ())):
+            drafts = mode.startswith("eagle")
+            if drafts and not given.eagle3:
+                raise ParameterError(f"--openvino {mode} drafts with a model: name its folder with --eagle3")
+            plain = "plain" if mode == "plain" else "paged-f32" if mode.endswith("f32") else "paged"
+            drafter = given.eagle3 if drafts else None
+            found.append(Configuration("openvino", mode, f"openvino {plain}", drafter=drafter))
     if "outpace" in given.engines:
         found += [Configuration("outpace", spec, "outpace none") for spec in given.drafter or OUTPACE]
     return found
@@ -166,8 +178,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
     parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")
     parser.add_argument("--llama-server", type=Path, help="a llama.cpp built here, measured beside its package")
-    parser.add_argument("--llama-eagle3", nargs="+", default=[], metavar="DRAFT", help="GGUF files it drafts with, too")
-    parser.add_argument("--openvino", nargs="+", default=OPENVINO, choices=OPENVINO, help="its modes")
+    parser.add_argument(
+        "--eagle3",
+        type=Path,
+        metavar="DRAFTER",
+        help="a drafter's folder: OpenVINO and --llama-server draft with it, too",
+    )
+    parser.add_argument("--openvino", nargs="+", choices=(*OPENVINO, *OPENVINO_EAGLE), help="its modes")
     parser.add_argument("-d", "--drafter", action="append", help="of Outpace; repeatable; none should be among them")
     parser.add_argument("--prefill-rounds", type=int, default=5)
     add_json(parser, Path("results/peers.json"))

@@ -1,12 +1,19 @@
 """llama.cpp: the package xllamacpp in its own environment, or a `llama-server`; imports nothing of Outpace.
 
     python llamacpp.py MODEL.gguf MODE                  # a worker; MODE: plain, or an n-gram mode, as ngram-simple
-    python llamacpp.py MODEL.gguf MODE --binary build/bin/llama-server
+    python llamacpp.py MODEL.gguf MODE --binary build/bin/llama-server [--drafter DRAFTER.gguf]
     --server llamacpp='ENV/bin/python benchmarks/peers/llamacpp.py MODEL.gguf MODE {port}'    # of serving, invariance
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
-processor itself is faster: docs/benchmarks.md says how it is built. MODE with `--binary` is what its --spec-type takes,
-or `draft-eagle3:DRAFT.gguf`, where it drafts with a model.
+processor itself is faster. MODE with `--binary` is what its --spec-type takes; draft-eagle3, with a GGUF file of
+eagle_gguf.py, needs our patch of the norms that it does not know. So it is built:
+
+    pip download llama-cpp-python==0.3.36 --no-deps --no-binary :all:
+    tar xf llama_cpp_python-0.3.36.tar.gz
+    cd llama_cpp_python-0.3.36/vendor/llama.cpp
+    patch -p1 < benchmarks/peers/eagle3.patch       # of this repository
+    cmake -B build -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF .
+    cmake --build build --target llama-server -j
 
 A worker reads a JSON line {"tokens", "max_tokens"} and writes one: text, tokens, seconds to the first delta, seconds of
 the rest. A server has what ours has: 16 rows.
@@ -29,6 +36,7 @@ from typing import Any
 THREADS = 2
 ROWS = 16  # of a server
 CONTEXT = 2048  # tokens of a server's row
+EAGLE3 = ("--spec-draft-n-max", "3", "--spec-draft-p-min", "0.75")  # the fastest with our demo's drafter
 PATIENCE = 120  # seconds until a binary answers
 
 Chunks = Callable[[dict[str, Any], Callable[[Any], None]], object]  # what is asked, and who hears each chunk
@@ -56,15 +64,14 @@ def package(model: str, mode: str) -> Chunks:
     return lambda request, take: engine.handle_completions(json.dumps(request), take)
 
 
-def binary(path: str, model: str, mode: str) -> Chunks:
+def binary(path: str, model: str, mode: str, drafter: str | None) -> Chunks:
     """Of a `llama-server` that is started here, with one row."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [path, "-m", model, "-t", str(THREADS), "-c", "8192", "-np", "1", "--cache-ram", "0", "--port", str(port)]
     if mode != "plain":
-        kind, _, draft = mode.partition(":")
-        command += ["--spec-type", kind, *(["-md", draft] if draft else [])]
+        command += ["--spec-type", mode, *(["-md", drafter, *EAGLE3] if drafter else [])]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
 
     def ask(method: str, where: str, body: str | None = None) -> http.client.HTTPResponse:
@@ -136,13 +143,15 @@ def main() -> None:
     parser.add_argument("mode")
     parser.add_argument("port", nargs="?", type=int)
     parser.add_argument("--binary")
+    parser.add_argument("--drafter")
     given = parser.parse_args()
     if given.port is not None:
         print(server(given.model, given.mode, given.port).listening_address, flush=True)
         threading.Event().wait()
     out = os.fdopen(os.dup(1), "w")  # llama.cpp may print to the standard output
     os.dup2(2, 1)
-    chunks = binary(given.binary, given.model, given.mode) if given.binary else package(given.model, given.mode)
+    model, mode = given.model, given.mode
+    chunks = binary(given.binary, model, mode, given.drafter) if given.binary else package(model, mode)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(chunks, json.loads(line))), file=out, flush=True)
