@@ -14,6 +14,8 @@ from outpace.measure.page import Bar, Section
 NAMES = {
     "llamacpp-q4_1": "llama.cpp Q4_1",
     "llamacpp-q4_0": "llama.cpp Q4_0",
+    "llamacpp-q4_1-built": "llama.cpp Q4_1, built here",
+    "llamacpp-q4_0-built": "llama.cpp Q4_0, built here",
     "openvino": "OpenVINO",
     "outpace": "Outpace",
 }
