@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import venv
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from outpace import Engine
 from outpace.cli.terminal import table
 from outpace.common.files import cache_dir
 from outpace.common.progress import progress
-from outpace.errors import ParameterError
+from outpace.errors import OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import encode_turns, read_prompts
 from outpace.models import demo
@@ -83,8 +84,12 @@ class Worker:
             _command(configuration, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             start_new_session=True,
         )  # fmt: skip
-        self._answer()
-        self._signal(signal.SIGSTOP)
+        try:
+            self._answer()
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, value: dict[str, Any]) -> dict[str, Any]:
         self._signal(signal.SIGCONT)
@@ -107,7 +112,7 @@ class Worker:
         os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        if self._process.poll() is None:
+        with suppress(ProcessLookupError):  # a server of its own may outlive it
             self._signal(signal.SIGKILL)
         self._process.wait()
         self._log.close()
@@ -204,7 +209,7 @@ def run(given: argparse.Namespace) -> int:
         for configuration in configurations(given):
             try:
                 worker = Worker(configuration, model, Path("peers.log"))
-            except ParameterError as error:
+            except (OutpaceError, OSError) as error:
                 value["failed"][configuration.name] = str(error)
                 continue
             workers.append(worker)
@@ -239,7 +244,7 @@ def _prefill(
     text = [token for _, tokens in prompts for token in tokens if token > 16]
     for number in range(rounds):
         for worker in workers:
-            if worker.configuration.mode in ("plain", "none"):
+            if worker.configuration.mode in ("plain", "paged", "none"):
                 tokens = [1000 + number, *text[: PREFILL - 1]]
                 found = worker.ask({"tokens": tokens, "max_tokens": 2, "eos": eos})
                 value["prefill"].append(

@@ -47,6 +47,10 @@ def load(drafter: Path, model: Path) -> tuple[EagleConfig, dict[str, Any]]:
     shape = config.decoder
     if shape.qk_norm:
         raise ParameterError(f"{drafter} has norms of query and key heads, which are not exported: {REMEDY}")
+    if config.fc_norm and config.norm_before_fc:
+        raise ParameterError(
+            f"{drafter} has norms of each layer and of all before fc, which are not exported: {REMEDY}"
+        )
     if "embed_tokens.weight" in found.tensors:
         raise ParameterError(f"{drafter} has an embedding of its own, which is not exported: {REMEDY}")
     for size in (shape.hidden, shape.ffn, shape.heads * shape.head_dim):

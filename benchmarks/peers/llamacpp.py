@@ -6,7 +6,8 @@
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
 processor itself is faster. MODE with `--binary` is what its --spec-type takes; draft-eagle3, with a GGUF file of
-eagle_gguf.py, needs our patch of the norms that it does not know. So it is built:
+eagle_gguf.py, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. So it is
+built:
 
     pip download llama-cpp-python==0.3.36 --no-deps --no-binary :all:
     tar xf llama_cpp_python-0.3.36.tar.gz
@@ -75,14 +76,14 @@ def binary(path: str, model: str, mode: str, drafter: str | None) -> Chunks:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
 
     def ask(method: str, where: str, body: str | None = None) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request(method, where, body, {"Content-Type": "application/json"})
         return connection.getresponse()
 
     def ready() -> bool:
         try:
             return ask("GET", "/health").status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     end = time.monotonic() + PATIENCE

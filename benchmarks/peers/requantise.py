@@ -15,6 +15,7 @@ import numpy as np
 @contextmanager
 def writing(target: Path, architecture: str) -> Iterator[Any]:
     """A GGUFWriter, whose keys and tensors become the file ``target`` when the block ends."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     writer = gguf.GGUFWriter(part, architecture)
     try:

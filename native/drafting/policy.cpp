@@ -11,7 +11,6 @@ constexpr double kOften = 8.0, kSeldom = 48.0;       // steps between two of the
 constexpr int kFruitless = 2;                        // drafts one after the other after which none is wider than was measured
 constexpr int kRest = 8;                             // steps that a drafter rests whose asking does not pay
 constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
-constexpr double kReadFor = 64.0;                    // steps in which a network must save what reading takes
 constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
 
 double biased(double chance, double bias) { return chance / (chance + (1.0 - chance) * std::exp(-bias)); }
@@ -130,9 +129,8 @@ void Policy::plan_levels() {
         ++drafters[steps_[i].kind.drafter];
     }
     if (rows.empty()) return;
-    double level = 0.0, reading = 0.0;
+    double level = 0.0;
     bool known = true;
-    for (const size_t i : rows) reading += unread(steps_[i]) * asking_[steps_[i].kind.drafter].reading.median();
     for (const auto& [drafter, count] : drafters) {
         const Ratios& times = asking_[drafter].at(count);
         level += times.low();
@@ -162,8 +160,7 @@ void Policy::plan_levels() {
         else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + l * level))
             none = choice.why;
     }
-    if (best * kReadFor < rate() * reading) levels = 0;
-    const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_, reading);
+    const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
     for (const size_t i : rows) {
         Step& step = steps_[i];
@@ -352,10 +349,9 @@ int Policy::bearable(const std::vector<Free>& free, int nodes, double asking) co
 }
 
 // Whether to spend something where nothing is thought to pay, so that what is known does not grow old.
-// Reading is not in the budget, so its share of the time bounds it.
-bool Policy::may_try(double cost, int64_t last, double reading) const {
+bool Policy::may_try(double cost, int64_t last) const {
     const double gap = std::max(cost / kTries, kOften);
-    return static_cast<double>(step_ - last) >= (budget_ < 0 ? gap : std::min(gap, kSeldom)) + reading / kTries;
+    return static_cast<double>(step_ - last) >= (budget_ < 0 ? gap : std::min(gap, kSeldom));
 }
 
 }  // namespace outpace

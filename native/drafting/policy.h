@@ -88,7 +88,7 @@ private:
         double value = 0.0;            // plain steps that asking saves, lately
         int rests = 0;                 // steps before its drafter is asked again
         bool drawn = false;            // its nodes are sampled, and may not be dropped
-        double read = 0.0;             // positions that its network has read
+        double read = -HUGE_VAL;       // positions that its network has read
     };
     struct Whole {  // drafts that are verified whole, of one drafter and kind of sampling: decayed sums
         double drafts = 0.0, gained = 0.0, nodes = 0.0;
@@ -96,11 +96,10 @@ private:
     struct Asking {  // what a drafter takes, in plain steps
         Ratios each;                  // a row
         std::array<Ratios, 8> level;  // a level, by doublings of the rows
-        Ratios reading;               // a token that it has to read first
         double value = 0.05;          // plain steps that a row's asking saves, lately
         int rows = 0, levels = 0;     // in this step,
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
-        double unread = 0.0;          // tokens that it has to read in this step, where they are more than what a step or two add
+        bool behind = false;          // in this step it has to read more than what a step or two add
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }
@@ -142,8 +141,7 @@ private:
     double least(int nodes) const { return costs_.least(fixed_ + nodes) - costs_.least(fixed_); }
     double asking(bool own = false) const;  // of all rows, or of those whose size was chosen here
     bool fits(int nodes, double asking) const { return 1.0 + costs_.most(fixed_ + nodes) + asking <= longest_; }
-    bool may_try(double cost, int64_t last, double reading = 0.0) const;
-    static double unread(const Step& step);
+    bool may_try(double cost, int64_t last) const;
     Choice choose(const std::vector<Free>& free, double asking, bool hopeful = false) const;
     int bearable(const std::vector<Free>& free, int nodes, double asking) const;
     bool plan_whole(Step& step);

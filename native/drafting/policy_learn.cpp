@@ -94,17 +94,12 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, s
 }
 
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
-double Policy::unread(const Step& step) {
-    const double left = step.row ? step.view.context - step.row->read : 0.0;
-    return left > kUnread ? left : 0.0;
-}
-
 void Policy::read() {
-    for (auto& [drafter, asking] : asking_) asking.unread = 0.0;
+    for (auto& [drafter, asking] : asking_) asking.behind = false;
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
         if (!step.row || step.kind.levels < 0 || !step.nodes || step.levels <= 0) continue;
-        asking_[step.kind.drafter].unread += unread(step);
+        asking_[step.kind.drafter].behind |= step.view.context - step.row->read > kUnread;
         step.row->read = step.view.context;
     }
 }
@@ -125,12 +120,10 @@ void Policy::time_drafting(const Seconds& seconds) {
         }
         const double level = std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels;
         Ratios& times = asking.level[doublings(asking.rows)];
-        if (!asking.unread)
+        if (!asking.behind)
             times.add(level);
         else if (!times.measured())
             times.add(std::min(level, kUnreadLevel));
-        else
-            asking.reading.add(std::max(its - asking.all(asking.rows, asking.levels), 0.0) / asking.unread);
     }
 }
 

@@ -324,23 +324,6 @@ def test_what_a_network_takes_to_read_a_prompt_is_not_what_a_level_takes(reading
     assert tokens > 1.8 * steps
 
 
-def test_a_network_whose_drafts_do_not_pay_hardly_reads() -> None:
-    """Short answers, each after a prompt that the network would have to read first: three plain steps each time."""
-    policy, machine, steps, read = Driven(TWO_CORES), Machine(TWO_CORES), 0, 0
-    for request in range(100):
-        its, known = view(request=request, cost=DraftCost(levels="net", nodes=True)), 0
-        for at in range(300, 340):
-            sizes = policy.plan([its], [8], [at])
-            drafted = min(sizes.levels[0], sizes.nodes[0])
-            behind, known = drafted and at - known > 16, at if drafted else known
-            read, steps = read + behind, steps + 1
-            kept, _ = policy.trim(replace(chains([drafted], [0.3], "net"), levels=np.array([drafted], np.int32)))
-            draft = (0.1 * drafted + 3.0 * behind) * TWO_CORES.width(1)
-            policy.learn(verdicts([0]), draft, machine.body(1, int(kept.widths[0]), 300.0, 0))
-        policy.release(0)
-    assert 3.0 * read < 0.012 * steps
-
-
 @pytest.mark.parametrize(("chance", "said"), [(0.0, 0.9), (0.0, 0.3), (0.2, 0.6), (0.8, 0.8)])
 @pytest.mark.parametrize("lookups", [0.0, 0.8])
 def test_a_network_does_not_cost_the_lookups_beside_it(chance: float, said: float, lookups: float) -> None:
