@@ -25,6 +25,7 @@ from outpace.models.weights.facts import read_config
 from outpace.training.data import Answers
 
 LIMIT = 16 * 1000 * 1000  # bytes of the folder
+LICENCE = "Its licence is this repository's."
 _CURVE = ("curve.json", "curve.png")
 
 
@@ -34,20 +35,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--evaluation", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="what it was trained on, for its size")
     parser.add_argument("--bench", type=Path, action="append", default=[], help="repeatable")
+    parser.add_argument("--licence", default=LICENCE, help="a sentence for its card; targets may ask for their own")
     parser.add_argument("--default", action="store_true", help="auto uses it beside its target")
     parser.add_argument("--package", action="store_true", help="it is the one that comes with Outpace, too")
 
 
 def run(given: argparse.Namespace) -> int:
-    ship(given.run, given.out, given.evaluation, given.data, given.bench, default=given.default)
+    ship(given.run, given.out, given.evaluation, given.data, given.bench, default=given.default, licence=given.licence)
     if given.package:
         package(given.out, folder())
     return 0
 
 
 def ship(
-    run: Path, out: Path, evaluation: Path, data: Path | None = None, benches: Sequence[Path] = (), *, default: bool
-) -> None:
+    run: Path, out: Path, evaluation: Path, data: Path | None = None, benches: Sequence[Path] = (), *, default: bool,
+    licence: str = LICENCE,
+) -> None:  # fmt: skip
     """Raises OutpaceError or OSError; then ``out`` is as it was, or incomplete and refused when it is read."""
     checkpoint, measured = read(run), _json(evaluation)
     if measured.get("drafter") != checksum(run / WEIGHTS):
@@ -63,7 +66,7 @@ def ship(
     if (size := sum(map(len, files.values()))) > LIMIT:
         raise ParameterError(f"{run} takes {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: store it as bfloat16")
     curve = json.loads(files["curve.json"])
-    card = _card(config["outpace"], curve[-1], measured, answers, [_json(path) for path in benches])
+    card = _card(config["outpace"], curve[-1], measured, answers, [_json(path) for path in benches], licence)
     out.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_bytes(out / name, content)
@@ -83,7 +86,7 @@ def package(out: Path, folder: Path) -> None:
 
 def _card(
     own: Mapping[str, Any], last: Mapping[str, Any], measured: Mapping[str, Any], answers: str,
-    benches: Sequence[Mapping[str, Any]],
+    benches: Sequence[Mapping[str, Any]], licence: str,
 ) -> str:  # fmt: skip
     """The model card. ``own``: the object ``outpace`` of config.json; ``last``: the curve's last row."""
     target, recipe, figures = own["target"], own["recipe"], measured["figures"]
@@ -95,7 +98,7 @@ def _card(
         f"- Target: {target['name']}, {target['dtype']}, fingerprint `{target['fingerprint']}`.\n"
         f"- `--drafter auto` {'uses it' if own['default'] else 'does not use it: name it'}.\n"
         f"- Weights: bfloat16, checksum `{own['weights']}`; the embedding and the rows of the head are the target's.\n"
-        "- It was trained on the target's own answers. Its licence is this repository's.",
+        f"- It was trained on the target's own answers. {licence}",
         "## Recipe",
         f"{last['step']} steps over {last['tokens']:,} tokens in {last['seconds'] / 3600:.1f} hours; "
         f"data `{recipe['data']}`{answers}.\nSimulated on held-out answers at its end: "

@@ -6,8 +6,8 @@
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
 processor itself is faster. MODE with `--binary` is what its --spec-type takes; draft-eagle3, with a GGUF file of
-eagle_gguf.py, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. So it is
-built:
+eagle_gguf.py, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. It is
+built so:
 
     pip download llama-cpp-python==0.3.36 --no-deps --no-binary :all:
     tar xf llama_cpp_python-0.3.36.tar.gz
