@@ -75,9 +75,9 @@ class Configuration:
 
 
 class Worker:
-    """A configuration's process, stopped unless it is asked something."""
+    """A configuration's process, stopped unless it is asked something. It is asked ``first`` untimed: first touches."""
 
-    def __init__(self, configuration: Configuration, model: Path, log: Path) -> None:
+    def __init__(self, configuration: Configuration, model: Path, log: Path, first: dict[str, Any]) -> None:
         self.configuration = configuration
         self._log = log.open("ab")
         self._process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Worker:
         )  # fmt: skip
         try:
             self._answer()
-            self._signal(signal.SIGSTOP)
+            self.ask(first)
         except BaseException:
             self.close()
             raise
@@ -200,6 +200,7 @@ def run(given: argparse.Namespace) -> int:
     with Engine.load(str(model), threads=1) as engine:
         eos = engine.model.info.eos_ids[0]
         prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
+    first = {"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos}
     workers: list[Worker] = []
     value: dict[str, Any] = {
         "model": model.name, "machine": machine.cpu(), "max_tokens": given.max_tokens, "threads": 2,
@@ -208,12 +209,9 @@ def run(given: argparse.Namespace) -> int:
     try:
         for configuration in configurations(given):
             try:
-                worker = Worker(configuration, model, Path("peers.log"))
+                workers.append(Worker(configuration, model, Path("peers.log"), first))
             except (OutpaceError, OSError) as error:
                 value["failed"][configuration.name] = str(error)
-                continue
-            workers.append(worker)
-            worker.ask({"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos})  # first touches
         with Measuring() as measuring, progress("prompts", len(prompts) + given.prefill_rounds) as advance:
             for row, tokens in prompts:
                 for worker in workers:
