@@ -212,6 +212,8 @@ def run(given: argparse.Namespace) -> int:
                 workers.append(Worker(configuration, model, Path("peers.log"), first))
             except (OutpaceError, OSError) as error:
                 value["failed"][configuration.name] = str(error)
+        if not workers:
+            raise ParameterError("; ".join(f"{name}: {why}" for name, why in value["failed"].items()) or "no engine")
         with Measuring() as measuring, progress("prompts", len(prompts) + given.prefill_rounds) as advance:
             for row, tokens in prompts:
                 for worker in workers:
