@@ -17,7 +17,6 @@ from outpace.common.arrays import F64
 from outpace.control.adaptive import AUTO_SIZE, Adaptive, Decision
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, RowView
-from outpace.engine.complete import DONE
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -25,7 +24,6 @@ from outpace.models.native.output import describe
 from outpace.params import SamplingParams
 
 MOST = AUTO_SIZE
-PROPOSE = 1  # of ``complete.STAGES``
 CPU = Cost((1, 2, 4, 8, 16, 32), (1.0, 1.05, 1.15, 1.5, 2.5, 4.9), 0.02, 2e-5, 3e-5)
 FREE = Cost((1, 64), (1.0, 1.0 + 1e-6))
 DEAR = Cost((1, 64), (1.0, 64.0))  # verifying a node costs a step
@@ -171,17 +169,17 @@ class Sizes(NamedTuple):
 
 
 class Driven(Adaptive):
-    """The policy in an ``_native.Step`` whose drafters and model are simulated: ``plan`` before drafting, ``trim``
+    """The policy in an ``_native.Rows`` whose drafters and model are simulated: ``plan`` before drafting, ``trim``
     after, ``learn`` after the verdicts, once a step in this order. A step that fails in between is planned again."""
 
     def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:
         super().__init__(cost, stretch=stretch, explain=explain)
-        self._step = _native.Step(AUTO_SIZE + 1, 1, [], "target")
-        self._rows: dict[int, tuple[RowView, _native.StepRow]] = {}
+        self._step = _native.Rows(AUTO_SIZE + 1, [], "target")
+        self._rows: dict[int, tuple[RowView, _native.Row]] = {}
         self._tokens = np.zeros(100_001, np.int32)
-        self._stage = 0
+        self._left: list[int] = []  # rows that were to draft
 
-    def _row(self, v: RowView) -> _native.StepRow:
+    def _row(self, v: RowView) -> _native.Row:
         known = self._rows.get(v.row)
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
@@ -198,23 +196,21 @@ class Driven(Adaptive):
             for v, n, context in zip(rows, most, contexts, strict=True)
         ]
         chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
-        self._stage = self._step.begin(None, self.native, given, chunks)
+        self._step.begin(self.native, given, chunks)
+        self._left, _ = self._step.propose()
         nodes, levels, _ = self._step.sizes
         return Sizes(nodes, levels)
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""
-        if self._stage == PROPOSE:
+        if self._left:
             self._step.put(list(range(len(drafts.widths))), drafts)
-            self._step.run()
+        self._step.trim()
         return Drafts(*self._step.drafts(True)), [Decision(*fields) for fields in self._step.decisions() or ()]
 
     def learn(self, verdicts: Verdicts, draft: float, body: float) -> None:
         """``draft``, ``body``: seconds of drafting and of all else."""
-        self._step.run()
-        self._step.found(verdicts)
-        while self._step.run() != DONE:
-            pass
+        self._step.decide_all(verdicts)
         self._step.learn(draft, body)
 
 

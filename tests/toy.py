@@ -13,7 +13,7 @@ import numpy as np
 
 from outpace.common.arrays import F32, I32
 from outpace.errors import MemoryLimitError
-from outpace.models.base import Batch, HostHiddenStates, HostOutput, ModelInfo
+from outpace.models.base import Batch, HostHiddenStates, HostOutput, KVCache, Model, ModelInfo
 
 BYTES = 8  # what a position takes
 
@@ -27,6 +27,8 @@ class ToyKV:
 
     Blocks of four positions, shared by reference and copied on write: what the protocol asks for, in plain Python.
     """
+
+    settle = KVCache.settle
 
     block = 4
 
@@ -169,6 +171,8 @@ class BrokenOutput(ToyOutput):
 
 class ToyModel:
     """Logits float32 [V], a pure function of the prefix. ``blur`` mixes in other logits: an imperfect draft model."""
+
+    native, run = None, Model.run
 
     def __init__(
         self,

@@ -73,6 +73,6 @@ void bind_output(nb::module_& m);                             // output.cpp
 void bind_parallel(nb::module_& m);                           // parallel.cpp
 void bind_policy(nb::module_& m);                             // policy.cpp
 void bind_runtime(nb::module_& m, nb::class_<Model>& model);  // runtime.cpp
-void bind_step(nb::module_& m);                               // step.cpp
+void bind_step_rows(nb::module_& m);                          // rows.cpp
 
 }  // namespace outpace

@@ -173,7 +173,7 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 21;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = 22;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
     m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
@@ -241,7 +241,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
         .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
         .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });
-    bind_step(m);
+    bind_step_rows(m);
     bind_eagle(m);
     bind_parallel(m);
 }

@@ -439,19 +439,19 @@ class SuffixRows(NativeDrafter):
     def release(self, row: int) -> int: ...
     def rows(self) -> dict[int, tuple[int, int]]: ...
 
-class StepRow:
-    """What stays as it is of a sequence while it has its row: what ``Step.row`` gives."""
+class Row:
+    """A sequence while it has its row: what ``Rows.row`` gives."""
 
 _Drafts = tuple[_I32, _I32, _I32 | None, None, _F32 | None, _U8 | None, tuple[str, ...], _I32 | None]
 _Verdicts = tuple[_I32, _I32, _I32]
-_Row = tuple[list[int], list[int], list[str], list[str], int, int, float | None]
+_Outcome = tuple[list[int], list[int], list[str], list[str], int, int, float | None]
 
-class Step:
-    """A step's drafts, verdicts and stages; see native/step/step.h and engine/step.py. ``target``: the source of
-    tokens that no draft had; ``hidden_layers``: layers whose outputs drafters read. What does not fit raises
+class Rows:
+    """The rows of a step, with their drafts and verdicts; see native/step/rows.h and engine/step.py. ``target``: the
+    source of tokens that no draft had; ``hidden_layers``: layers whose outputs drafters read. What does not fit raises
     ValueError."""
 
-    def __init__(self, vocab: int, layers: int, hidden_layers: list[int], target: str) -> None: ...
+    def __init__(self, vocab: int, hidden_layers: list[int], target: str) -> None: ...
     def row(
         self,
         row: int,
@@ -471,47 +471,62 @@ class Step:
         levels: str | None,
         nodes: bool,
         trims: bool,
-    ) -> StepRow:
+    ) -> Row:
         """``native``: the row's native drafter, which drafts for it where ``natively``; ``drafts``: whether any does.
         ``reads``: it reads hidden states; ``ruled``: rules may edit a draft; ``watched``: the caller looks at the row's
         logits; ``levels``, ``nodes``, ``trims``: see DraftCost."""
 
     def begin(
         self,
-        model: Model | None,
         policy: Policy | None,
         rows: list[tuple[Any, ...]],
-        chunks: list[tuple[StepRow, _I32, int, int, bool]],
-    ) -> int:
-        """A new step: ``run``, with rows (row, its tokens, how many are committed, most nodes) and, for one with rules,
-        those that are known here (None: not all that must be) and whether others can test a token; chunks (row, its
-        tokens, where it begins, how many, whether logits are wanted). Raises MemoryLimit, and what a forward raises."""
-
-    def run(self) -> int:
-        """Go on to the next stage that leaves something to the caller; its number, or that of the end."""
+        chunks: list[tuple[Row, _I32, int, int, bool]],
+    ) -> None:
+        """A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that
+        are known here (None: not all that must be) and whether others can test a token; chunks (row, its tokens, where
+        it begins, how many, whether logits are wanted)."""
 
     def end(self) -> None:
         """Keep nothing of the step."""
 
-    @property
-    def calls(self) -> tuple[int, int, int]:
-        """So far: of drafters, of the model, and for all rows' verdicts."""
+    def propose(self) -> tuple[list[int], list[tuple[list[int], str]]]:
+        """Native drafters draft. Rows whose drafter is Python's; rows of native drafters that failed, and why."""
 
     @property
-    def open(self) -> list[int]:
-        """Rows that the stage leaves to the caller."""
+    def ruled(self) -> list[int]:
+        """Rows with rules that may edit their draft."""
+
+    def trim(self) -> None:
+        """The policy drops nodes that do not pay."""
+
+    def pack(self) -> None:
+        """Make ``batch``, ``starts`` and ``hidden_rows``."""
+
+    def forward(self, model: Model) -> Result:
+        """``pack``, and the model's forward. Raises MemoryLimit, and what a forward raises."""
+
+    def verify(self, result: Result) -> None:
+        """Decide rows, as far as that is possible here; their drafters get the likeliest tokens."""
 
     @property
-    def failed(self) -> list[tuple[list[int], str]]:
-        """Native drafters that failed in this step: their rows, and why."""
+    def undecided(self) -> list[int]:
+        """Rows that Python has to look at: not decided, or with rules that can test a token."""
+
+    def settle(self, model: Model) -> list[tuple[int, str]]:
+        """The rows' KV becomes what their verdicts say. Rows where that failed, and why."""
 
     @property
-    def lost(self) -> list[tuple[int, str]]:
-        """Rows whose KV could not be settled, and why."""
+    def paths(self) -> list[tuple[int, int, int, _I32, bool, bool]]:
+        """Of rows with drafts: number in the step and in the cache, where its slots begin, slots of the path, whether
+        those are the first, and whether others follow."""
 
     @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Nodes to ask for and drafting forwards to allow, by row."""
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers whose outputs drafters read."""
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int], list[float]]:
+        """Nodes to ask for, levels to draft and floors, by row."""
 
     def put(self, where: list[int], drafts: Any) -> None:
         """``Drafts`` of rows ``where``."""
@@ -525,8 +540,8 @@ class Step:
     def keep(self, row: int, nodes: list[int]) -> None:
         """Nodes, ascending, that stay, with their parents."""
 
-    def draft(self, row: int) -> tuple[_I32, _I32 | None]:
-        """Tokens and parents (None: a chain) of a row's draft as it stands."""
+    def draft(self, row: int) -> tuple[list[int], list[int], list[float], list[int]]:
+        """The fields of ``Draft``, of a row's draft as it stands."""
 
     def drafts(self, kept: bool) -> _Drafts: ...
     @property
@@ -537,12 +552,8 @@ class Step:
     def starts(self) -> _I32: ...
     @property
     def hidden_rows(self) -> list[int]: ...
-    @property
-    def result(self) -> Result:
-        """The forward's. Raises ValueError where the caller's model computed."""
-
-    def found(self, verdicts: Any) -> None:
-        """``Verdicts`` of all rows (accepted below 0: undecided) by the caller's model; None: it has none."""
+    def decide_all(self, verdicts: Any) -> None:
+        """``Verdicts`` of all rows (accepted below 0: undecided), by a model in Python."""
 
     def decide(self, row: int, tokens: list[int], path: list[int]) -> None: ...
     def verdict(self, row: int) -> tuple[list[int], list[int]]:
@@ -552,11 +563,11 @@ class Step:
     def decisions(self) -> list[Any] | None:
         """The native policy's; None: it was not asked."""
 
-    def outcome(self) -> tuple[list[_Row], int, float, float, float]:
-        """By row: tokens gained, path, the tokens' sources, those of all nodes, levels of the draft, nodes verified,
-        the speed that the policy expected; then threads, seconds of drafting, forward and verdicts."""
+    def outcome(self) -> list[_Outcome]:
+        """By row: tokens gained, path, the tokens' sources, those of all nodes, depth of the draft, nodes verified, the
+        speed that the policy expected."""
 
-    def observe(self, rows: list[tuple[int, int]]) -> None:
+    def observe(self, gains: list[tuple[int, int]]) -> None:
         """Native drafters hear what became final: (row of the step, how many tokens). Raises what a network's forward
         raises."""
 

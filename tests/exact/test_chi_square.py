@@ -20,7 +20,7 @@ from outpace.engine.results import Result
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.noise import Stream
 from outpace.exact.verify import Chance, Distribution
-from outpace.models.base import Batch, HostOutput, ModelInfo
+from outpace.models.base import Batch, HostOutput, Model, ModelInfo
 from tests.toy import ToyKV
 
 VOCAB, CONTEXTS, SIZE = 49_152, 2, 2
@@ -42,6 +42,8 @@ DRAFTER = 0.7 * TARGET + 0.3 * np.stack([zipf(c, 2) for c in range(CONTEXTS)])
 
 class Contextual:
     """A model whose logits depend on the last token's context alone."""
+
+    native, run = None, Model.run
 
     def __init__(self) -> None:
         self.kv = ToyKV()

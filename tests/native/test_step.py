@@ -1,9 +1,10 @@
-"""The native model's stages against those that are completed in Python: decision for decision, record for record."""
+"""Steps of the native model against those of a backend in Python: decision for decision, record for record."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -29,15 +30,17 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.recycling import RecyclingDrafter
 from outpace.drafters.lookup.retrieval import RetrievalDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
-from outpace.engine import complete
+from outpace.engine import step
 from outpace.engine.clock import Clock
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.base import Batch
+from outpace.models.base import Batch, KVCache, Model, Output
+from outpace.models.native.kv import NativeKV
 from outpace.models.native.model import NativeModel, load_native
+from outpace.models.native.output import NativeOutput
 from tests.eagles import table
 
 VOCAB = 100
@@ -47,10 +50,35 @@ TIMES = ("seconds", "queue_seconds", "prefill_seconds", "time_to_first_token", "
 Asked = tuple[I32, SamplingParams, dict[str, Any]]
 
 
-class Watched(NativeModel):
-    """The same model as a backend in Python: the engine packs for it, and asks its outputs and its cache."""
+class WatchedOutput(NativeOutput):
+    decide = Output.decide  # type: ignore[assignment]
 
-    stages = None
+
+class WatchedKV(NativeKV):
+    settle = KVCache.settle
+
+
+class Watched(NativeModel):
+    """The same model as a backend in Python: batches are arrays, and its outputs and its cache are asked row by row."""
+
+    native = None
+    run = Model.run  # type: ignore[assignment]
+
+    def forward(self, batch: Batch) -> NativeOutput:
+        output = super().forward(batch)
+        output.__class__ = WatchedOutput
+        return output
+
+
+class Counted:
+    """An ``_native.Rows`` that counts what is called."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.calls = rows, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.rows, name)
 
 
 class Scripted(Clock):
@@ -109,8 +137,12 @@ PARAMS = (
 def loaded(tiny: Tiny, native: bool, **options: Any) -> NativeModel:
     model = tiny.load("Q8_0", threads=2, max_length=256, **options)
     if not native:
-        model.__class__ = Watched
+        watch(model)
     return model
+
+
+def watch(model: NativeModel) -> None:
+    model.__class__, model.kv.__class__ = Watched, WatchedKV
 
 
 def nodes(drafts: Drafts) -> list[Any]:
@@ -136,6 +168,7 @@ def told(result: Result) -> Result:
 
 def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -> EagleDrafter:
     """Guesses what the model greedily says after a token, whatever is before it; the reference's rows are Python's."""
+    model.__class__ = NativeModel
     tokens = np.arange(VOCAB, dtype=np.int32)
     rows = [model.kv.alloc() for _ in tokens]
     batch = Batch.pack(rows, [tokens[t : t + 1] for t in tokens], [0] * VOCAB, [True] * VOCAB)
@@ -146,6 +179,7 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
     limit = None if blocks is None else blocks * NativeEagle(model, its, dtype="float32").growth(0, 1)
     head = NativeEagle(model, its, dtype="float32", limit=limit)
     if not native:
+        watch(model)
         head.native_rows = lambda *_: None  # type: ignore[method-assign]
     return EagleDrafter(head, its.config.hidden_layers, "eagle", VOCAB, branch=branch)
 
@@ -155,6 +189,9 @@ def run(
 ) -> tuple[list[Result], list[tuple[Any, ...]], int]:
     """All requests together, the invariants checked after every step; results, records, forwards in C++."""
     watched = options.pop("watched", True)
+    runs = model.run
+    served: list[object] = []
+    model.run = lambda rows: served.append(rows) or runs(rows)  # type: ignore[method-assign, func-returns-value]
     records: list[tuple[Any, ...]] = []
     outpace.engine.step.Clock.made = count()  # type: ignore[attr-defined]
     with Engine(model, drafter=drafter, cost=COST, max_rows=4, **options) as engine:
@@ -168,8 +205,7 @@ def run(
                 if delta.result is not None:
                     results[delta.request, delta.sample] = told(delta.result)
             engine.check()
-        served = engine._core.native.calls[1]
-    return [results[key] for key in sorted(results)], records, served
+    return [results[key] for key in sorted(results)], records, 0 if isinstance(model, Watched) else len(served)
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +301,7 @@ def test_what_is_too_near_to_call_is_called_by_the_reference(tiny: Tiny, tmp_pat
     for native in (True, False):
         model = load_native(path, threads=1)
         if not native:
-            model.__class__ = Watched
+            watch(model)
         prompt = np.arange(20, dtype=np.int32)
         params = [
             SamplingParams(temperature=1.0, top_p=0.5, max_tokens=8, seed=1),
@@ -320,7 +356,6 @@ def test_what_a_forward_raises_changes_nothing(tiny: Tiny) -> None:
             tokens = next((d.result.token_ids for d in engine.step() if d.result is not None), None)
             engine.check()
         assert tokens == expected
-        assert engine._core.native.calls[1] > 10
 
 
 def test_a_closed_model_takes_no_step(tiny: Tiny) -> None:
@@ -370,30 +405,22 @@ def test_log_probabilities_are_of_the_tokens_beside_them(tiny: Tiny, native: boo
 def test_python_touches_only_the_rows_that_need_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rows, of which one has a grammar, one wants log-probabilities and one is ``rejection``: in a step they make
     one native draft call, one forward and one native verification, and Python completes three rows."""
-    model = loaded(tiny, True)
-    touched: list[set[int]] = []
-    for number, (stage, phase) in complete.STAGES.items():
-        if stage in (complete.rules, complete.verify):
-
-            def watched(step: Any, stage: Any = stage) -> None:
-                touched[-1].update(step.native.open)
-                stage(step)
-
-            monkeypatch.setitem(complete.STAGES, number, (watched, phase))
-    with Engine(model, drafter=NgramDrafter(), size=4, max_rows=8) as engine:
+    touched: set[int] = set()
+    draft = step.draft
+    monkeypatch.setattr(step, "draft", lambda now, i: touched.add(i) or draft(now, i))
+    with Engine(loaded(tiny, True), drafter=NgramDrafter(), size=4, max_rows=8) as engine:
         for i in range(8):
             params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, top_logprobs=2 if i == 3 else 0)
             acceptance = "rejection" if i == 6 else "coupled"
             rules = [Grammar(VOCAB, 0.9)] if i == 1 else []
             engine.add(list(range(9)) * 3, params.with_(rules=rules), acceptance=acceptance, reuse_prefix=False)
         while not all(s.decoding for s in engine._core.scheduler.running) or not engine._core.scheduler.running:
-            touched.append(set())
             engine.step()
-        touched.clear()
+        rows = engine._core.rows = Counted(engine._core.rows)
         for _ in range(3):
-            before = engine._core.native.calls
-            touched.append(set())
+            touched.clear()
+            rows.calls.clear()
             engine.step()
             engine.check()
-            assert [after - was for after, was in zip(engine._core.native.calls, before, strict=True)] == [1, 1, 1]
-        assert touched == [{1, 6}] * 3
+            assert [rows.calls[name] for name in ("begin", "propose", "forward", "verify", "settle")] == [1] * 5
+            assert touched == {1, 6}

@@ -1,4 +1,4 @@
-"""The stages of ``_native.Step`` that need no model: drafts are put and checked, and the batch is packed."""
+"""What ``_native.Rows`` does without a model: drafts are put and checked, and the batch is packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from outpace import _native
 from outpace.common.arrays import I32
-from outpace.engine.complete import DONE, STAGES, forward, propose, settle, verify
 from outpace.exact.drafts import Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -21,8 +20,6 @@ from outpace.params import SamplingParams
 from tests.oracles.packing import draft_fault, pack_step
 
 VOCAB = 9
-NUMBERS = {stage: number for number, (stage, _) in STAGES.items()}
-PROPOSE, FORWARD, VERIFY, SETTLE = (NUMBERS[stage] for stage in (propose, forward, verify, settle))
 
 
 def ints(values: Any) -> I32:
@@ -32,8 +29,8 @@ def ints(values: Any) -> I32:
 def stepped(
     committed: list[list[int]], most: list[int], chunks: Sequence[tuple[list[int], int, int, bool]] = ()
 ) -> Any:
-    """A step of rows whose drafter is in Python, at the stage that waits for it; row i is 10 + i in the cache."""
-    step = _native.Step(VOCAB, 2, [], "target")
+    """A step of rows whose drafter is in Python, where it is to draft; row i is 10 + i in the cache."""
+    step = _native.Rows(VOCAB, [], "target")
     chooser = describe(Chooser(SamplingParams(), Noise(0), 0), [])
 
     def row(number: int) -> Any:
@@ -47,9 +44,8 @@ def stepped(
         for i, (tokens, n) in enumerate(zip(committed, most, strict=True))
     ]
     given = [(row(len(rows) + j), np.array(tokens, np.int32), *rest) for j, (tokens, *rest) in enumerate(chunks)]
-    stage = step.begin(None, None, rows, given)
-    assert stage == (PROPOSE if any(most) else FORWARD)
-    assert step.open == [i for i, n in enumerate(most) if n]
+    step.begin(None, rows, given)
+    assert step.propose() == ([i for i, n in enumerate(most) if n], [])
     return step
 
 
@@ -94,7 +90,8 @@ def test_a_step_is_packed_as_its_oracle_packs_it(data: st.DataObject) -> None:
     step = stepped(committed, [5] * len(committed), chunks)
     if committed:
         step.put(list(range(len(committed))), found)
-        assert step.run() == FORWARD
+    step.trim()
+    step.pack()
     expected = pack_step(
         list(range(10, 10 + len(committed) + len(chunks))),
         [*(len(tokens) - 1 for tokens in committed), *(first for _, first, _, _ in chunks)],
@@ -118,17 +115,15 @@ def test_verdicts_of_a_model_in_python() -> None:
             np.array([[-1, -1, 1], [-1, 0, -1]], np.int32),
         ),
     )
-    assert step.run() == FORWARD
-    assert step.run() == VERIFY
-    assert step.open == []
-    step.found(
+    step.trim()
+    step.decide_all(
         Verdicts(
             np.array([[6, 7, 1], [0, 0, 0], [8, 0, 0]], np.int32),
             np.array([2, -1, 0], np.int32),
             np.array([[1, 2], [0, 0], [0, 0]], np.int32),
         )
     )
-    assert step.open == [1]
+    assert step.undecided == [1]
     assert step.verdict(0) == ([6, 7, 1], [1, 2])
     assert step.verdict(1) == ([], [])
     with pytest.raises(ValueError, match="leaves the draft"):
@@ -136,9 +131,11 @@ def test_verdicts_of_a_model_in_python() -> None:
     with pytest.raises(ValueError, match="one token more"):
         step.decide(1, [5, 6], [0, 1])
     step.decide(1, [5, 6, 1], [0, 1])
-    assert step.run() == SETTLE
-    assert step.run() == DONE
-    rows, *_ = step.outcome()
+    assert step.undecided == []
+    assert [(i, row, at, slots.tolist(), *rest) for i, row, at, slots, *rest in step.paths] == [
+        (0, 10, 1, [0, 2, 3], False, True), (1, 11, 0, [0, 1, 2], True, False)
+    ]  # fmt: skip
+    rows = step.outcome()
     assert [row[:3] for row in rows] == [
         ([6, 7, 1], [1, 2], ["draft", "draft", "target"]),
         ([5, 6, 1], [0, 1], ["draft", "draft", "target"]),

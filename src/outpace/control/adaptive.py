@@ -70,7 +70,7 @@ class Adaptive:
 
     @property
     def native(self) -> Any:
-        """For ``_native.Step.begin``."""
+        """For ``_native.Rows.begin``."""
         return self._native
 
     @property

@@ -18,15 +18,6 @@ class Clock:
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
-    def spent(self, draft: float, target: float, verify: float) -> None:
-        """Of the time since the last call, so much belongs to these phases; the rest to the one that runs."""
-        now, seconds = time.perf_counter(), self._seconds
-        seconds[self._phase] += now - self._since - draft - target - verify
-        seconds["draft"] += draft
-        seconds["target"] += target
-        seconds["verify"] += verify
-        self._since = now
-
     def so_far(self) -> dict[str, float]:
         """Seconds by phase until now."""
         self.start(self._phase)

@@ -29,8 +29,8 @@ class Core:
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
         self.steps = itertools.count()
-        info = model.info
-        self.native = _fast.native.Step(info.vocab_size, info.layers, list(drafting.needs.hidden_layers), TARGET)
+        hidden_layers = list(drafting.needs.hidden_layers)
+        self.rows = _fast.native.Rows(model.info.vocab_size, hidden_layers, TARGET)  # of the present step
         self.starved = 0  # forwards in a row that found no memory
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:

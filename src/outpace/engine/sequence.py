@@ -70,8 +70,8 @@ class Sequence:
         self._text = TextState()
         self._shown: list[str] = []
         self.row = -1  # -1: it waits
-        self.native: Any = None  # itself in its row, as steps take it (``complete.admit``)
-        self.listens = False  # its drafter observes in C++ what becomes final (``complete.admit``)
+        self.native: Any = None  # itself in its row, as steps take it (``step.native_row``)
+        self.listens = False  # its drafter observes in C++ what becomes final (``step.native_row``)
         self.ruled = bool(chooser.rules)
         self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None

@@ -1,8 +1,9 @@
 """One step of speculative decoding (Leviathan et al., arXiv 2211.17192): draft, one target forward, verify, commit.
 
-This is the only driver of a step. ``_native.Step`` (native/step/step.h) runs the stages, each for all rows at once, and
-stops where a row needs Python; ``complete`` does what is left there, for those rows alone. Until all of a step is
-computed nothing committed has changed, so a fault leaves every request as it was.
+``advance`` is the only driver of a step. ``core.rows``, an ``_native.Rows`` (native/step/rows.h), holds the drafts and
+verdicts of all rows; each call into it does one part of a step in bulk, and what needs Python is done between two calls
+for the rows that need it: drafters and rules that are written in Python, ``rejection`` and ``typical``. Until all of a
+step is computed nothing committed has changed, so a fault leaves every request as it was.
 
 Between two forwards everything is cold: the weights have swept the caches. What runs here for every row therefore
 touches little.
@@ -10,31 +11,66 @@ touches little.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from outpace import _fast
+from outpace.common.arrays import F64, I32
 from outpace.control.adaptive import Decision
-from outpace.engine import complete
+from outpace.drafters.base import Event
+from outpace.drafters.learned.picks import level_by_level
 from outpace.engine.clock import Clock
-from outpace.engine.complete import Step
 from outpace.engine.core import Core
 from outpace.engine.request import ChunkRecord, StepRecord
+from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.statistics import Counted
 from outpace.engine.text import TextError
+from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, ParameterError, RuleError
-from outpace.exact.drafts import Verdicts
-from outpace.models.base import HiddenStates
+from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.rules import forced, pruned
+from outpace.exact.sampling import TokenLogprob
+from outpace.models.base import HiddenStates, Output
+from outpace.models.native.output import describe, known_edits
+
+GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
 
 
-class Row(NamedTuple):
+@dataclass(slots=True)
+class Step:
+    """A step of B decoding rows and C chunks of prompts, and what Python computed of it, by row of the batch.
+
+    ``proposals``: what a drafter that reads choices proposed; ``q`` [k, V]: what each node was drawn from; ``dead``:
+    why its rules left no token after what was accepted; ``choices`` int32 [k + 1]: the target's choice after every
+    node; ``logprobs``: of all tokens of its verdict, or of the prompt's that follow those of a chunk; ``lost``: why its
+    KV is in doubt.
+    """
+
+    core: Core
+    plan: Plan
+    output: Output | None = None
+    proposals: dict[int, Draft] = field(default_factory=dict)
+    q: dict[int, F64] = field(default_factory=dict)
+    dead: dict[int, Exception] = field(default_factory=dict)
+    choices: dict[int, I32] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
     """What a decoding row gained: the tokens of its verdict, the path of nodes, and what stands behind them."""
 
     tokens: list[int]
     path: list[int]
     sources: list[str]  # of the tokens
     named: list[str]  # sources of all nodes
-    levels: int  # of the draft
+    depth: int  # of the draft
     size: int  # nodes that were verified, by the policy's decision
     expected: float | None  # the speed that it expected of them
 
@@ -50,14 +86,24 @@ def advance(core: Core) -> None:
         core.leave(sequence)
     if not len(plan):
         return
-    step = Step(plan, core.model, core.drafting, core.native, getattr(core.model, "stages", None))
+    step = Step(core, plan)
     try:
-        compute(step, clock)
-        rows, threads, *seconds = step.native.outcome()
-        clock.spent(*seconds)
-        ends = [ending(step, i, s, rows[i][0]) for i, s in enumerate(plan.decoding)]
-        hidden_states = complete.hidden_states(step, ends) if core.drafting.needs.hidden_layers else {}
-        apply(core, step, [Row(*row) for row in rows], ends, threads)
+        begin(step)
+        clock.start("draft")
+        propose(step)
+        apply_rules(step)
+        core.rows.trim()
+        clock.start("target")
+        step.output = core.model.run(core.rows)
+        clock.start("verify")
+        verify(step)
+        step.lost.update(core.model.kv.settle(core.rows))
+        score(step)
+        clock.start("other")
+        outcomes = [Outcome(*row) for row in core.rows.outcome()]
+        ends = [ending(step, i, s, outcomes[i].tokens) for i, s in enumerate(plan.decoding)]
+        states = hidden_states(step, ends) if core.drafting.needs.hidden_layers else {}
+        commit(step, outcomes, ends)
     except (MemoryLimitError, MemoryError, _fast.native.MemoryLimit) as error:
         core.scheduler.roll_back()
         core.give_way(str(error) or "the machine is out of memory")
@@ -68,39 +114,221 @@ def advance(core: Core) -> None:
     else:
         core.starved = 0
         try:
-            tell(core, step, ends, hidden_states, clock)
+            tell(step, ends, states, clock)
         except BaseException:
             core.sweep()
             raise
     finally:
-        step.native.end()
+        core.rows.end()
 
 
-def compute(step: Step, clock: Clock) -> None:
-    """Everything that the step will change, before anything is changed."""
-    native, plan = step.native, step.plan
-    rows: list[tuple[Any, ...]] = []
-    for s in plan.decoding:
-        most = 0 if s.paused else min(s.size, s.request.limit - s.length - 1)
-        row = (s.native or complete.admit(step, s), s.buffer, s.length, most)
-        rows.append((*row, *complete.known_rules(s)) if s.ruled else row)
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def begin(step: Step) -> None:
+    """All rows and chunks, with how many nodes the policy lets each row draft."""
+    core, rows = step.core, []
+    for s in step.plan.decoding:
+        most = 0 if s.paused else min(s.size, s.room - 1)
+        row = (s.native or native_row(core, s), s.buffer, s.length, most)
+        rows.append((*row, *known_rules(s)) if s.ruled else row)
     chunks = [
-        (c.sequence.native or complete.admit(step, c.sequence), c.sequence.tokens, c.start, c.count, c.wanted)
-        for c in plan.chunks
+        (c.sequence.native or native_row(core, c.sequence), c.sequence.tokens, c.start, c.count, c.wanted)
+        for c in step.plan.chunks
     ]
-    policy = step.drafting.policy
-    stage = native.begin(step.stages, None if policy is None else policy.native, rows, chunks)
-    while stage < complete.DONE:
-        completed, phase = complete.STAGES[stage]
-        clock.start(phase)
-        completed(step)
-        clock.start("other")
-        stage = native.run()
-    step.lost.update(native.lost)
-    if any(s.request.params.wants_logprobs for s in plan.decoding) or any(c.wanted for c in plan.chunks):
-        clock.start("verify")
-        complete.logprobs(step)
-        clock.start("other")
+    policy = core.drafting.policy
+    core.rows.begin(None if policy is None else policy.native, rows, chunks)
+
+
+def native_row(core: Core, sequence: Sequence) -> Any:
+    """What stays as it is of a sequence while it has its row: an ``_native.Row``."""
+    request, drafting = sequence.request, core.drafting
+    view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
+    native = None if drafter is None else drafter.native
+    sequence.listens = native is not None and bool(native.hidden_layers) and core.model.native is not None
+    sequence.native = core.rows.row(
+        row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
+        drafter=view.drafter, native=native, names=() if drafter is None else drafter.names,
+        natively=native is not None and not (needs.draws and level_by_level(view)),
+        drafts=drafter is not None, reads=bool(needs.hidden_layers),
+        ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
+        acceptance=request.acceptance,
+        watched=needs.choices or ranks(core, sequence) > 0,
+        chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
+    )  # fmt: skip
+    return sequence.native
+
+
+def known_rules(sequence: Sequence) -> tuple[Any, bool]:
+    """The row's rules that C++ can take along its draft (None: not all that must be), and whether others are left that
+    can test what it chooses."""
+    chooser = sequence.chooser
+    free = chooser.free
+    return known_edits(free), free is not chooser
+
+
+def propose(step: Step) -> None:
+    """Drafters draft: native ones in one call, then those in Python, each for its rows."""
+    rows, drafting, decoding = step.core.rows, step.core.drafting, step.plan.decoding
+    left, failed = rows.propose()
+    for where, why in failed:
+        drafting.drafter_failed(decoding[where[0]].drafter, ValueError(why), [decoding[i] for i in where])
+    if not left:
+        return
+    groups: dict[str, list[int]] = {}
+    for i in left:
+        groups.setdefault(decoding[i].drafter, []).append(i)
+    nodes, depths, floors = rows.sizes
+    for name, where in groups.items():
+        drafter = drafting.drafters[name]
+        views = [drafting.view(decoding[i]) for i in where]
+        if drafter.cost.levels is not None:
+            views = [view._replace(depth=depths[i], floor=floors[i]) for view, i in zip(views, where, strict=True)]
+        try:
+            drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
+            rows.put(where, drafts)
+        except (MemoryLimitError, RuleError):  # no room for its cache, or a request's own fault, which ``verify`` meets
+            rows.drop(where)
+        except Exception as error:
+            rows.drop(where)
+            drafting.drafter_failed(name, error, [decoding[i] for i in where])
+        else:
+            for j, i in enumerate(where):
+                if drafts.q is not None:
+                    step.q[i] = drafts.q[j]
+                if drafter.needs.choices:
+                    step.proposals[i] = drafts.row(j)
+
+
+def apply_rules(step: Step) -> None:
+    """Nodes that a rule forbids are dropped; tokens that must follow are drafted, with any drafter or none."""
+    rows = step.core.rows
+    for i in rows.ruled:
+        sequence = step.plan.decoding[i]
+        try:
+            if must := forced(sequence.chooser, min(sequence.size, sequence.room - 1)):
+                rows.lead(i, must, GRAMMAR)
+            rows.keep(i, pruned(draft(step, i), sequence.chooser))
+        except RuleError:  # ``verify`` meets it again, and ends the request
+            rows.drop([i])
+
+
+def draft(step: Step, i: int) -> Draft:
+    """Row i's draft as it stands."""
+    found, q = Draft(*step.core.rows.draft(i)), step.q.get(i)
+    found.q = None if q is None else q[: len(found)]
+    return found
+
+
+def drafts(step: Step, *, kept: bool) -> Drafts:
+    """All drafts, as they were proposed or are verified."""
+    found = Drafts(*step.core.rows.drafts(kept))
+    if not step.q:
+        return found
+    q = found.one_hot(next(iter(step.q.values())).shape[1])
+    for i, own in step.q.items():
+        k = min(int(found.widths[i]), len(own))
+        q[i, :k] = own[:k]
+    return replace(found, q=q)
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def verify(step: Step) -> None:
+    """Verdicts of all rows where the logits lie; rows that were not decided, or whose verdict has to be looked at, are
+    walked here."""
+    assert step.output is not None
+    core, decoding, rows = step.core, step.plan.decoding, step.core.rows
+    step.output.decide(rows, lambda: [s.chooser.free if s.request.acceptance == "coupled" else None for s in decoding])
+    left = rows.undecided
+    starts = rows.starts if left else ()
+    for i in left:
+        sequence = decoding[i]
+        walk = Walk(sequence.chooser, sequence.request.acceptance, draft(step, i), int(starts[i]), step.output)
+        tokens, path = rows.verdict(i)
+        if not tokens or not walk.stands(tokens, path):
+            tokens, path = walk.verdict()
+            rows.decide(i, tokens, path)
+        if count := ranks(core, sequence):
+            rank(step, i, sequence, count)
+        if walk.failure is not None:
+            step.dead[i] = walk.failure
+        if i in step.proposals:
+            step.choices[i] = numbered(step.proposals[i], walk.draft, walk.every())
+
+
+def ranks(core: Core, sequence: Sequence) -> int:
+    """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
+    drafter = core.drafting.drafter_of(sequence)
+    if drafter is None or (drafter.native is not None and core.model.native is not None):
+        return 0
+    return drafter.needs.ranks
+
+
+def rank(step: Step, i: int, sequence: Sequence, count: int) -> None:
+    """Row i's drafter gets the target's likeliest tokens after the pending token and every node."""
+    assert step.output is not None
+    rows, drafting = step.core.rows, step.core.drafting
+    starts, token = rows.starts, rows.batch[0]
+    at = np.arange(starts[i], starts[i + 1], dtype=np.int32)
+    ids = np.full((len(at), count), -1, np.int32)
+    for n, found in enumerate(step.output.logprobs(at, token[at], [count] * len(at))):
+        ids[n, : len(found.top)] = [one.token for one in found.top]
+    drafter = drafting.drafters[sequence.drafter]
+    drafting.attempt(sequence.drafter, [sequence], lambda arg: drafter.rank(sequence.row, *arg), (token[at], ids))
+
+
+def numbered(own: Draft, kept: Draft, choices: I32) -> I32:
+    """Choices after ``kept``'s nodes, numbered as the drafter proposed them; -1 where a node was not verified."""
+    numbers = {(parent, token): n for n, (parent, token) in enumerate(zip(kept.parents, kept.tokens, strict=True))}
+    place = {-1: -1}
+    for node, (parent, token) in enumerate(zip(own.parents, own.tokens, strict=True)):
+        found = numbers.get((place[parent], token)) if parent in place else None
+        if found is not None:
+            place[node] = found
+    after = [int(choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
+    return np.array(after, np.int32)
+
+
+def score(step: Step) -> None:
+    """Log-probabilities for all rows and chunks that ask for them, in one call."""
+    decoding, rows = step.plan.decoding, step.core.rows
+    if not (any(s.request.params.wants_logprobs for s in decoding) or any(c.wanted for c in step.plan.chunks)):
+        return
+    assert step.output is not None
+    starts = rows.starts
+    asked: dict[int, tuple[Sequence, I32, I32, int]] = {}  # after which packed tokens, of which, and how many others
+    for i, sequence in enumerate(decoding):
+        if sequence.request.params.wants_logprobs:
+            tokens, path = rows.verdict(i)
+            n = len(tokens) - (i in step.dead)
+            at = starts[i] + np.array([0, *(node + 1 for node in path)], np.int32)[:n]
+            asked[i] = sequence, at, np.array(tokens[:n], np.int32), sequence.request.params.top_logprobs
+    for b, chunk in enumerate(step.plan.chunks, len(decoding)):
+        if chunk.wanted:
+            sequence = chunk.sequence
+            after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
+            at = starts[b] + np.arange(len(after), dtype=np.int32)
+            asked[b] = sequence, at, after, sequence.request.params.prompt_logprobs or 0
+    _, each, tokens, _ = zip(*asked.values(), strict=True)
+    tops = [top for _, at, _, top in asked.values() for _ in at]
+    found = iter(step.output.logprobs(np.concatenate(each), np.concatenate(tokens), tops))
+    for i, (sequence, at, _, _) in asked.items():
+        step.logprobs[i] = list(islice(found, len(at)))
+        with suppress(TextError):  # figures without words are better than none
+            step.logprobs[i] = sequence.spelled(step.logprobs[i])
+
+
+def near_ties(step: Step, i: int, path: SequenceOf[int], kept: int) -> int:
+    """How many of row i's first ``kept`` tokens are near-ties: see ``Output.near_ties``."""
+    if step.output is None or step.core.model.native is not None:
+        return 0
+    at = step.core.rows.starts[i] + np.array([0, *(node + 1 for node in path)], np.int32)
+    return step.output.near_ties(at[:kept])
+
+
+# -- what the step changes -------------------------------------------------------------------------------------------
 
 
 def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extension:
@@ -117,9 +345,10 @@ def ending(step: Step, i: int, sequence: Sequence, tokens: list[int]) -> Extensi
     return extension
 
 
-def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], threads: int) -> None:
+def commit(step: Step, outcomes: list[Outcome], ends: list[Extension]) -> None:
     """Sequences take up what they gained; the KV cache has the whole verdict already."""
-    for i, (sequence, row, end) in enumerate(zip(step.plan.decoding, rows, ends, strict=True)):
+    core, threads = step.core, step.output.threads if step.output is not None else 0
+    for i, (sequence, row, end) in enumerate(zip(step.plan.decoding, outcomes, ends, strict=True)):
         kept = len(end.tokens)
         length = sequence.length - 1 + kept
         try:
@@ -136,19 +365,35 @@ def apply(core: Core, step: Step, rows: list[Row], ends: list[Extension], thread
         sequence.cached = length
         if i in step.logprobs:
             sequence.logprobs.extend(step.logprobs[i][:kept])
-        near = complete.near_ties(step, i, row.path, kept)
-        sequence.count(Counted(kept, row.levels, row.named, row.path, row.size, row.expected, threads or None, near))
+        near = near_ties(step, i, row.path, kept)
+        sequence.count(Counted(kept, row.depth, row.named, row.path, row.size, row.expected, threads or None, near))
     for j, chunk in enumerate(step.plan.chunks):
         chunk.sequence.cached = chunk.start + chunk.count
         if chunk.wanted:
-            known, found = chunk.sequence.prompt_logprobs, step.logprobs[len(rows) + j]
+            known, found = chunk.sequence.prompt_logprobs, step.logprobs[len(outcomes) + j]
             known.extend(found if known else [None, *found])  # the first token follows nothing
 
 
-def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int, HiddenStates], clock: Clock) -> None:
-    """Who has ended leaves; then drafters, the policy and the callers hear of the step."""
-    plan, drafting = step.plan, core.drafting
-    rows = () if core.on_step is None else tuple(s.row for s in plan.decoding)
+def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenStates]:
+    """By row of the batch: hidden states of the positions whose KV becomes final, for drafters in Python."""
+    assert step.output is not None
+    found: dict[int, HiddenStates] = {}
+    starts = step.core.rows.starts
+    for b, sequence in enumerate([*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]):
+        if sequence.listens or not step.core.drafting.needs_of(sequence).hidden_layers:
+            continue
+        at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
+        if b < len(ends):
+            kept = max(len(ends[b].tokens), 1)
+            at = starts[b] + np.array([0, *(n + 1 for n in step.core.rows.verdict(b)[1])], np.int32)[:kept]
+        found[b] = step.output.hidden_states(at)
+    return found
+
+
+def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clock: Clock) -> None:
+    """Who has ended leaves; then drafters, the policy and the callers get what the step has given."""
+    core, plan, drafting = step.core, step.plan, step.core.drafting
+    row_numbers = () if core.on_step is None else tuple(s.row for s in plan.decoding)
     for sequence in [s for s in plan.decoding if s.finish_reason]:
         core.clock(sequence, clock)
         core.leave(sequence)
@@ -158,14 +403,12 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
     for name, entries in drafting.observing(final).items():
         sequences = [s for _, _, s in entries]
         if sequences[0].listens:
-            drafting.attempt(name, sequences, step.native.observe, [(i, n) for i, n, _ in entries])
+            drafting.attempt(name, sequences, core.rows.observe, [(i, n) for i, n, _ in entries])
         else:
-            drafting.observe(
-                name, sequences, [complete.event(step, i, n, s, hidden_states.get(i)) for i, n, s in entries]
-            )
+            drafting.observe(name, sequences, [event(step, i, n, s, states.get(i)) for i, n, s in entries])
     if drafting.policy is not None:
         spent = clock.so_far()
-        step.native.learn(spent["draft"], spent["target"] + spent["verify"] + spent["other"])
+        core.rows.learn(spent["draft"], spent["target"] + spent["verify"] + spent["other"])
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:
@@ -178,25 +421,38 @@ def tell(core: Core, step: Step, ends: list[Extension], hidden_states: dict[int,
     for chunk in plan.chunks:
         chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
     if core.on_step is not None:
-        core.on_step(record(core, step, ends, rows, clock))
+        core.on_step(record(step, ends, row_numbers, clock))
 
 
-def record(core: Core, step: Step, ends: list[Extension], rows: tuple[int, ...], clock: Clock) -> StepRecord:
-    plan = step.plan
+def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:
+    """What became final in a row of the batch that goes on."""
+    if i < len(step.plan.decoding):
+        tokens, path = step.core.rows.verdict(i)
+        verdict = Verdict(np.array(tokens, np.int32), np.array(path, np.int32))
+        start = sequence.length - gained
+        return Event(sequence.row, start, sequence.tokens[start:], verdict, states, step.choices.get(i))
+    chunk = step.plan.chunks[i - len(step.plan.decoding)]
+    start = chunk.start + 1
+    return Event(sequence.row, start, sequence.tokens[start : start + chunk.count], None, states)
+
+
+def record(step: Step, ends: list[Extension], row_numbers: tuple[int, ...], clock: Clock) -> StepRecord:
+    """The step for whoever watches steps."""
+    core, plan, rows = step.core, step.plan, step.core.rows
     gained = tuple(len(end.tokens) for end in ends)
-    kept = complete.drafts(step, kept=True)
-    decided = step.native.decisions() or [(n, None) for n in kept.widths.tolist()]
+    kept = drafts(step, kept=True)
+    decided = rows.decisions() or [(n, None) for n in kept.widths.tolist()]
     return StepRecord(
         index=next(core.steps),
         requests=tuple(s.request.id for s in plan.decoding),
         samples=tuple(s.sample for s in plan.decoding),
-        rows=rows,
+        rows=row_numbers,
         starts=tuple(s.length - n for s, n in zip(plan.decoding, gained, strict=True)),
-        proposed=complete.drafts(step, kept=False),
+        proposed=drafts(step, kept=False),
         kept=kept,
-        verdicts=Verdicts(*step.native.verdicts()),
+        verdicts=Verdicts(*rows.verdicts()),
         gained=gained,
-        near_ties=tuple(complete.near_ties(step, i, step.native.verdict(i)[1], n) for i, n in enumerate(gained)),
+        near_ties=tuple(near_ties(step, i, rows.verdict(i)[1], n) for i, n in enumerate(gained)),
         decisions=tuple(Decision(*fields) for fields in decided),
         chunks=tuple(
             ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks

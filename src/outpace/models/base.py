@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,15 @@ class Batch:
     hidden_rows: npt.NDArray[np.bool_] | None = None
     features: Any = None
     layers: int | None = None
+
+    @staticmethod
+    def of(rows: Any) -> Batch:
+        """The batch that checks the drafts of ``rows``, an ``_native.Rows``."""
+        rows.pack()
+        hidden_rows = np.array(rows.hidden_rows, np.bool_)
+        if not hidden_rows.any():
+            return Batch(*rows.batch)
+        return Batch(*rows.batch, rows.hidden_layers, hidden_rows)
 
     @staticmethod
     def pack(
@@ -174,6 +183,21 @@ class Parts(Protocol):
 class Output(Protocol):
     """A forward's result, lazy. Indices ``at`` are packed indices that were ``wanted``."""
 
+    @property
+    def threads(self) -> int:
+        """How many threads the forward ended with; 0 where that is not known."""
+        return 0
+
+    def decide(self, rows: Any, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
+        """Put the verdicts of ``rows`` (an ``_native.Rows``) into them, as far as ``verify`` finds them.
+
+        ``choosers``: as in ``verify``.
+        """
+        if len(rows.starts) > 1 and any(given := choosers()):
+            found = self.verify(Drafts(*rows.drafts(True)), rows.starts[: len(given)], given)
+            if found is not None:
+                rows.decide_all(found)
+
     def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
         """``verify.walk`` of ``drafts`` for a whole batch, where the logits lie: one call and at most one copy.
 
@@ -226,6 +250,20 @@ class KVCache(Protocol):
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end ``row`` there: a tree's kept path."""
 
+    def settle(self, rows: Any) -> list[tuple[int, str]]:
+        """Every decoding row of ``rows`` (an ``_native.Rows``) keeps what its verdict says: all but the last token.
+        Returns the rows of the batch whose positions are in doubt, with the reason."""
+        lost = []
+        for i, row, start, slots, straight, cut in rows.paths:
+            try:
+                if not straight:
+                    self.compact(row, start, slots)
+                elif cut:
+                    self.truncate(row, start + len(slots))
+            except Exception as error:
+                lost.append((i, repr(error)))
+        return lost
+
     def fork(self, src: int, dst: int, n: int) -> None:
         """Make ``dst``'s first ``n`` positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
@@ -257,17 +295,21 @@ class KVCache(Protocol):
 class Model(Protocol):
     """A decoder-only language model; target and draft model alike."""
 
-    @property
-    def info(self) -> ModelInfo:
-        """Sizes, dtype and identity."""
+    info: ModelInfo
+    kv: KVCache
 
     @property
-    def kv(self) -> KVCache:
-        """Keys and values of its rows."""
+    def native(self) -> Any:
+        """The ``outpace._native.Model`` that computes; None: another backend does. ValueError once it is closed."""
+        return None
 
     @property
     def parts(self) -> Parts:
         """Embedding, final norm and head, which a learned drafter shares."""
+
+    def run(self, rows: Any) -> Output:
+        """``forward`` of the batch that checks the drafts of ``rows``, an ``_native.Rows``."""
+        return self.forward(Batch.of(rows))
 
     def forward(self, batch: Batch) -> Output:
         """Run the batch, write its KV at each row's end, and lengthen the rows by their new tokens.
@@ -279,11 +321,8 @@ class Model(Protocol):
     def close(self) -> None:
         """Give back memory and threads. Calling twice is allowed."""
 
-    # A model may also have ``stages``, an ``outpace._native.Model``: steps compute, verify and settle there, in bulk;
-    # ``forward`` and ``kv`` serve the rest. Raises ValueError once the model is closed.
 
-
-class HostOutput:
+class HostOutput(Output):
     """An Output over logits that are already on the host: float32 [M, V], in the order of ``wanted`` [M]."""
 
     def __init__(self, wanted: I32, logits: F32) -> None:

@@ -129,10 +129,9 @@ class OwnCache:
     def native(self, vocab: int) -> Any:
         """A ``_native.ModelDrafter`` that drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
         that is not native."""
-        stages = getattr(self.model, "stages", None)
-        if stages is None:
+        if self.model.native is None:
             return None
-        return _fast.native.ModelDrafter(stages, self._rows, vocab, self.model.info.max_length, CATCH_UP)
+        return _fast.native.ModelDrafter(self.model.native, self._rows, vocab, self.model.info.max_length, CATCH_UP)
 
     @property
     def bytes(self) -> int:

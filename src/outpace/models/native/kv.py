@@ -10,9 +10,10 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
+from outpace.models.base import KVCache
 
 
-class NativeKV:
+class NativeKV(KVCache):
     """The rows' keys and values; see ``KVCache``. Calls wait for a forward that another thread runs.
 
     ValueError for a position or count that a row does not have, IndexError for a row that is not in use. ``compact``
@@ -47,6 +48,10 @@ class NativeKV:
             self._live().kv_compact(row, start, np.ascontiguousarray(keep, np.int32))
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
+
+    def settle(self, rows: Any) -> list[tuple[int, str]]:
+        lost: list[tuple[int, str]] = rows.settle(self._live())
+        return lost
 
     def fork(self, src: int, dst: int, n: int) -> None:
         self._live().kv_fork(src, dst, n)

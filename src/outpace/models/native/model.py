@@ -12,7 +12,7 @@ from typing import Any
 
 from outpace import _fast
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
-from outpace.models.base import Batch, ModelInfo
+from outpace.models.base import Batch, Model, ModelInfo
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
 from outpace.models.native.kv import NativeKV
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
@@ -114,7 +114,7 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
         raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
 
 
-class NativeModel:
+class NativeModel(Model):
     """A decoder that runs in C++. One thread at a time computes; others wait."""
 
     def __init__(self, handle: Any, runtime: Any, info: ModelInfo, kv_memory: int | None) -> None:
@@ -131,12 +131,7 @@ class NativeModel:
 
     @property
     def native(self) -> Any:
-        """The runtime's own model (an ``outpace._native.Model``)."""
-        return self._live()
-
-    @property
-    def stages(self) -> Any:
-        """See ``Model.stages``."""
+        """See ``Model.native``."""
         return self._live()
 
     @property
@@ -172,6 +167,13 @@ class NativeModel:
     def hand_over(self) -> dict[str, float]:
         """Seconds that it takes to run on ``threads``, measured when they began: "asleep" and "awake"."""
         return {"asleep": self.runtime.wake_seconds, "awake": self.runtime.hand_over_seconds}
+
+    def run(self, rows: Any) -> NativeOutput:
+        """See ``Model.run``: nothing is copied."""
+        try:
+            return NativeOutput(rows.forward(self._live()))
+        except _native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
 
     def forward(self, batch: Batch) -> NativeOutput:
         """Run the batch; see ``Model.forward``. A malformed one raises ValueError and changes nothing."""

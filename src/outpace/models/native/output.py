@@ -15,7 +15,7 @@ from outpace.exact.masks import mask_of
 from outpace.exact.noise import Stream
 from outpace.exact.rules import AllowedTokens, Bias, Penalties
 from outpace.exact.sampling import Alternative, Chooser, TokenLogprob
-from outpace.models.base import choose_on_host
+from outpace.models.base import Output, choose_on_host
 from outpace.params import FILTERS
 
 # What the runtime returns in place of a token.
@@ -24,7 +24,7 @@ _NONE_ALLOWED, _NAN, _UNDECIDED = -1, -2, -3
 Edit = dict[str, Any]  # a rule with its state, as the runtime takes it: "kind", then arrays and numbers by name
 
 
-class NativeOutput:
+class NativeOutput(Output):
     """A forward's result in the runtime's own memory. ``result``: an ``outpace._native.Result``."""
 
     def __init__(self, result: Any) -> None:
@@ -35,6 +35,10 @@ class NativeOutput:
         """How many threads were left of those that began the forward."""
         count: int = self._result.threads
         return count
+
+    def decide(self, rows: Any, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
+        """See ``Output.decide``: ``rows`` have choosers of their own."""
+        rows.verify(self._result)
 
     def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
         """See ``Output.verify``. Rows with rules that this runtime cannot advance are left to the caller, too."""

@@ -17,6 +17,7 @@ import torch
 
 from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
+from outpace.models.base import KVCache
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
 FIRST = 64  # blocks of the pool at first; it doubles
@@ -57,7 +58,7 @@ class _Row:
     length: int = 0
 
 
-class TorchKV:
+class TorchKV(KVCache):
     """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read.
 
     ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool. Behind its last block, from ``spare``

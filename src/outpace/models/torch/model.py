@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError
-from outpace.models.base import Batch, ModelInfo
+from outpace.models.base import Batch, Model, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
 from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
@@ -25,7 +25,7 @@ from outpace.models.torch.parts import TorchParts, find
 from outpace.models.torch.probe import Reference, agree
 
 
-class TransformersModel:
+class TransformersModel(Model):
     """A transformers model behind the ``Model`` seam, on packed tokens: our own forward where the family is described
     (``decoder.described``), else the module's with our attention in it."""
 

@@ -15,7 +15,7 @@ from outpace.errors import NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts, depths
 from outpace.exact.sampling import Chooser, TokenLogprob, judged
 from outpace.exact.verify import walk
-from outpace.models.base import Batch, logprobs_on_host
+from outpace.models.base import Batch, Output, logprobs_on_host
 from outpace.models.torch.choose import LEFT, Asked, greedy, sampled
 from outpace.models.torch.upload import Upload, uploaded
 
@@ -46,7 +46,7 @@ class TorchHiddenStates:
         return values
 
 
-class TorchOutput:
+class TorchOutput(Output):
     """A forward's result where it was computed; what is asked for comes to the host in one copy."""
 
     def __init__(
