@@ -83,7 +83,7 @@ RULED = len(ASKED)  # the request whose rule may fail
 
 def build(fuse: Fuse, script: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     target = ToyModel(VOCAB, seed=1, max_length=72, eos=(5,), memory=100)
-    drafter = Scripted(target, script, 3, reads=True)
+    drafter = Scripted(target, script, 5, reads=True)
     fuse.wrap(target.kv, "kv", "alloc", "fork", "truncate", "compact", "growth", "exclusive")
     fuse.wrap(drafter, "drafter", "propose", "observe", "fork", "release")
     forward = target.forward
