@@ -34,7 +34,8 @@ struct BoundRow {
 
 class BoundRows {
 public:
-    BoundRows(int vocab, std::vector<int> hidden_layers, nb::str target) : rows_(vocab, std::move(hidden_layers)), target_(std::move(target)) {}
+    BoundRows(int vocab, std::vector<int> hidden_layers, nb::str target)
+        : rows_(vocab, std::move(hidden_layers)), target_(std::move(target)) {}
     BoundRows(const BoundRows&) = delete;
 
     std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter,
@@ -78,8 +79,8 @@ public:
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            rows_.chunks.push_back({&row, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1},
-                nb::cast<bool>(given[4])});
+            rows_.chunks.push_back(
+                {&row, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
         }
         rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
     }
@@ -112,7 +113,8 @@ public:
         return with_lock(model.lock(), [&] { return std::shared_ptr<Result>(model.forward(batch)); });
     }
     void verify(const std::shared_ptr<Result>& result) {
-        if (std::any_of(rows_.rows.begin(), rows_.rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
+        if (std::any_of(
+                rows_.rows.begin(), rows_.rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
             without_gil([&] { rows_.verify(result); });
         else
             rows_.verify(result);

@@ -48,8 +48,8 @@ void Rows::plan(Policy* policy) {
 }
 
 bool Rows::computes() const {
-    return std::any_of(rows.begin(), rows.end(),
-        [](const Row* row) { return row->nodes && row->depth && row->natively && row->drafter->stepwise(); });
+    return std::any_of(
+        rows.begin(), rows.end(), [](const Row* row) { return row->nodes && row->depth && row->natively && row->drafter->stepwise(); });
 }
 
 std::vector<Rows::Failed> Rows::propose() {
@@ -188,8 +188,8 @@ void Rows::pack() {
 BatchView Rows::batch(int layers) const {
     const bool any = std::any_of(hidden_rows.begin(), hidden_rows.end(), [](uint8_t one) { return one; });
     return {static_cast<int>(token.size()), static_cast<int>(hidden_rows.size()), static_cast<int>(wanted.size()), token.data(), row.data(),
-        position.data(), parent.data(), starts.data(), wanted.data(), any ? hidden_layers_ : std::vector<int>(), layers,
-        hidden_rows.data(), nullptr};
+        position.data(), parent.data(), starts.data(), wanted.data(), any ? hidden_layers_ : std::vector<int>(), layers, hidden_rows.data(),
+        nullptr};
 }
 
 void Rows::verify(std::shared_ptr<Result> result) {

@@ -68,7 +68,7 @@ class Batch:
         hidden_rows = np.array(rows.hidden_rows, np.bool_)
         if not hidden_rows.any():
             return Batch(*rows.batch)
-        return Batch(*rows.batch, rows.hidden_layers, hidden_rows)
+        return Batch(*rows.batch, hidden_layers=rows.hidden_layers, hidden_rows=hidden_rows)
 
     @staticmethod
     def pack(
