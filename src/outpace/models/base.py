@@ -66,9 +66,9 @@ class Batch:
         """The batch that checks the drafts of ``rows``, an ``_native.Rows``."""
         rows.pack()
         hidden_rows = np.array(rows.hidden_rows, np.bool_)
-        if not hidden_rows.any():
-            return Batch(*rows.batch)
-        return Batch(*rows.batch, hidden_layers=rows.hidden_layers, hidden_rows=hidden_rows)
+        layers = rows.hidden_layers if hidden_rows.any() else ()
+        token, row, position, parent, starts, wanted = rows.batch
+        return Batch(token, row, position, parent, starts, wanted, layers, hidden_rows if layers else None)
 
     @staticmethod
     def pack(
