@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outpace import _fast
+from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, ModelInfo
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
@@ -115,13 +116,14 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
 
 
 class NativeModel:
-    """A decoder that runs in C++. One thread at a time computes; others wait."""
+    """A decoder that runs in C++. One thread at a time computes; others wait. ``lock``: see ``Model``."""
 
     def __init__(self, handle: Any, runtime: Any, info: ModelInfo, kv_memory: int | None) -> None:
         self._handle = handle
         self._runtime = runtime
         self.info = info
         self.kv = NativeKV(handle, kv_memory)
+        self.lock = FairLock()
 
     @property
     def runtime(self) -> Any:
