@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class Engine:
     """Decodes requests together, exactly as the target alone would have. Any thread may call any method.
 
-    Between two steps one thread at a time has the engine; a thread that waits for an answer runs steps for all requests,
-    in turn with others that wait. A rule or listener that a step calls may not ask for another step (OutpaceError);
-    requests that it cancels end with the step.
+    One thread at a time has the engine, for a step or for what goes between two; threads that wait for an answer take
+    turns to run steps, which are of all requests. A rule or listener that a step calls may not ask for another step
+    (OutpaceError); requests that it cancels end with the step.
 
     ``model``: the target; ``tokenizer``: of its text (None: prompts are token ids, and answers have no text).
     ``drafter``: the one that requests get unless they choose; ``drafters``: others that they may choose, by name.
@@ -102,7 +102,7 @@ class Engine:
         self._ids = itertools.count()
         self._mailboxes: dict[int, deque[Delta]] = {}  # of requests that stream or generate waits for
         self._later: deque[Callable[[], object]] = deque()  # what was asked for within a step, for its end
-        self._stepping = self._closed = False
+        self._busy = self._closed = False  # busy: in a step, or at the end of a request, which may call listeners
 
     @classmethod
     def load(
@@ -158,8 +158,7 @@ class Engine:
         where they differ. ``sampling``: fields of ``SamplingParams``, which take the place of those in ``params``.
         Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
-        if self._closed:
-            raise ParameterError("this engine is closed: make a new one")
+        self._require_open()
         params = intake.sampling(params, sampling)
         info = self.model.info
         name = intake.drafter_of(drafter, self.drafter.name, self.drafters)
@@ -207,8 +206,7 @@ class Engine:
         """Queue ``prepared``, which ``prepare`` made, once, and return its id. Raises ParameterError when the engine
         was closed."""
         with self._lock:
-            if self._closed:
-                raise ParameterError("this engine is closed: make a new one")
+            self._require_open()
             self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 
@@ -230,13 +228,13 @@ class Engine:
         From within a step (a rule, ``on_result``, ``on_step``) it ends with the step, which brings its last deltas.
         """
         with self._lock:
-            if self._stepping:
-                self._later.append(partial(self._core.cancel, request))
+            if self._busy:
+                self._later.append(partial(self._alone, self._core.cancel, request))
                 return []
             return self._end(request)
 
-    def _end(self, request: int, error: OutpaceError | None = None) -> list[Delta]:
-        self._core.cancel(request, error)
+    def _end(self, request: int) -> list[Delta]:
+        self._alone(self._core.cancel, request)
         outbox = self._core.outbox
         deltas = [delta for delta in outbox if delta.request == request]
         self._core.outbox = deque(delta for delta in outbox if delta.request != request)
@@ -370,23 +368,36 @@ class Engine:
         self._require_no_step()
         self._catch_up()
         if not self._core.outbox or not self._core.scheduler.idle:
-            self._stepping = True
-            try:
-                advance(self._core)
-            finally:
-                self._stepping = False
+            self._alone(advance, self._core)
             self._catch_up()
+        self._deliver()
+
+    def _alone(self, change: Callable[..., None], *arguments: Any) -> None:
+        """A change in which rules and listeners may be called."""
+        self._busy = True
+        try:
+            change(*arguments)
+        finally:
+            self._busy = False
+
+    def _deliver(self) -> None:
         outbox, self._core.outbox = self._core.outbox, deque()
         for delta in outbox:
             self._mailboxes.get(delta.request, self._core.outbox).append(delta)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ParameterError("this engine is closed: make a new one")
+
     def _require_no_step(self) -> None:
-        if self._stepping:
-            raise OutpaceError("a step of this engine is under way: rules and listeners may not step, reload or close it")
+        if self._busy:
+            raise OutpaceError(
+                "a step of this engine is under way: rules and listeners may not generate, step, reload or close it"
+            )
 
     def _forget(self, requests: SequenceOf[Prepared]) -> None:
-        """Nobody waits for ``requests`` any more: what still runs of them ends. The garbage collector may call this, for
-        a stream, while this very thread is inside another call."""
+        """Nobody waits for ``requests`` any more: what still runs of them ends. For a stream the garbage collector may
+        call this, while this very thread is inside another call."""
         within = self._lock.mine
         for prepared in requests:
             self._mailboxes.pop(prepared.request.id, None)
@@ -407,6 +418,7 @@ class Engine:
         Raises ModelError or DrafterError for what does not fit, MemoryLimitError: that drafter keeps what it has.
         """
         with self._lock:
+            self._require_open()
             self._require_no_step()
             found = [drafter.reload() for drafter in self._all_drafters()]  # all of them, also behind one that has
         return any(found)
@@ -421,17 +433,21 @@ class Engine:
             return pooled([self._core.finished])
 
     def snapshot(self) -> Snapshot:
-        """What runs and waits, and all that was done so far."""
+        """What runs and waits, and all that was done so far. Raises ParameterError when the engine was closed."""
         with self._lock:
+            self._require_open()
             return snapshot(self._core, self.options, self._memory)
 
     def check(self) -> None:
-        """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step."""
+        """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step. Raises
+        ParameterError when the engine was closed."""
         with self._lock:
+            self._require_open()
             self._core.check()
 
     def close(self) -> None:
-        """End what runs, in an OutpaceError, and give back memory, whatever fails on the way. Calling twice is allowed."""
+        """End what runs, in an OutpaceError, and give back memory, whatever fails on the way. Calling twice is allowed.
+        ``step`` still returns the last deltas."""
         with self._lock, ExitStack() as closing:  # last in, first out
             if self._closed:
                 return
@@ -441,9 +457,10 @@ class Engine:
             for drafter in self._all_drafters():
                 closing.callback(drafter.close)
             closing.callback(self._core.scheduler.close)
+            closing.callback(self._deliver)
             for request in list(self._core.requests):
                 error = OutpaceError("the engine was closed while this request ran: make a new one")
-                closing.callback(self._end, request, error)
+                closing.callback(self._alone, self._core.cancel, request, error)
 
     def __repr__(self) -> str:
         info, work = self.model.info, self._core.scheduler

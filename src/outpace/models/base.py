@@ -281,7 +281,7 @@ class Model(Protocol):
 
     # A model may also have ``stages``, an ``outpace._native.Model``: steps compute, verify and settle there, in bulk;
     # ``forward`` and ``kv`` serve the rest. Raises ValueError once the model is closed.
-    # And ``lock``, a FairLock: every engine over the model takes it for a step, so that they may run in several threads.
+    # And ``lock``, a FairLock: engines over the model take it for a step, so that they may run in several threads.
 
 
 class HostOutput:
