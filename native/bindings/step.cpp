@@ -58,16 +58,17 @@ public:
     // begins, how many, whether logits are wanted), at least one token before the last one. policy: None, where every row drafts
     // what it may. As `run`.
     int begin(const nb::object& model, const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
+        require_idle();
         held_.clear(), views_.clear();
         held_.push_back(policy), held_.push_back(model);
-        step_.begin(model.is_none() ? nullptr : nb::cast<Model*>(model), policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
+        step().begin(model.is_none() ? nullptr : nb::cast<Model*>(model), policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
         for (const nb::handle one : rows) {
             const nb::tuple given = nb::borrow<nb::tuple>(one);
             const StepRow& fixed = fixed_of(given);
             const IntView& tokens = views_.emplace_back(nb::handle(given[1]).ptr());
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
             if (length < 1 || length > tokens.size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
-            RowNow& now = step_.rows.emplace_back();
+            RowNow& now = step().rows.emplace_back();
             now.fixed = &fixed;
             now.tokens = tokens.data();
             now.length = static_cast<size_t>(length);
@@ -84,7 +85,7 @@ public:
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            step_.chunks.push_back({&fixed, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1},
+            step().chunks.push_back({&fixed, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1},
                 nb::cast<bool>(given[4])});
         }
         return run();
@@ -92,6 +93,8 @@ public:
 
     // Goes on to the next stage that leaves something to the caller: its number (Stage), or that of the end.
     int run() {
+        require_idle();
+        const Running running(running_);  // until the GIL is back
         std::optional<nb::gil_scoped_release> released;
         Stage now = step_.stage();
         for (; now != Stage::kDone; now = step_.stage()) {
@@ -104,18 +107,18 @@ public:
 
     // The step is over: nothing of it is kept, its rows' drafters and the model least of all.
     void end() {
-        step_.end();
+        step().end();
         views_.clear(), held_.clear();
     }
 
     nb::list failed() const {
         nb::list found;
-        for (const Step::Failed& one : step_.failed()) found.append(nb::make_tuple(nb::cast(one.rows), one.why));
+        for (const Step::Failed& one : step().failed()) found.append(nb::make_tuple(nb::cast(one.rows), one.why));
         return found;
     }
     nb::tuple sizes() const {
         nb::list nodes, levels, floors;
-        for (const RowNow& now : step_.rows) nodes.append(now.asked), levels.append(now.levels), floors.append(now.floor);
+        for (const RowNow& now : step().rows) nodes.append(now.asked), levels.append(now.levels), floors.append(now.floor);
         return nb::make_tuple(nodes, levels, floors);
     }
 
@@ -143,31 +146,31 @@ public:
                 draft.add(tokens.data()[n], parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1,
                     confidence.data() ? confidence.data()[n] : NAN, names[from]);
             }
-            step_.put(where[j], std::move(draft));
-            RowNow& now = step_.rows[where[j]];
+            step().put(where[j], std::move(draft));
+            RowNow& now = step().rows[where[j]];
             now.drawn = drawn && now.fixed->kind.rejection;
         }
     }
     // The rows have no drafts.
     void drop(const std::vector<size_t>& where) {
-        for (const size_t i : where) step_.rows.at(i).proposed = {};
+        for (const size_t i : where) step().rows.at(i).proposed = {};
     }
-    void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { step_.lead(i, tokens, number(source)); }
-    void keep(size_t i, const std::vector<int32_t>& nodes) { step_.keep(i, nodes); }
+    void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { step().lead(i, tokens, number(source)); }
+    void keep(size_t i, const std::vector<int32_t>& nodes) { step().keep(i, nodes); }
 
     // Tokens, parents, gains and sources' numbers of what is to be verified in row i.
     nb::tuple draft(size_t i) const {
-        const Draft& draft = step_.rows.at(i).draft();
+        const Draft& draft = step().rows.at(i).draft();
         return nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.sources);
     }
     // The fields of Drafts, of all rows: as they were proposed, or what the policy has left of them.
     nb::tuple drafts(bool kept) {
-        flat_.fill(step_.rows.size(), [&](size_t i) -> const Draft& { return kept ? step_.rows[i].draft() : step_.rows[i].proposed; });
-        const auto b = static_cast<Py_ssize_t>(step_.rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
+        flat_.fill(step().rows.size(), [&](size_t i) -> const Draft& { return kept ? step().rows[i].draft() : step().rows[i].proposed; });
+        const auto b = static_cast<Py_ssize_t>(step().rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
         nb::object parents = nb::none(), gains = nb::none(), source = nb::none(), levels = nb::none();
         std::vector<int> place(names_.size(), -1);
         nb::list names;
-        for (size_t i = 0; i < step_.rows.size(); ++i)
+        for (size_t i = 0; i < step().rows.size(); ++i)
             for (size_t n = i * static_cast<size_t>(w); n < i * static_cast<size_t>(w) + static_cast<size_t>(flat_.widths[i]); ++n) {
                 int& its = place[flat_.sources[n]];
                 if (its < 0) its = static_cast<int>(names.size()), names.append(names_[flat_.sources[n]]);
@@ -176,7 +179,7 @@ public:
         if (!flat_.chains) parents = filled(IntArray({b, w}), flat_.parents);
         if (!kept) gains = filled(Array<float>(Names::get().float32, {b, w}), flat_.confidence);
         if (names.size() > 1) source = filled(Array<uint8_t>(Names::get().uint8, {b, w}), flat_.sources);
-        if (!kept && step_.levelled()) {
+        if (!kept && step().levelled()) {
             for (int32_t& n : flat_.levels) n = std::max(n, 0);
             levels = filled(IntArray({b}), flat_.levels);
         }
@@ -187,7 +190,7 @@ public:
     // token, row, position, parent, starts, wanted, as in Batch.
     nb::tuple batch() const {
         return nb::make_tuple(
-            ints(step_.token), ints(step_.row), ints(step_.position), ints(step_.parent), ints(step_.starts), ints(step_.wanted));
+            ints(step().token), ints(step().row), ints(step().position), ints(step().parent), ints(step().starts), ints(step().wanted));
     }
 
     // Verdicts that the caller found for all rows at once (accepted below 0: not decided); None: there are none.
@@ -195,31 +198,33 @@ public:
         if (!verdicts.is_none()) {
             const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"),
                 path(verdicts.attr("path"), "path");
-            const size_t b = step_.rows.size(), w = path.shape(1);
+            const size_t b = step().rows.size(), w = path.shape(1);
             tokens.expect(b, w + 1, "tokens"), accepted.expect(b, std::nullopt, "accepted"), path.expect(b, w, "path");
             for (size_t i = 0; i < b; ++i) {
                 const int32_t n = accepted.data()[i];
                 if (n > static_cast<int32_t>(w)) throw std::invalid_argument("more was accepted than was verified");
                 if (n < 0) continue;
                 const int32_t *gained = tokens.data() + i * (w + 1), *nodes = path.data() + i * w;
-                step_.decide(i, {{gained, gained + n + 1}, {nodes, nodes + n}});
+                step().decide(i, {{gained, gained + n + 1}, {nodes, nodes + n}});
             }
         }
-        step_.reopen();
+        step().reopen();
     }
-    void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) { step_.decide(i, {std::move(tokens), std::move(path)}); }
+    void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) {
+        step().decide(i, {std::move(tokens), std::move(path)});
+    }
     nb::tuple verdict(size_t i) const {
-        const Verdict& verdict = step_.rows.at(i).verdict;
+        const Verdict& verdict = step().rows.at(i).verdict;
         return nb::make_tuple(nb::cast(verdict.tokens), nb::cast(verdict.path));
     }
     // The fields of Verdicts.
     nb::tuple verdicts() const {
-        const auto b = static_cast<Py_ssize_t>(step_.rows.size());
+        const auto b = static_cast<Py_ssize_t>(step().rows.size());
         size_t w = 0;
-        for (const RowNow& now : step_.rows) w = std::max(w, now.draft().tokens.size());
-        std::vector<int32_t> tokens(step_.rows.size() * (w + 1)), accepted, path(step_.rows.size() * w);
-        for (size_t i = 0; i < step_.rows.size(); ++i) {
-            const Verdict& verdict = step_.rows[i].verdict;
+        for (const RowNow& now : step().rows) w = std::max(w, now.draft().tokens.size());
+        std::vector<int32_t> tokens(step().rows.size() * (w + 1)), accepted, path(step().rows.size() * w);
+        for (size_t i = 0; i < step().rows.size(); ++i) {
+            const Verdict& verdict = step().rows[i].verdict;
             accepted.push_back(static_cast<int32_t>(verdict.path.size()));
             std::copy(verdict.tokens.begin(), verdict.tokens.end(), tokens.begin() + static_cast<std::ptrdiff_t>(i * (w + 1)));
             std::copy(verdict.path.begin(), verdict.path.end(), path.begin() + static_cast<std::ptrdiff_t>(i * w));
@@ -228,9 +233,9 @@ public:
             filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
     }
     nb::object decisions() const {
-        if (!step_.policy()) return nb::none();
+        if (!step().policy()) return nb::none();
         nb::list found;
-        for (size_t i = 0; i < step_.rows.size(); ++i) found.append(decision_of(*step_.policy(), i));
+        for (size_t i = 0; i < step().rows.size(); ++i) found.append(decision_of(*step().policy(), i));
         return found;
     }
 
@@ -238,8 +243,8 @@ public:
     // expected. Then threads, and seconds of drafting, forward and verdicts.
     nb::tuple outcome() const {
         nb::list found;
-        for (size_t i = 0; i < step_.rows.size(); ++i) {
-            const RowNow& now = step_.rows[i];
+        for (size_t i = 0; i < step().rows.size(); ++i) {
+            const RowNow& now = step().rows[i];
             const Draft& draft = now.draft();
             nb::list tokens, path, sources, named;
             for (const int32_t token : now.verdict.tokens) tokens.append(token);
@@ -251,8 +256,8 @@ public:
             for (const int source : draft.sources) named.append(names_[static_cast<size_t>(source)]);
             int size = static_cast<int>(draft.tokens.size());
             nb::object expected = nb::none();
-            if (step_.policy()) {
-                const Policy::Decision& decision = step_.policy()->decision(i);
+            if (step().policy()) {
+                const Policy::Decision& decision = step().policy()->decision(i);
                 size = decision.size;
                 if (decision.expected > 0.0) expected = nb::float_(decision.expected);
             }
@@ -260,25 +265,44 @@ public:
             const int deepest = depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
             found.append(nb::make_tuple(tokens, path, sources, named, deepest, size, expected));
         }
-        const auto& seconds = step_.seconds();
-        return nb::make_tuple(found, step_.threads(), seconds[0], seconds[1], seconds[2]);
+        const auto& seconds = step().seconds();
+        return nb::make_tuple(found, step().threads(), seconds[0], seconds[1], seconds[2]);
     }
 
     std::shared_ptr<Result> result() const {
-        if (!step_.result()) throw std::invalid_argument("the step computed nothing here");
-        return step_.result();
+        if (!step().result()) throw std::invalid_argument("the step computed nothing here");
+        return step().result();
     }
 
     void observe(const std::vector<std::pair<int, int>>& heard) {
-        for (NativeDrafter* drafter : step_.observe(heard)) {
+        const std::vector<NativeDrafter*> behind = step().observe(heard);
+        const Running running(running_);
+        for (NativeDrafter* drafter : behind) {
             nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
             drafter->read_ahead();
         }
     }
 
-    Step& step() { return step_; }
+    Step& step() {
+        require_idle();
+        return step_;
+    }
+    const Step& step() const {
+        require_idle();
+        return step_;
+    }
 
 private:
+    // While it runs, the GIL may be another thread's: whatever that calls here is refused.
+    struct Running {
+        explicit Running(bool& flag) : flag(flag) { flag = true; }
+        ~Running() { flag = false; }
+        bool& flag;
+    };
+    void require_idle() const {
+        if (running_) throw std::runtime_error("another thread runs this step: wait until it has ended");
+    }
+
     const StepRow& fixed_of(const nb::tuple& given) {
         if (!nb::isinstance<BoundRow>(given[0]))
             throw nb::type_error("a row is (StepRow, tokens, length, most), a chunk (StepRow, tokens, start, count, wanted)");
@@ -295,6 +319,7 @@ private:
     }
 
     Step step_;
+    bool running_ = false;  // read and written with the GIL
     const nb::str target_;  // the source of tokens that no draft had
     std::vector<nb::object> held_;  // the step's rows, model and policy
     std::deque<IntView> views_;     // of the rows' tokens
