@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from native_helpers import Tiny
 
-from outpace import Engine, OutpaceError, Result, SamplingParams
+from outpace import AsyncEngine, Engine, OutpaceError, Result, SamplingParams
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
@@ -263,6 +264,30 @@ def test_engines_over_one_model_share_its_lock(tiny: Tiny) -> None:
         one.engine.close()
 
 
+def test_threads_and_tasks_share_an_engine() -> None:
+    expected = {}
+    with Engine(ToyModel(6, max_length=400)) as engine:
+        for token in range(6):
+            expected[token] = engine.generate([token], max_tokens=30, ignore_eos=True).token_ids
+
+    async def serve() -> None:
+        async with AsyncEngine(Engine(ToyModel(6, max_length=400))) as serving:
+
+            async def task(token: int) -> None:
+                result = await serving.generate([token], max_tokens=30, ignore_eos=True)
+                assert result.token_ids == expected[token]
+
+            def thread(token: int) -> None:
+                assert serving.engine.generate([token], max_tokens=30, ignore_eos=True).token_ids == expected[token]
+
+            tasks = [task(token) for token in (*range(6), *range(6))]
+            await asyncio.gather(*tasks, *(asyncio.to_thread(thread, token) for token in range(6)))
+            await serving.check()
+            assert (await serving.stats()).requests == 18
+
+    asyncio.run(serve())
+
+
 # -- who goes next ---------------------------------------------------------------------------------------------------
 
 
@@ -388,13 +413,14 @@ def test_an_interrupt_while_another_thread_steps() -> None:
 
 # What a child of os.fork does with an engine that threads of its parent are using.
 _FORK = """
-    import os, sys, threading
-    from outpace import Engine
+    import asyncio, os, sys, threading
+    from outpace import AsyncEngine, Engine, OutpaceError
     from outpace.drafters.lookup.suffix import SuffixDrafter
     from outpace.models.native.model import load_native
 
     engine = Engine(load_native(sys.argv[1], threads=2, max_length=256), drafter=SuffixDrafter(history=True), size=8)
     expected = engine.generate([1, 2, 3], max_tokens=30, ignore_eos=True).token_ids
+    serving = AsyncEngine(Engine(load_native(sys.argv[1], threads=1, max_length=256)))
     ended = threading.Event()
 
     def work():
@@ -410,12 +436,17 @@ _FORK = """
             same = engine.generate([1, 2, 3], max_tokens=30, ignore_eos=True).token_ids == expected
             engine.check()
             engine.close()
-            os._exit(7 if same else 1)
+            try:
+                asyncio.run(serving.generate([1]))
+            except OutpaceError as error:
+                os._exit(7 if same and "forked this one" in str(error) else 2)
+            os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     ended.set()
     for worker in workers:
         worker.join()
     engine.check()
+    serving.close()
     print("done")
 """
 
@@ -427,3 +458,33 @@ def test_a_forked_child_goes_on_between_two_steps(tiny: Tiny) -> None:
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+# -- below the engine ------------------------------------------------------------------------------------------------
+
+
+def test_a_native_step_refuses_a_second_thread_while_it_runs(tiny: Tiny) -> None:
+    model = tiny.load("Q8_0", threads=2, max_length=256)
+    expected = asked(model, 1)[0]
+    engine = Engine(model, drafter=eagle(model, tiny), size=8, prefix_rows=0)
+    refused, over = threading.Event(), threading.Event()
+
+    def meddle() -> None:
+        while not over.is_set():
+            try:
+                engine._core.native.decisions()
+            except RuntimeError as error:
+                if "another thread runs this step" not in str(error):
+                    raise
+                refused.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        meddling = threads.submit(meddle)
+        until = time.monotonic() + 120
+        while not refused.is_set():
+            assert time.monotonic() < until, "no call fell into a forward"
+            engine.generate([1, 2, 3] * 80, max_tokens=4, ignore_eos=True)
+        assert engine.generate(expected.prompt, expected.params).token_ids == expected.tokens
+        over.set()
+        meddling.result()
+    engine.close()
