@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outpace.common.arrays import F32, I32
+from outpace.common.fair_lock import FairLock
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch, HostHiddenStates, HostOutput, KVCache, Model, ModelInfo
 
@@ -186,7 +187,7 @@ class ToyModel:
         memory: int = 3,
         layers: int = 1,
     ) -> None:
-        self.kv = ToyKV(limit)
+        self.kv, self.lock = ToyKV(limit), FairLock()
         self._vocab, self._seed, self._blur, self._memory = vocab, seed, blur, memory
         self.info = ModelInfo("toy", "toy", vocab, 1, layers, max_length, eos, "float32", "cpu", 0, BYTES)
         self.forwards: list[Batch] = []

@@ -67,7 +67,7 @@ public:
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
             if (length < 1 || length > tokens.size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
             row.begin(tokens.data(), static_cast<size_t>(length), static_cast<int>(most));
-            rows_.rows.push_back(&row);
+            rows().rows.push_back(&row);
             if (given.size() < 6) continue;
             const nb::object chooser = given[4];
             row.rules = chooser.is_none() ? Rules::kForeign : nb::cast<bool>(given[5]) ? Rules::kTested : Rules::kKnown;
@@ -79,42 +79,47 @@ public:
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            rows_.chunks.push_back(
+            rows().chunks.push_back(
                 {&row, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
         }
-        rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
+        rows().plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
     }
 
     // Native drafters draft. Rows whose drafter is Python's; and (rows, why) of each native drafter that failed.
     nb::tuple propose() {
         std::vector<Rows::Failed> failed;
         {
+            require_idle();
+            const Running running(running_);  // until the GIL is back
             std::optional<nb::gil_scoped_release> release;
             if (rows_.computes()) release.emplace();
             failed = rows_.propose();
         }
         nb::list left, why;
-        for (size_t i = 0; i < rows_.rows.size(); ++i)
-            if (rows_.rows[i]->nodes && !rows_.rows[i]->natively) left.append(i);
+        for (size_t i = 0; i < rows().rows.size(); ++i)
+            if (rows().rows[i]->nodes && !rows().rows[i]->natively) left.append(i);
         for (const Rows::Failed& one : failed) why.append(nb::make_tuple(nb::cast(one.rows), one.why));
         return nb::make_tuple(left, why);
     }
     // Rows with rules that may edit their draft.
     nb::list ruled() const {
         nb::list found;
-        for (size_t i = 0; i < rows_.rows.size(); ++i)
-            if (rows_.rows[i]->ruled && rows_.rows[i]->most && !rows_.rows[i]->drawn) found.append(i);
+        for (size_t i = 0; i < rows().rows.size(); ++i)
+            if (rows().rows[i]->ruled && rows().rows[i]->most && !rows().rows[i]->drawn) found.append(i);
         return found;
     }
 
     std::shared_ptr<Result> forward(Model& model) {
-        rows_.pack();
-        const BatchView batch = rows_.batch(static_cast<int>(model.weights().layers.size()));
+        rows().pack();
+        const BatchView batch = rows().batch(static_cast<int>(model.weights().layers.size()));
+        const Running running(running_);
         return with_lock(model.lock(), [&] { return std::shared_ptr<Result>(model.forward(batch)); });
     }
     void verify(const std::shared_ptr<Result>& result) {
+        require_idle();
+        const Running running(running_);
         if (std::any_of(
-                rows_.rows.begin(), rows_.rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
+                rows().rows.begin(), rows().rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
             without_gil([&] { rows_.verify(result); });
         else
             rows_.verify(result);
@@ -122,12 +127,16 @@ public:
     // Rows that Python has to look at: not decided, or with rules that can test a token.
     nb::list undecided() const {
         nb::list found;
-        for (size_t i = 0; i < rows_.rows.size(); ++i)
-            if (rows_.rows[i]->undecided()) found.append(i);
+        for (size_t i = 0; i < rows().rows.size(); ++i)
+            if (rows().rows[i]->undecided()) found.append(i);
         return found;
     }
     nb::list settle(Model& model) {
-        const auto lost = with_lock(model.lock(), [&] { return rows_.settle(model); });
+        require_idle();
+        const auto lost = [&] {
+            const Running running(running_);
+            return with_lock(model.lock(), [&] { return rows_.settle(model); });
+        }();
         nb::list found;
         for (const auto& [i, why] : lost) found.append(nb::make_tuple(i, why));
         return found;
@@ -137,10 +146,10 @@ public:
     nb::list paths() const {
         nb::list found;
         std::vector<int32_t> slots;
-        for (size_t i = 0; i < rows_.rows.size(); ++i) {
-            const Row& row = *rows_.rows[i];
+        for (size_t i = 0; i < rows().rows.size(); ++i) {
+            const Row& row = *rows().rows[i];
             if (row.draft().empty()) continue;
-            const bool straight = rows_.path_of(i, slots);
+            const bool straight = rows().path_of(i, slots);
             found.append(nb::make_tuple(i, row.row, row.length - 1, ints(slots), straight, slots.size() <= row.draft().size()));
         }
         return found;
@@ -148,13 +157,13 @@ public:
 
     // The step is over: nothing of it is kept, its rows' drafters least of all.
     void end() {
-        rows_.clear();
+        rows().clear();
         views_.clear(), held_.clear();
     }
 
     nb::tuple sizes() const {
         nb::list nodes, depths, floors;
-        for (const Row* row : rows_.rows) nodes.append(row->nodes), depths.append(row->depth), floors.append(row->floor);
+        for (const Row* row : rows().rows) nodes.append(row->nodes), depths.append(row->depth), floors.append(row->floor);
         return nb::make_tuple(nodes, depths, floors);
     }
 
@@ -182,31 +191,31 @@ public:
                 draft.add(tokens.data()[n], parents.data() ? parents.data()[n] : static_cast<int32_t>(n - j * w) - 1,
                     confidence.data() ? confidence.data()[n] : NAN, names[from]);
             }
-            rows_.put(where[j], std::move(draft));
-            Row& row = *rows_.rows[where[j]];
+            rows().put(where[j], std::move(draft));
+            Row& row = *rows().rows[where[j]];
             row.drawn = drawn && row.kind.rejection;
         }
     }
     // The rows have no drafts.
     void drop(const std::vector<size_t>& where) {
-        for (const size_t i : where) rows_.rows.at(i)->proposed = {};
+        for (const size_t i : where) rows().rows.at(i)->proposed = {};
     }
-    void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { rows_.lead(i, tokens, number(source)); }
-    void keep(size_t i, const std::vector<int32_t>& nodes) { rows_.keep(i, nodes); }
+    void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { rows().lead(i, tokens, number(source)); }
+    void keep(size_t i, const std::vector<int32_t>& nodes) { rows().keep(i, nodes); }
 
     // Tokens, parents, gains and sources' numbers of what is to be verified in row i.
     nb::tuple draft(size_t i) const {
-        const Draft& draft = rows_.rows.at(i)->draft();
+        const Draft& draft = rows().rows.at(i)->draft();
         return nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.sources);
     }
     // The fields of Drafts, of all rows: as they were proposed, or what the policy has left of them.
     nb::tuple drafts(bool kept) {
-        flat_.fill(rows_.rows.size(), [&](size_t i) -> const Draft& { return kept ? rows_.rows[i]->draft() : rows_.rows[i]->proposed; });
-        const auto b = static_cast<Py_ssize_t>(rows_.rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
+        flat_.fill(rows().rows.size(), [&](size_t i) -> const Draft& { return kept ? rows().rows[i]->draft() : rows().rows[i]->proposed; });
+        const auto b = static_cast<Py_ssize_t>(rows().rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
         nb::object parents = nb::none(), gains = nb::none(), source = nb::none(), levels = nb::none();
         std::vector<int> place(names_.size(), -1);
         nb::list names;
-        for (size_t i = 0; i < rows_.rows.size(); ++i)
+        for (size_t i = 0; i < rows().rows.size(); ++i)
             for (size_t n = i * static_cast<size_t>(w); n < i * static_cast<size_t>(w) + static_cast<size_t>(flat_.widths[i]); ++n) {
                 int& at = place[flat_.sources[n]];
                 if (at < 0) at = static_cast<int>(names.size()), names.append(names_[flat_.sources[n]]);
@@ -215,7 +224,7 @@ public:
         if (!flat_.chains) parents = filled(IntArray({b, w}), flat_.parents);
         if (!kept) gains = filled(Array<float>(Names::get().float32, {b, w}), flat_.confidence);
         if (names.size() > 1) source = filled(Array<uint8_t>(Names::get().uint8, {b, w}), flat_.sources);
-        if (!kept && rows_.limits_depth()) {
+        if (!kept && rows().limits_depth()) {
             for (int32_t& n : flat_.levels) n = std::max(n, 0);
             levels = filled(IntArray({b}), flat_.levels);
         }
@@ -226,36 +235,38 @@ public:
     // token, row, position, parent, starts, wanted, as in Batch.
     nb::tuple batch() const {
         return nb::make_tuple(
-            ints(rows_.token), ints(rows_.row), ints(rows_.position), ints(rows_.parent), ints(rows_.starts), ints(rows_.wanted));
+            ints(rows().token), ints(rows().row), ints(rows().position), ints(rows().parent), ints(rows().starts), ints(rows().wanted));
     }
 
     // Verdicts of all rows at once (accepted below 0: not decided).
     void decide_all(const nb::object& verdicts) {
         const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"),
             path(verdicts.attr("path"), "path");
-        const size_t b = rows_.rows.size(), w = path.shape(1);
+        const size_t b = rows().rows.size(), w = path.shape(1);
         tokens.expect(b, w + 1, "tokens"), accepted.expect(b, std::nullopt, "accepted"), path.expect(b, w, "path");
         for (size_t i = 0; i < b; ++i) {
             const int32_t n = accepted.data()[i];
             if (n > static_cast<int32_t>(w)) throw std::invalid_argument("more was accepted than was verified");
             if (n < 0) continue;
             const int32_t *gained = tokens.data() + i * (w + 1), *nodes = path.data() + i * w;
-            rows_.decide(i, {{gained, gained + n + 1}, {nodes, nodes + n}});
+            rows().decide(i, {{gained, gained + n + 1}, {nodes, nodes + n}});
         }
     }
-    void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) { rows_.decide(i, {std::move(tokens), std::move(path)}); }
+    void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) {
+        rows().decide(i, {std::move(tokens), std::move(path)});
+    }
     nb::tuple verdict(size_t i) const {
-        const Verdict& verdict = rows_.rows.at(i)->verdict;
+        const Verdict& verdict = rows().rows.at(i)->verdict;
         return nb::make_tuple(nb::cast(verdict.tokens), nb::cast(verdict.path));
     }
     // The fields of Verdicts.
     nb::tuple verdicts() const {
-        const auto b = static_cast<Py_ssize_t>(rows_.rows.size());
+        const auto b = static_cast<Py_ssize_t>(rows().rows.size());
         size_t w = 0;
-        for (const Row* row : rows_.rows) w = std::max(w, row->draft().tokens.size());
-        std::vector<int32_t> tokens(rows_.rows.size() * (w + 1)), accepted, path(rows_.rows.size() * w);
-        for (size_t i = 0; i < rows_.rows.size(); ++i) {
-            const Verdict& verdict = rows_.rows[i]->verdict;
+        for (const Row* row : rows().rows) w = std::max(w, row->draft().tokens.size());
+        std::vector<int32_t> tokens(rows().rows.size() * (w + 1)), accepted, path(rows().rows.size() * w);
+        for (size_t i = 0; i < rows().rows.size(); ++i) {
+            const Verdict& verdict = rows().rows[i]->verdict;
             accepted.push_back(static_cast<int32_t>(verdict.path.size()));
             std::copy(verdict.tokens.begin(), verdict.tokens.end(), tokens.begin() + static_cast<std::ptrdiff_t>(i * (w + 1)));
             std::copy(verdict.path.begin(), verdict.path.end(), path.begin() + static_cast<std::ptrdiff_t>(i * w));
@@ -264,9 +275,9 @@ public:
             filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
     }
     nb::object decisions() const {
-        if (!rows_.policy()) return nb::none();
+        if (!rows().policy()) return nb::none();
         nb::list found;
-        for (size_t i = 0; i < rows_.rows.size(); ++i) found.append(decision_of(*rows_.policy(), i));
+        for (size_t i = 0; i < rows().rows.size(); ++i) found.append(decision_of(*rows().policy(), i));
         return found;
     }
 
@@ -274,8 +285,8 @@ public:
     // expected.
     nb::list outcome() const {
         nb::list found;
-        for (size_t i = 0; i < rows_.rows.size(); ++i) {
-            const Row& row = *rows_.rows[i];
+        for (size_t i = 0; i < rows().rows.size(); ++i) {
+            const Row& row = *rows().rows[i];
             const Draft& draft = row.draft();
             nb::list tokens, path, sources, named;
             for (const int32_t token : row.verdict.tokens) tokens.append(token);
@@ -287,8 +298,8 @@ public:
             for (const int source : draft.sources) named.append(names_[static_cast<size_t>(source)]);
             int size = static_cast<int>(draft.tokens.size());
             nb::object expected = nb::none();
-            if (rows_.policy()) {
-                const Policy::Decision& decision = rows_.policy()->decision(i);
+            if (rows().policy()) {
+                const Policy::Decision& decision = rows().policy()->decision(i);
                 size = decision.size;
                 if (decision.expected > 0.0) expected = nb::float_(decision.expected);
             }
@@ -300,15 +311,34 @@ public:
     }
 
     void observe(const std::vector<std::pair<int, int>>& gains) {
-        for (NativeDrafter* drafter : rows_.observe(gains)) {
+        const std::vector<NativeDrafter*> behind = rows().observe(gains);
+        const Running running(running_);
+        for (NativeDrafter* drafter : behind) {
             nb::gil_scoped_release release;  // only for forwards: a server's event loop keeps it for milliseconds
             drafter->read_ahead();
         }
     }
 
-    Rows& rows() { return rows_; }
+    Rows& rows() {
+        require_idle();
+        return rows_;
+    }
+    const Rows& rows() const {
+        require_idle();
+        return rows_;
+    }
 
 private:
+    // While it runs, the GIL may be another thread's: whatever that calls here is refused.
+    struct Running {
+        explicit Running(bool& flag) : flag(flag) { flag = true; }
+        ~Running() { flag = false; }
+        bool& flag;
+    };
+    void require_idle() const {
+        if (running_) throw std::runtime_error("another thread runs this step: wait until it has ended");
+    }
+
     Row& row_of(const nb::tuple& given) {
         if (!nb::isinstance<BoundRow>(given[0]))
             throw nb::type_error("a row is (Row, tokens, length, most), a chunk (Row, tokens, start, count, wanted)");
@@ -325,6 +355,7 @@ private:
     }
 
     Rows rows_;
+    bool running_ = false;
     const nb::str target_;  // the source of tokens that no draft had
     std::vector<nb::object> held_;  // the step's rows and policy
     std::deque<IntView> views_;     // of the rows' tokens

@@ -26,6 +26,21 @@ class Argument:
     def __str__(self) -> str:
         return f"{self.name}={self.value!r}" if self.has_value else self.name
 
+    def __reduce__(self) -> Any:
+        """Pickled and copied with a plain value, or with its ``repr``: it may be anything that a caller gave."""
+        plain = self.value is None or isinstance(self.value, (bool, int, float, str, type(...)))
+        return type(self), (self.name, self.value if plain else Spelled(repr(self.value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A value of which only ``text``, its ``repr``, is kept."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
 
 class OutpaceError(Exception):
     """Base of every error that Outpace raises on purpose.

@@ -15,6 +15,7 @@ from scipy import stats
 import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import F32, F64, I32
+from outpace.common.fair_lock import FairLock
 from outpace.drafters.base import Drafter, RowView
 from outpace.engine.results import Result
 from outpace.exact.drafts import Draft, Drafts, Verdict
@@ -46,7 +47,7 @@ class Contextual:
     native, run = None, Model.run
 
     def __init__(self) -> None:
-        self.kv = ToyKV()
+        self.kv, self.lock = ToyKV(), FairLock()
         self.info = ModelInfo("contextual", "toy", VOCAB, 1, 1, 4096, (), "float32", "cpu", 0, 8)
 
     def forward(self, batch: Batch) -> HostOutput:

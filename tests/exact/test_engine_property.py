@@ -510,7 +510,7 @@ def test_a_row_that_outgrows_the_memory_alone_ends_and_says_why() -> None:
     assert (result.finish_reason, result.prompt_tokens + result.completion_tokens) == ("length", 28)
 
 
-def test_closing_cancels_what_runs_and_what_waits() -> None:
+def test_closing_ends_what_runs_and_what_waits() -> None:
     world = World({**CALM, "drafter": "tree", "max_rows": 1, "prefix_rows": 2})
     for _ in range(3):
         world.add(STEM, SamplingParams(seed=0))
@@ -518,9 +518,13 @@ def test_closing_cancels_what_runs_and_what_waits() -> None:
     world.step()
     world.engine.close()
     world.engine.close()
-    assert world.engine.idle
     assert world.target.kv.rows == []
     world.drafter.check([])
+    results = [delta.result for delta in world.engine.step()]
+    assert [result and result.error for result in results] == [
+        "the engine was closed while this request ran: make a new one"
+    ] * 3
+    assert world.engine.idle
     assert world.engine.step() == []
     with pytest.raises(ParameterError, match="closed"):
         world.engine.add([1])

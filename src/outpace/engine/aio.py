@@ -60,7 +60,8 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what never changes (``model.info``, ``tokenizer``); its methods belong to its thread."""
+        """The engine. Other threads may call its ``generate`` and ``stream``, but not ``step``, which would take deltas
+        of these requests."""
         return self._engine
 
     @property
@@ -197,6 +198,8 @@ class AsyncEngine:
         with self._lock:
             if self._closed:
                 raise OutpaceError("this engine is closed: make a new one")
+            if not self._thread.is_alive():
+                raise OutpaceError("this engine's thread is in the process that forked this one: make a new one")
             self._inbox.put(run)
         return future
 

@@ -15,6 +15,7 @@ from outpace.engine.results import TARGET, Delta, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Sequence
 from outpace.engine.statistics import Stats, pooled
+from outpace.errors import OutpaceError
 from outpace.models.base import Model
 
 
@@ -39,11 +40,11 @@ class Core:
         for sequence in sequences:
             self.scheduler.submit(sequence)
 
-    def cancel(self, request: int) -> None:
-        """End a request's samples as they are."""
+    def cancel(self, request: int, error: OutpaceError | None = None) -> None:
+        """End a request's samples as they are: cancelled, or in ``error``."""
         for sequence in [s for s in self.scheduler.sequences if s.request.id == request]:
             if sequence.finish_reason is None:
-                sequence.commit(sequence.ended("cancelled"))
+                sequence.commit(sequence.ended("cancelled" if error is None else "error", error))
             self.leave(sequence)
 
     def clock(self, sequence: Sequence, clock: Clock) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from outpace.engine.snapshot import Snapshot, snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.step import advance
 from outpace.engine.text import TextReader
-from outpace.errors import ParameterError
+from outpace.errors import OutpaceError, ParameterError
 from outpace.exact.noise import Noise, fresh_seed
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
@@ -47,7 +48,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Decodes requests together, exactly as the target alone would have. One thread owns an engine.
+    """Decodes requests together, exactly as the target alone would have. Any thread may call any method.
+
+    One thread at a time has the engine, for a step or for what goes between two; threads that wait for an answer take
+    turns to run steps, which are of all requests. A rule or listener that a step calls may not ask for another step
+    (OutpaceError); requests that it cancels end with the step.
 
     ``model``: the target; ``tokenizer``: of its text (None: prompts are token ids, and answers have no text).
     ``drafter``: the one that requests get unless they choose; ``drafters``: others that they may choose, by name.
@@ -70,6 +75,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = EngineOptions(**options)
+        self._lock = model.lock  # of all that a step touches
         self.drafter = drafter or NoDrafter()
         own = {} if isinstance(self.drafter, NoDrafter) else {self.drafter.name: self.drafter}
         self.drafters: dict[str, Drafter] = {**own, **(drafters or {})}
@@ -94,7 +100,8 @@ class Engine:
         self._text_of = None if tokenizer is None else token_texts(tokenizer)
         self._ids = itertools.count()
         self._mailboxes: dict[int, deque[Delta]] = {}  # of requests that stream or generate waits for
-        self._closed = False
+        self._later: deque[Callable[[], object]] = deque()  # what was asked for within a step, for its end
+        self._busy = self._closed = False  # busy: in a step, or at the end of a request, which may call listeners
 
     @classmethod
     def load(
@@ -150,8 +157,7 @@ class Engine:
         where they differ. ``sampling``: fields of ``SamplingParams``, which take the place of those in ``params``.
         Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
-        if self._closed:
-            raise ParameterError("this engine is closed: make a new one")
+        self._require_open()
         params = intake.sampling(params, sampling)
         info = self.model.info
         name = intake.drafter_of(drafter, self.drafter.name, self.drafters)
@@ -198,9 +204,9 @@ class Engine:
     def submit(self, prepared: Prepared) -> int:
         """Queue ``prepared``, which ``prepare`` made, once, and return its id. Raises ParameterError when the engine
         was closed."""
-        if self._closed:
-            raise ParameterError("this engine is closed: make a new one")
-        self._core.submit(prepared.request, prepared.sequences)
+        with self._lock:
+            self._require_open()
+            self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
@@ -210,23 +216,39 @@ class Engine:
 
     def request(self, request: int) -> Request:
         """What was asked, of the ``request`` with this id, which runs or waits. Raises ParameterError for any other."""
-        if request not in self._core.requests:
-            raise ParameterError(f"request {request} neither runs nor waits: it has ended, or never was")
-        return self._core.requests[request]
+        with self._lock:
+            if request not in self._core.requests:
+                raise ParameterError(f"request {request} neither runs nor waits: it has ended, or never was")
+            return self._core.requests[request]
 
     def cancel(self, request: int) -> list[Delta]:
-        """End the samples of the ``request`` with this id now and return their last deltas (none if it is over)."""
-        self._core.cancel(request)
+        """End the samples of the ``request`` with this id now and return their last deltas (none if it is over).
+
+        From within a step (a rule, ``on_result``, ``on_step``) it ends with the step, which brings its last deltas.
+        """
+        with self._lock:
+            if self._busy:
+                self._later.append(partial(self._alone, self._core.cancel, request))
+                return []
+            return self._end(request)
+
+    def _end(self, request: int) -> list[Delta]:
+        self._alone(self._core.cancel, request)
         outbox = self._core.outbox
         deltas = [delta for delta in outbox if delta.request == request]
         self._core.outbox = deque(delta for delta in outbox if delta.request != request)
         self._mailboxes.get(request, deque()).extend(deltas)  # whoever waits for it gets them, too
         return deltas
 
+    def _catch_up(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
     @property
     def idle(self) -> bool:
         """Whether ``step`` would have nothing to do."""
-        return self._core.scheduler.idle and not self._core.outbox
+        with self._lock:
+            return self._core.scheduler.idle and not self._core.outbox and not self._later
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
@@ -235,8 +257,9 @@ class Engine:
 
     @on_step.setter
     def on_step(self, listener: Callable[[StepRecord], None] | None) -> None:
-        self._core.on_step = listener
-        self._core.drafting.explain(listener is not None)
+        with self._lock:
+            self._core.on_step = listener
+            self._core.drafting.explain(listener is not None)
 
     @property
     def on_result(self) -> Callable[[Result], None] | None:
@@ -250,12 +273,13 @@ class Engine:
     def step(self) -> list[Delta]:
         """One step for every row that can run: draft, one target forward, verify, commit.
 
-        Deltas of requests that ``stream`` or ``generate`` wait for go to those. When it raises, what was committed is
-        whole and the rest is as it was: the engine may go on.
+        Deltas of requests that ``stream`` or ``generate`` wait for go to those, all others to whoever calls this. When
+        it raises, what was committed is whole and the rest is as it was: the engine may go on.
         """
-        self._pump()
-        deltas = list(self._core.outbox)
-        self._core.outbox.clear()
+        with self._lock:
+            self._pump()
+            deltas = list(self._core.outbox)
+            self._core.outbox.clear()
         return deltas
 
     # -- conveniences ------------------------------------------------------------------------------------------------
@@ -267,23 +291,22 @@ class Engine:
         as in ``prepare``.
 
         Other requests of this engine run along, and keep their deltas: streams may be interleaved. A request that ends
-        in an error raises it after its last delta; with ``errors="return"`` that delta's result has it.
+        in an error, or whose engine is closed, raises it after its last delta; with ``errors="return"`` that delta's
+        result has it.
         """
         raises = checked_errors(errors)
         prepared = self.prepare(prompt, params, **options)
-        request, left = self.submit(prepared), len(prepared.sequences)
-        mail = self._mailboxes[request] = deque()
+        left, mail = len(prepared.sequences), deque[Delta]()
         try:
+            self._begin([prepared], mail)
             while left:
-                while not mail:
-                    self._pump()
-                delta = mail.popleft()
+                delta = self._next(mail)
                 left -= delta.result is not None
                 yield delta
                 if delta.result is not None and raises:
                     delta.result.raise_for_error()
         finally:
-            self._forget(request)
+            self._forget([prepared])
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
@@ -318,28 +341,69 @@ class Engine:
         try:
             with bar(sum(len(prepared.sequences) for prepared in requests), progress) as advance:
                 collected = Collected(requests, errors, advance)
-                for prepared in requests:
-                    self._mailboxes[self.submit(prepared)] = mail
+                self._begin(requests, mail)
                 while not collected.complete:
-                    while not mail:
-                        self._pump()
-                    collected.take(mail.popleft())
+                    collected.take(self._next(mail))
         finally:
-            for prepared in requests:
-                self._forget(prepared.request.id)
+            self._forget(requests)
         return collected.results
+
+    def _begin(self, requests: SequenceOf[Prepared], mail: deque[Delta]) -> None:
+        """Queue requests together; their deltas go to ``mail``."""
+        with self._lock:
+            for prepared in requests:
+                self._mailboxes[self.submit(prepared)] = mail
+
+    def _next(self, mail: deque[Delta]) -> Delta:
+        """The next delta in ``mail``, which steps of this thread or of others bring."""
+        while not mail:
+            with self._lock:
+                if not mail:  # while this thread waited for the lock
+                    self._pump()
+        return mail.popleft()
 
     def _pump(self) -> None:
         """A step; deltas go to those who wait for them, and stay where nobody does."""
+        self._require_no_step()
+        self._catch_up()
         if not self._core.outbox or not self._core.scheduler.idle:
-            advance(self._core)
+            self._alone(advance, self._core)
+            self._catch_up()
+        self._deliver()
+
+    def _alone(self, change: Callable[..., None], *arguments: Any) -> None:
+        """A change in which rules and listeners may be called."""
+        self._busy = True
+        try:
+            change(*arguments)
+        finally:
+            self._busy = False
+
+    def _deliver(self) -> None:
         outbox, self._core.outbox = self._core.outbox, deque()
         for delta in outbox:
             self._mailboxes.get(delta.request, self._core.outbox).append(delta)
 
-    def _forget(self, request: int) -> None:
-        self._mailboxes.pop(request, None)
-        self.cancel(request)
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ParameterError("this engine is closed: make a new one")
+
+    def _require_no_step(self) -> None:
+        if self._busy:
+            raise OutpaceError(
+                "a step of this engine is under way: rules and listeners may not generate, step, reload or close it"
+            )
+
+    def _forget(self, requests: SequenceOf[Prepared]) -> None:
+        """Nobody waits for ``requests`` any more: what still runs of them ends. For a stream the garbage collector may
+        call this, while this very thread is inside another call."""
+        within = self._lock.mine
+        for prepared in requests:
+            self._mailboxes.pop(prepared.request.id, None)
+            self._later.append(partial(self._end, prepared.request.id))
+        if not within:
+            with self._lock:
+                self._catch_up()
 
     @property
     def policy(self) -> Adaptive | None:
@@ -352,7 +416,10 @@ class Engine:
 
         Raises ModelError or DrafterError for what does not fit, MemoryLimitError: that drafter keeps what it has.
         """
-        found = [drafter.reload() for drafter in self._all_drafters()]  # all of them, also behind one that has
+        with self._lock:
+            self._require_open()
+            self._require_no_step()
+            found = [drafter.reload() for drafter in self._all_drafters()]  # all of them, also behind one that has
         return any(found)
 
     def _all_drafters(self) -> list[Drafter]:
@@ -361,28 +428,38 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Pooled over the requests that have ended."""
-        return pooled([self._core.finished])
+        with self._lock:
+            return pooled([self._core.finished])
 
     def snapshot(self) -> Snapshot:
-        """What runs and waits, and all that was done so far."""
-        return snapshot(self._core, self.options, self._memory)
+        """What runs and waits, and all that was done so far. Raises ParameterError when the engine was closed."""
+        with self._lock:
+            self._require_open()
+            return snapshot(self._core, self.options, self._memory)
 
     def check(self) -> None:
-        """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step."""
-        self._core.check()
+        """Assert the engine's invariants (docs/how-it-works.md). Cheap; tests call it after every step. Raises
+        ParameterError when the engine was closed."""
+        with self._lock:
+            self._require_open()
+            self._core.check()
 
     def close(self) -> None:
-        """Cancel what runs and give back memory, whatever fails on the way. Calling twice is allowed."""
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as closing:  # last in, first out
+        """End what runs, in an OutpaceError, and give back memory, whatever fails on the way. Calling twice is allowed.
+        ``step`` still returns the last deltas."""
+        with self._lock, ExitStack() as closing:  # last in, first out
+            if self._closed:
+                return
+            self._require_no_step()
+            self._closed = True
             closing.callback(self.model.close)
             for drafter in self._all_drafters():
                 closing.callback(drafter.close)
             closing.callback(self._core.scheduler.close)
+            closing.callback(self._deliver)
             for request in list(self._core.requests):
-                closing.callback(self.cancel, request)
+                error = OutpaceError("the engine was closed while this request ran: make a new one")
+                closing.callback(self._alone, self._core.cancel, request, error)
 
     def __repr__(self) -> str:
         info, work = self.model.info, self._core.scheduler

@@ -7,7 +7,6 @@ from html import escape
 from typing import Literal
 
 from outpace.engine.statistics import Stats
-from outpace.engine.text import TextReader, TextState
 from outpace.errors import OutpaceError
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import Acceptance
@@ -43,7 +42,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished sample of one request.
+    """One finished sample of one request: plain values, which can be pickled, copied, and made a dictionary by
+    ``dataclasses.asdict``. ``str(result)`` is its text.
 
     ``request``, ``sample``, ``text``, ``token_ids``, ``sources``, ``logprobs``: as in ``Delta``, of the whole answer.
     Tokens that it was resumed after have the source "resumed" and no log-probabilities.
@@ -52,7 +52,8 @@ class Result:
     how many the prompt has. ``seed``: of the noise, drawn where none was given; the same request with it gets the same
     tokens. ``drafter`` and ``acceptance``: what drafted ("none": plain decoding) and how drafts were verified.
     ``stats``: counts and times. ``prompt_logprobs``: one a prompt token, None for the first. ``notes``: what was turned
-    off or is lossy, and why. ``reader``: how tokens became text.
+    off or is lossy, and why. ``pieces``: the text in order as ``(piece, source)``: whole characters, credited to the
+    token that ended them. Neighbours of one source are one piece; "target" wrote what no drafter did.
     """
 
     request: int
@@ -72,7 +73,7 @@ class Result:
     error: str | None = None
     cause: OutpaceError | None = field(default=None, repr=False, compare=False)
     notes: tuple[str, ...] = ()
-    reader: TextReader | None = field(default=None, repr=False, compare=False)
+    pieces: tuple[tuple[str, str], ...] = ()
 
     @property
     def completion_tokens(self) -> int:
@@ -85,25 +86,8 @@ class Result:
             raise self.cause or OutpaceError(self.error)
         return self
 
-    @property
-    def pieces(self) -> list[tuple[str, str]]:
-        """The text in order as ``(piece, source)``: whole characters, credited to the token that ended them.
-
-        Neighbours of one source are one piece; "target" wrote what no drafter did.
-        """
-        if self.reader is None:
-            return [(self.text, TARGET)]
-        reader, state, left = self.reader.without_stops(), TextState(), self.text
-        found: list[tuple[str, str]] = []
-        for token, source in zip(self.token_ids, self.sources, strict=True):
-            state, text = reader.add(state, token)
-            piece = text[: len(left)]  # what stopped it is cut off
-            left = left[len(piece) :]
-            if found and found[-1][1] == source:
-                found[-1] = found[-1][0] + piece, source
-            elif piece:
-                found.append((piece, source))
-        return [*found, (left, TARGET)] if left else found
+    def __str__(self) -> str:
+        return self.text
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 3] + "..."

@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.engine.request import Request
-from outpace.engine.results import Delta, FinishReason, Result
+from outpace.engine.results import TARGET, Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats
 from outpace.engine.text import TextError, TextReader, TextState
 from outpace.errors import Argument, OutpaceError, ParameterError
@@ -327,8 +327,26 @@ class Sequence:
             error=self.error,
             cause=self.cause,
             notes=tuple(self.notes),
-            reader=self._reader,
+            pieces=self._pieces(),
         )
+
+    def _pieces(self) -> tuple[tuple[str, str], ...]:
+        """See ``Result.pieces``."""
+        left = "".join(self._shown)
+        reader, state = self._reader.without_stops(), TextState()
+        found: list[tuple[str, str]] = []
+        try:
+            for token, source in zip(self.output.tolist(), self.sources, strict=True):
+                state, text = reader.add_all(state, (token,)) or reader.add(state, token)
+                piece = text[: len(left)]  # what stopped it is cut off
+                left = left[len(piece) :]
+                if found and found[-1][1] == source:
+                    found[-1] = found[-1][0] + piece, source
+                elif piece:
+                    found.append((piece, source))
+        except TextError:  # the rest is nobody's
+            pass
+        return (*found, (left, TARGET)) if left else tuple(found)
 
 
 class Prepared(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.common.arrays import F32, I32
+from outpace.common.fair_lock import FairLock
 from outpace.exact.drafts import Drafts, Verdicts, depths
 from outpace.exact.sampling import Chooser, TokenLogprob, token_logprob
 
@@ -297,6 +298,7 @@ class Model(Protocol):
 
     info: ModelInfo
     kv: KVCache
+    lock: FairLock  # engines over the model take it for a step, so that they may run in several threads
 
     @property
     def native(self) -> Any:

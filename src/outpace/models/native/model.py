@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outpace import _fast
+from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, Model, ModelInfo
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
@@ -122,6 +123,7 @@ class NativeModel(Model):
         self._runtime = runtime
         self.info = info
         self.kv = NativeKV(handle, kv_memory)
+        self.lock = FairLock()
 
     @property
     def runtime(self) -> Any:

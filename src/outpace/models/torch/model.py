@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outpace.common.fair_lock import FairLock
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError
 from outpace.models.base import Batch, Model, ModelInfo
 from outpace.models.torch.anatomy import dissect, max_length
@@ -53,6 +54,7 @@ class TransformersModel(Model):
         read here: what changes in them later does not count. Raises ModelError with the reason when the model cannot be
         served exactly; the module is then, as after ``close``, what it was.
         """
+        self.lock = FairLock()
         self._restore = _as_it_is(module)
         try:
             self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, strict, warn)
@@ -182,7 +184,7 @@ class TransformersModel(Model):
             raise ValueError(
                 f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
             )
-        with torch.inference_mode():
+        with self.lock, torch.inference_mode():
             return self._run(batch, self.kv, self._own, self.graphs)
 
     def _live(self) -> Any:
