@@ -67,7 +67,7 @@ public:
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
             if (length < 1 || length > tokens.size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
             row.begin(tokens.data(), static_cast<size_t>(length), static_cast<int>(most));
-            rows().rows.push_back(&row);
+            rows_.rows.push_back(&row);
             if (given.size() < 6) continue;
             const nb::object chooser = given[4];
             row.rules = chooser.is_none() ? Rules::kForeign : nb::cast<bool>(given[5]) ? Rules::kTested : Rules::kKnown;
@@ -79,10 +79,10 @@ public:
             const IntView tokens(nb::handle(given[1]).ptr());
             const long first = whole(nb::handle(given[2]).ptr()), count = whole(nb::handle(given[3]).ptr());
             if (first < 0 || count < 1 || first + count >= tokens.size()) throw std::invalid_argument("a chunk is out of range");
-            rows().chunks.push_back(
+            rows_.chunks.push_back(
                 {&row, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
         }
-        rows().plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
+        rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
     }
 
     // Native drafters draft. Rows whose drafter is Python's; and (rows, why) of each native drafter that failed.
