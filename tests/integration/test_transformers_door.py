@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
 
 import outpace
 from outpace.errors import ModelError, ParameterError
+from outpace.integrations import transformers as doors
 from outpace.models.torch.model import TransformersModel
 
 from .test_architectures import tiny
@@ -314,3 +316,29 @@ def test_weights_of_several_processes_are_refused() -> None:
             outpace.Engine.load(model=model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_first_calls_from_several_threads_share_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = tiny("llama")
+    fresh.generation_config.pad_token_id = 0
+    expected = own(fresh, PROMPT, max_new_tokens=8, do_sample=False)
+    opened: list[Any] = []
+    make = doors.Patch.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        opened.append(self)
+        make(self, *args)
+
+    monkeypatch.setattr(doors.Patch, "__init__", counted)
+
+    def call() -> torch.Tensor:
+        found: torch.Tensor = fresh.generate(
+            PROMPT, max_new_tokens=8, do_sample=False, custom_generate=outpace.generate
+        )
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [thread.result() for thread in [threads.submit(call) for _ in range(4)]]
+    assert all(torch.equal(answer, expected) for answer in answers)
+    assert len(opened) == 1
+    outpace.unpatch(fresh)

@@ -22,7 +22,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final in typeshed alone
     @property
     def mine(self) -> bool:
         """Whether this thread has it."""
-        owned: bool = self._is_owned()
+        owned: bool = self._is_owned()  # type: ignore[attr-defined]
         return owned
 
     def __enter__(self) -> bool:  # type: ignore[override]
@@ -57,7 +57,7 @@ class _Forks(threading.local):
         for lock in _living():
             lock._door = RLock()  # nobody waits there
         while self.held:
-            self.held.pop()._at_fork_reinit()
+            self.held.pop()._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 _locks: WeakValueDictionary[int, FairLock] = WeakValueDictionary()

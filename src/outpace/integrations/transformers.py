@@ -37,6 +37,7 @@ _DOOR = "_outpace_door"
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 _USED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus")
 _MOST_NODES = 63
+_OPENING = Lock()  # two threads that call a model's first generate share one engine
 
 
 class Patch:
@@ -125,11 +126,12 @@ def unpatch(model: Any) -> None:
 
 
 def _open(model: Any, drafter: str = "auto", options: dict[str, Any] | None = None) -> Patch:
-    found = model.__dict__.get(_DOOR)
-    if found is None:
-        parse(drafter)
-        found = Patch(model, drafter, options or {})
-        model.__dict__[_DOOR] = found
+    with _OPENING:
+        found = model.__dict__.get(_DOOR)
+        if found is None:
+            parse(drafter)
+            found = Patch(model, drafter, options or {})
+            model.__dict__[_DOOR] = found
     assert isinstance(found, Patch)
     return found
 
