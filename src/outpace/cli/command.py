@@ -62,7 +62,7 @@ class Command:
         hints = get_type_hints(self.function, include_extras=True)
         signature = inspect.signature(self.function).parameters
         parser = Parser(f"{program} {self.name}", self.about, self.example)
-        for field, hint, default in self.options():
+        for field, hint, default in sorted(self.options(), key=lambda each: each[2] is not inspect.Parameter.empty):
             parser.add(field, hint, default, self._group(hints, field))
         given = vars(parser.read(arguments))
         verbose = bool(given.get("verbose"))
@@ -192,7 +192,7 @@ class _Help(argparse.HelpFormatter):
         return names if action.nargs == 0 else f"{names} {action.metavar}"
 
 
-_HEADINGS = ("drafting", "sampling", "end of the answer", "form of the answer", "output", "loading the model")
+_HEADINGS = ("drafting", "sampling", "end of the answer", "form of the answer", "limits", "output", "loading the model")
 
 
 class Parser:

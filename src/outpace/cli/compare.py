@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli.options import Common
-from outpace.cli.summary import cautions, sampled, show_scores
+from outpace.cli.summary import cautions, seed_of, show_scores
 from outpace.cli.terminal import coloured
 
 if TYPE_CHECKING:
@@ -72,10 +72,11 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
         print(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}")
     count = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
     print(f"{'figures':<{wide}} pooled over the same {count}; in brackets: 95 % over rounds")
-    stats = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted")
-    for line in _why(drafted, stats):
-        print(f"{'why':<{wide}} {line}")
-    for line in (*sampled(result, params), *cautions(result, params), *result.notes):
+    if result.drafter != "none":
+        stats = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted")
+        for line in _why(drafted, stats):
+            print(f"{'why':<{wide}} {line}")
+    for line in (*seed_of(params), *cautions(result, params), *result.notes):
         print(f"{'note':<{wide}} {line}")
     if moved := doubt(result.drafter, drafted):
         print(coloured(moved, "yellow"))
@@ -93,4 +94,4 @@ def _why(drafted: Mapping[str, Any], stats: Stats) -> Iterator[str]:
     if stats.drafted:
         yield f"{stats.decision}; {stats.accepted} of {stats.drafted} drafted tokens accepted"
     else:
-        yield stats.decision or "plain decoding"
+        yield stats.decision

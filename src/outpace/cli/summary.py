@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def summary(engine: Engine, result: Result, params: SamplingParams) -> list[str]:
     """An answer's figures, what drafting did, and what to be wary of, in lines."""
     info = engine.model.info
-    lines = ["; ".join([result.stats.summary, f"{info.backend} {info.dtype}", *sampled(result, params)])]
+    lines = ["; ".join([result.stats.summary, f"{info.backend} {info.dtype}", *seed_of(params, result.seed)])]
     if result.drafter != "none":
         lines.append(f"{result.drafter}: {account(engine, result.stats)}")
     return [*lines, *cautions(result, params), *result.notes]
 
 
-def sampled(result: Result, params: SamplingParams) -> list[str]:
-    """The seed, where the answer depends on it."""
-    return [] if params.greedy else [f"seed {result.seed}"]
+def seed_of(params: SamplingParams, drawn: int | None = None) -> list[str]:
+    """The seed, or the one that was ``drawn``, where answers depend on it."""
+    return [] if params.greedy else [f"seed {params.seed if drawn is None else drawn}"]
 
 
 def account(engine: Engine, stats: Stats) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_NOTHING = "nothing was drafted: what came is like nothing before, or asking for drafts had not paid"
+_NOTHING = "no draft was made: the answer repeated nothing from before, or drafts had not paid lately"
 _FEW = 8  # drafted steps that say nothing about a text
 PHASES = ("draft", "target", "verify", "other")
 
