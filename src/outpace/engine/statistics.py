@@ -174,8 +174,10 @@ class Stats:
         """
         steps, drafted = sum(self.steps_by_size.values()), self.drafted_steps
         if not drafted:
-            cost = f" (checking one drafted token takes {plain_steps(1):.2f} plain steps here)" if plain_steps else ""
-            return self.decision + (cost if "off" in self.expected else "")
+            said = self.decision
+            if plain_steps is not None and "off" in self.expected:
+                said += f" (checking one drafted token takes {plain_steps(1):.2f} plain steps here)"
+            return said
         each, kept = self.drafted / drafted, self.accepted / drafted
         brought = 1 + kept
         said = (
