@@ -68,13 +68,13 @@ def options(name: str) -> str:
         spelling = next(part for part in get_args(hint) if isinstance(part, Spelling))
         if field in shared or not spelling.names:
             continue
-        text = spelling.help() if callable(spelling.help) else spelling.help
+        text = spelling.help
         given = default not in (None, False, "", (), Parameter.empty) and "efault:" not in text
         rows.append(
             (
                 _code(*spelling.names),
                 _code(str(default)) if given else "",
-                text.split("\n")[0].removesuffix(f" [{default}]"),
+                text,
             )
         )
     return _rows(("option", "default", "meaning"), rows)

@@ -174,7 +174,8 @@ class SamplingParams:
     )  # fmt: skip
     rules: Sequence[LogitRule] = defined((), Rules(), "logits", "Changes of the logits, in order.", none="off")
     seed: int | None = defined(
-        None, Integer(0, 2**64 - 1, "None draws one"), "noise", "None draws one, which the result reports.",
+        None, Integer(0, 2**64 - 1, "None draws one"), "noise",
+        "The same seed gives the same tokens. None draws one, which the result reports.",
         none="value", option=("--seed",), request="seed", aliases=("random_seed", "generator"),
     )  # fmt: skip
     max_tokens: int | None = defined(

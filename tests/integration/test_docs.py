@@ -69,7 +69,7 @@ def code(page: Path) -> Iterator[str]:
 def test_commands_of_a_page_exist(page: Path) -> None:
     """``outpace`` parses them, ``python -m benchmarks`` has such a benchmark, scripts are files."""
     for line in code(page):
-        words = line.removeprefix("$ ").split(" #")[0].split(" && ")[0]
+        words = line.removeprefix("$ ").split(" #")[0].split(" && ")[0].split(" < ")[0]
         if words.startswith(("outpace ", "./scripts/", "python -m benchmarks")) and "..." not in words:
             program, *rest = shlex.split(words)
             if program == "outpace":

@@ -13,6 +13,7 @@ import pytest
 
 from outpace.cli import app
 from outpace.cli.command import Command, Group, UsageError
+from outpace.cli.options import Common
 from outpace.common.installing import install
 from outpace.common.option import argument, option
 from outpace.errors import ParameterError
@@ -82,7 +83,7 @@ def test_what_is_given_arrives_with_its_type() -> None:
         (["--out", "x", "--wrod", "a"], "there is no option --wrod: did you mean --word?"),
         (["--out", "x", "--sha=1"], "there is no option --sha: did you mean --share?"),
         (["--out", "x", "a", "b"], "'b' is one argument too many: quote text that has spaces"),
-        (["--out", "x", "--seed", "y"], "--seed/-s: invalid int value: 'y'"),
+        (["--out", "x", "--seed", "y"], "--seed/-s: 'y' is no whole number: give one"),
         (["--out", "x", "--even", "3"], "--even: 3 is odd: give an even number"),
         (["--out"], "expected one argument"),
     ],
@@ -113,6 +114,32 @@ def test_a_group_shows_its_commands_and_passes_on(capsys: pytest.CaptureFixture[
     assert "  some  Do something.\n" in capsys.readouterr().out
 
 
+def test_help_has_headings_with_what_is_used_most_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.parse(["generate", "--help"])
+    text = capsys.readouterr().out
+    heads = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert heads[:3] == ["arguments", "options", "drafting"]
+    assert heads[-3:] == ["loading the model", "drafters (their options: docs/drafters.md)", "Examples"]
+    first = text[: text.index("\ndrafting:")]
+    assert all(name in first for name in ("--model", "--drafter", "--temperature", "--max-tokens", "--compare"))
+    assert "--allow-pickle" not in first
+    assert len(first.splitlines()) < 24
+
+
+@pytest.mark.parametrize("width", ["80", "100", "200"])
+def test_no_help_is_cut(width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    with pytest.raises(SystemExit):
+        app.parse(["--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= int(width)
+    assert "..." not in text.replace("COMMAND ...", "")
+    for name in app.NAMES:
+        first = " ".join(app.command(name).about.split("\n\n")[0].split()).split(". ")[0]
+        assert first.rstrip(".") in " ".join(text.split())
+
+
 def test_every_parameter_with_an_option_is_one_of_generates(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         app.parse(["generate", "--help"])
@@ -133,6 +160,24 @@ def test_a_command_line_is_read_without_heavy_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["hi --json out", "--json out hi", "--json=out hi", "hi --json o/ut", "--json out.txt hi"]
+)
+def test_any_file_takes_json(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o").mkdir()
+
+    def write(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+        assert prompt == "hi"
+        assert not common.emit({})
+        return 0
+
+    assert Command("write", write, "").parse("outpace", words.split())() == 0
+    assert [path.read_text().strip() for path in tmp_path.rglob("*") if path.is_file()] == ["{}"]
 
 
 def test_json_alone_prints_and_with_a_file_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

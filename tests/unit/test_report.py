@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.figures import made
 from outpace.cli import app
 from outpace.errors import ParameterError
-from outpace.measure.report import read, sections
+from outpace.measure.page import Bar, bars
+from outpace.measure.report import fastest, read, sections
 
 HERE = Path(__file__).parents[2]
 SPEED = {"tokens_per_second": 90.0, "first_p50": 0.02}
@@ -57,6 +59,49 @@ def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
     table = sections([read(path) for path in results[1:]])[0]
     assert table.heads == ["", "one & two, 2 cores", "three, 2 cores"]
     assert len(table.lines[0]) == 3
+
+
+def test_no_label_of_a_picture_is_cut() -> None:
+    """Measured in DejaVu Sans, which is wider than what browsers take for system-ui."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    peers = read(HERE / "docs/results/peers.json")
+    long = [
+        Bar("llama.cpp Q4_0, built here, draft-eagle3, " * 2, 90.0, "20 of 24 answers changed, " * 3),
+        Bar("c", 1.0),
+    ]
+    for picture in (
+        bars(peers.bars, "all", peers.about),
+        bars(fastest(peers.value), "four", "d " * 200),
+        bars(long, "", ""),
+    ):
+        root = ElementTree.fromstring(picture)
+        (left, _, width, _) = map(float, root.attrib["viewBox"].split())
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            if not "".join(text.itertext()):
+                continue
+            said, size = "".join(text.itertext()), float(text.get("font-size", "14"))
+            weight = "bold" if "font-weight" in text.attrib else "normal"
+            takes = (
+                TextPath((0, 0), said, prop=FontProperties(family="DejaVu Sans", weight=weight), size=size)
+                .get_extents()
+                .width
+            )
+            at = float(text.attrib["x"]) - (takes if text.get("text-anchor") == "end" else 0)
+            assert left <= at < at + takes <= width, said
+
+
+def test_the_readmes_picture_has_a_bar_an_engine() -> None:
+    value = json.loads((HERE / "docs/results/peers.json").read_text())
+    shown = fastest(value)
+    assert [bar.label for bar in shown] == [
+        "OpenVINO, drafted", "llama.cpp, drafted", "Outpace, plain", "Outpace, drafted"
+    ]  # fmt: skip
+    for family, bar in zip(("openvino", "llamacpp"), shown, strict=False):
+        speeds = [row["decode_tokens_per_second"] for row in value["table"] if row["config"].startswith(family)]
+        assert bar.value == max(speeds)
+    assert shown[-1].note == "suffix+eagle:demo; no answer changed"
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

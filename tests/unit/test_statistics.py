@@ -59,6 +59,52 @@ def test_pooling_adds_counts() -> None:
     assert (a.tokens, a.accepted_by, b.drafted_at) == (3, {"a": 2}, [1]), "pooling changed its parts"
 
 
+def drafting(steps: int, drafted: int, nodes: int, accepted: int, on: float | None, off: float | None) -> Stats:
+    """Of ``steps`` the first ``drafted`` verified so many nodes; of each ``accepted`` were accepted."""
+    stats = Stats()
+    for i in range(steps):
+        path = list(range(accepted)) if i < drafted else []
+        stats.count(1 + len(path), nodes if i < drafted else 0, ["a"] * nodes if i < drafted else [], path)
+        stats.decide(nodes if i < drafted else 0, on if i < drafted else off)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [
+        (drafting(0, 0, 0, 0, None, None), ""),
+        (drafting(8, 8, 3, 1, 1.5, None), "drafted in 8 of 8 steps, 1.50x expected"),
+        (drafting(8, 2, 3, 1, 1.5, 0.9), "drafted in 2 of 8 steps, 1.50x expected; not in the others, 0.90x expected"),
+        (drafting(8, 2, 3, 1, None, None), "drafted in 2 of 8 steps; no draft in the others"),
+        (drafting(8, 0, 3, 1, None, 0.9), "no draft was expected to pay, the best 0.90x expected"),
+        (drafting(8, 0, 3, 1, None, None), "no draft was made: the answer repeated nothing from before, or drafts had"
+                                           " not paid lately"),
+    ],
+)  # fmt: skip
+def test_a_decision_is_said_whole(stats: Stats, expected: str) -> None:
+    """Whatever was decided there is a sentence; it speaks of what was off only where something was."""
+    assert stats.decision == expected
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cost", "verdict"),
+    [(3, 2.0, "so drafting paid"), (1, 2.5, "so drafting did not pay"), (1, 2.0, "about as fast as plain decoding")],
+)
+def test_the_account_weighs_what_a_step_costs_and_brings(accepted: int, cost: float, verdict: str) -> None:
+    """A step that takes c plain steps pays if it brings more than c tokens: one, and those accepted."""
+    asked: list[float] = []
+    said = drafting(40, 10, 4, accepted, 1.5, 0.9).account(lambda nodes: asked.append(nodes) or cost)
+    assert asked == [4.0]
+    assert f"drafted in 10 of 40 steps, 4.0 tokens each, of which {accepted:.2f} were accepted" in said
+    assert f"brought {1 + accepted:.2f} tokens and takes about {cost:.2f} plain steps here" in said
+    assert said.endswith(verdict)
+    assert "plain steps" not in drafting(40, 10, 4, accepted, 1.5, 0.9).account()
+    few = drafting(40, 2, 4, accepted, 1.5, 0.9).account(lambda _: cost)
+    assert few.endswith("plain steps here"), "two drafts say nothing about a text"
+    none = drafting(40, 0, 4, accepted, None, 0.9).account(lambda _: cost)
+    assert f"checking one drafted token takes {cost:.2f} plain steps here" in none
+
+
 def test_nothing_never_divides() -> None:
     empty = pooled([])
     assert empty.requests == 0

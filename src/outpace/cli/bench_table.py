@@ -9,6 +9,8 @@ from outpace.measure.bench import doubt, written
 
 _COLUMNS = ("decode tok/s", "end-to-end tok/s", "tokens/step", "accepted", "speedup (95 %)", "identical")
 
+_MOVED = "!"  # beside a ratio that drafting cannot explain
+
 
 def show(value: dict[str, Any], *, promised: bool) -> None:
     """Print the table of ``value`` (what ``--json`` writes), then every difference.
@@ -30,7 +32,10 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
             rows.append(["" if i else category or "all", entry["name"], *cells])
     print(table(("category", "drafter", *_COLUMNS), rows, left=2))
     first, control = configs[0]["name"], value["control"]["speedup"]
+    print(f"speedup: decode tok/s over those of {first}; in brackets: 95 % over prompts")
     print(f"{first} against {first}, as a control: {written(control)}; so much a ratio says of the machine alone")
+    if any(cells[-2].endswith(_MOVED) for cells in rows):
+        print(f"{_MOVED} more than its tokens a step can give: the machine's speed changed between the runs")
     for note in filter(None, (doubt(entry["name"], entry) for entry in configs)):
         print(note)
     if not promised:
@@ -54,6 +59,6 @@ def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str
         f"{figures['end_to_end_tokens_per_second']:.1f}",
         f"{figures['tokens_per_step']:.2f}",
         f"{figures['acceptance_rate']:.0%}" if drafts else "-",
-        written(figures["speedup"]) + ("!" if figures["moved"] else ""),
+        written(figures["speedup"]) + (_MOVED if figures["moved"] else ""),
         f"{figures['identical']}/{figures['prompts']}{ties}",
     ]

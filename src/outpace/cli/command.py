@@ -10,15 +10,18 @@ import argparse
 import difflib
 import inspect
 import logging
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from outpace.common.habits import OTHER_OPTIONS, SAME_OPTIONS
 from outpace.common.option import spelling_of
 
 
@@ -36,7 +39,7 @@ class Command:
 
     name: str
     function: Callable[..., int]
-    example: str
+    example: str  # several are lines
 
     @property
     def about(self) -> str:
@@ -48,13 +51,19 @@ class Command:
         for name, parameter in inspect.signature(self.function).parameters.items():
             yield from _fields(name, hints[name], parameter.default)
 
+    @staticmethod
+    def _group(hints: Mapping[str, Any], field: str) -> str:
+        """The heading of the dataclass whose field it is."""
+        kinds = (kind for kind in hints.values() if is_dataclass(kind) and field in {f.name for f in fields(kind)})
+        return getattr(next(kinds, None), "GROUP", "")
+
     def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
         """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
         hints = get_type_hints(self.function, include_extras=True)
         signature = inspect.signature(self.function).parameters
         parser = Parser(f"{program} {self.name}", self.about, self.example)
-        for field, hint, default in self.options():
-            parser.add(field, hint, default)
+        for field, hint, default in sorted(self.options(), key=lambda each: each[2] is not inspect.Parameter.empty):
+            parser.add(field, hint, default, self._group(hints, field))
         given = vars(parser.read(arguments))
         verbose = bool(given.get("verbose"))
         call = {
@@ -112,19 +121,45 @@ def choose(
 
 def overview(program: str, about: str, example: str, commands: Mapping[str, Command | Group]) -> str:
     """Help of what has commands."""
-    longest = max(map(len, commands))
-    lines = [f"  {name:<{longest}}  {_sentence(command.about)}" for name, command in commands.items()]
-    return "\n".join([f"usage: {program} COMMAND ...", "", about, "", "commands:", *lines, "", f"Example: {example}"])
+    lines = _columns((name, _sentence(command.about)) for name, command in commands.items())
+    more = f"{program} COMMAND --help shows a command's options."
+    return "\n".join(
+        [f"usage: {program} COMMAND ...", "", about, "", "commands:", *lines, "", more, "", _examples(example)]
+    )
 
 
 def _sentence(text: str) -> str:
     first = " ".join(text.split("\n\n")[0].split())
-    return textwrap.shorten(first.split(". ")[0].rstrip("."), 100, placeholder=" ...") + "."
+    return first.split(". ")[0].rstrip(".") + "."
+
+
+def _columns(entries: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of names and, beside them, their meanings, which are wrapped."""
+    entries = list(entries)
+    wide = max(len(name) for name, _ in entries) + 4
+    return [
+        line
+        for name, text in entries
+        for line in textwrap.wrap(text, _width(), initial_indent=f"  {name}".ljust(wide), subsequent_indent=" " * wide)
+    ]
+
+
+def _examples(example: str) -> str:
+    lines = example.splitlines()
+    return f"Example: {example}" if len(lines) == 1 else "\n".join(["Examples:", *(f"  {line}" for line in lines)])
+
+
+def _width() -> int:
+    """Of the terminal, up to what is easy to read."""
+    return min(shutil.get_terminal_size().columns, 120)
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f": did you mean {close[0]}?" if close else ""
+    """A name like ``name``, misspelt or cut short; names that other programs have are less like ours."""
+    bare = name.lstrip("-")
+    near = {each.lstrip("-"): each for each in known if each.startswith(name) or abs(len(each) - len(name)) <= 2}
+    close = difflib.get_close_matches(bare, near, 1, 0.75)
+    return f": did you mean {near[close[0]]}?" if close else ""
 
 
 def _fields(name: str, hint: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -138,84 +173,121 @@ def _fields(name: str, hint: Any, default: Any) -> Iterator[tuple[str, Any, Any]
 
 
 class _Help(argparse.HelpFormatter):
-    """Help with paragraphs kept, as wide as the terminal up to what is easy to read."""
+    """Help with paragraphs and indented lines kept, and an option's short name before its long one."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 200))
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return [line for part in text.split("\n") for line in (textwrap.wrap(part, width) or [""])]
+        super().__init__(prog, max_help_position=28, width=_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+        parts = text.split("\n\n")
+        return "\n\n".join(
+            part if "\n " in part else textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False)
+            for part in parts
+        )
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(sorted(action.option_strings, key=lambda name: name.startswith("--")))
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
+
+
+_HEADINGS = ("drafting", "sampling", "end of the answer", "form of the answer", "limits", "output", "loading the model")
 
 
 class Parser:
     """argparse, filled from annotations."""
 
     def __init__(self, program: str, about: str, example: str) -> None:
-        self._parser = _Arguments(
-            program, description=about, epilog=f"Example: {example}", formatter_class=_Help, allow_abbrev=False
-        )
-        self._lazy: list[tuple[argparse.Action, Callable[[], str]]] = []
+        self._parser = _Arguments(program, description=about, formatter_class=_Help, allow_abbrev=False)
+        self._example = example
+        self._groups: dict[str, Any] = {name: self._parser.add_argument_group(name) for name in _HEADINGS}
+        self._groups[""] = self._parser
+        self._listings: list[tuple[str, Callable[[], Iterable[tuple[str, str]]]]] = []
         self._bare: dict[str, str] = {}
 
-    def add(self, name: str, hint: Any, default: Any) -> None:
-        """A parameter annotated with ``Annotated[type, Spelling]``."""
+    def add(self, name: str, hint: Any, default: Any, group: str = "") -> None:
+        """A parameter annotated with ``Annotated[type, Spelling]``, shown under the heading ``group``."""
         kind, spelling = spelling_of(hint)
         assert spelling is not None, f"{name} is annotated with neither option nor argument"
         if get_origin(kind) is UnionType:
             (kind,) = (each for each in get_args(kind) if each is not NoneType)
         many, required = get_origin(kind) is list, default is inspect.Parameter.empty
         kind = get_args(kind)[0] if many else kind
-        text = spelling.help
-        shown: dict[str, Any] = {"help": "" if callable(text) else text.replace("%", "%%")}
+        shown: dict[str, Any] = {"help": spelling.help.replace("%", "%%")}
+        parse = spelling.parser or _NUMBERS.get(kind)
+        group = group if spelling.group is None else spelling.group
+        into = self._groups["" if required else group]
         if kind is bool:  # one that is on by default has --no-NAME, too
             flag: Any = argparse.BooleanOptionalAction if default is True else "store_true"
-            action = self._parser.add_argument(*spelling.names, action=flag, default=default, dest=name, **shown)
+            into.add_argument(*spelling.names, action=flag, default=default, dest=name, **shown)
         elif not spelling.names:
             count = "+" if many else None if required else "?"
             shown["metavar"] = spelling.metavar or name.upper()
-            default = None if required else default
-            action = self._parser.add_argument(name, type=kind, nargs=count, default=default, **shown)
+            self._parser.add_argument(name, type=kind, nargs=count, default=None if required else default, **shown)
         else:
             shown |= {"metavar": spelling.metavar or _METAVARS.get(kind, "TEXT"), "dest": name, "required": required}
             if not required and default not in (None, "", ()) and "efault:" not in shown["help"]:
-                shown["help"] += f" [{default}]"
-            action = self._parser.add_argument(
+                shown["help"] += f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+            into.add_argument(
                 *spelling.names,
-                type=_typed(spelling.parser) if spelling.parser is not None else kind,
+                type=_typed(parse) if parse is not None else kind,
                 action="append" if many else "store",
                 default=None if required else default,
                 **shown,
             )
-        if callable(text):
-            self._lazy.append((action, text))
+        if spelling.listing is not None:
+            self._listings.append(spelling.listing)
         if spelling.bare is not None:
             self._bare |= dict.fromkeys(spelling.names, spelling.bare)
 
-    def _completed(self, arguments: Sequence[str]) -> Iterator[str]:
-        """``arguments``, each option that may stand alone with its value. A file's name is what looks like one: the
-        word behind ``--json`` may as well be a prompt."""
+    def _ours(self, arguments: Sequence[str]) -> Iterator[str]:
+        """``arguments``, options of other tools that mean the same replaced. Raises UsageError for their others, with
+        what there is instead."""
+        own = self._parser.names
+        words = iter(arguments)
+        for word in words:
+            if word == "--":
+                yield from (word, *words)
+                return
+            name, given, value = word.partition("=")
+            if not word.startswith("-") or name in own:
+                yield word
+            elif (same := SAME_OPTIONS.get(name)) in own:
+                yield f"{same}{given}{value}"
+            elif same is not None and same in self._parser.free:
+                yield from [value] if given else []
+            elif name in OTHER_OPTIONS and _applies(OTHER_OPTIONS[name], own):
+                raise UsageError(f"there is no option {name}: {OTHER_OPTIONS[name]}")
+            else:
+                yield word
+
+    def _completed(self, arguments: Sequence[str], files: Collection[str] = ()) -> Iterator[str]:
+        """``arguments``, each option that may stand alone with its value. The word behind it, as behind ``--json``, may
+        as well be a prompt: a file's name is one of ``files``, and what has a folder or a suffix and no space."""
         words = iter(arguments)
         for word in words:
             if word not in self._bare:
                 yield word
                 continue
             following = next(words, None)
-            if following is not None and following.endswith((".json", ".jsonl")) and " " not in following:
+            if following is not None and (following in files or _FILE.fullmatch(following)):
                 yield f"{word}={following}"
                 continue
             yield f"{word}={self._bare[word]}"
             if following is not None:
-                yield from self._completed([following])
+                yield from self._completed([following, *words], files)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Raises UsageError, or SystemExit after ``--help``."""
+        arguments = list(self._ours(arguments))
         if not {"-h", "--help"}.isdisjoint(arguments):
-            for action, text in self._lazy:
-                action.help = text().replace("%", "%%")
+            lists = ("\n".join([f"{title}:", *_columns(entries())]) for title, entries in self._listings)
+            self._parser.epilog = "\n\n".join([*lists, _examples(self._example)])
         found, unknown = self._parser.parse_known_args(list(self._completed(arguments)))
+        behind = {after for word, after in pairwise(arguments) if word in self._bare and not after.startswith("-")}
+        if behind and not any(word.startswith("-") for word in unknown) and unknown:  # one argument too many: a file's
+            found, unknown = self._parser.parse_known_args(list(self._completed(arguments, behind)))
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), None)
             if name is None:
@@ -225,7 +297,25 @@ class Parser:
         return found
 
 
+_FILE = re.compile(r"(?!-)[^\s]*(/[^\s]*|\.\w{1,8})")
+
+
+def _applies(hint: str, own: Collection[str]) -> bool:
+    """Whether a command with the options ``own`` can do what ``hint`` says."""
+    named = re.findall(r"--[a-z][a-z-]+", hint)
+    return not named or any(name in own for name in named)
+
+
 class _Arguments(argparse.ArgumentParser):
+    def __init__(self, program: str, **options: Any) -> None:
+        super().__init__(program, **options)
+        self._positionals.title = "arguments"
+
+    @property
+    def free(self) -> list[str]:
+        """Names of arguments that are no options."""
+        return [action.dest for action in self._actions if not action.option_strings]
+
     @property
     def names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]
@@ -245,6 +335,19 @@ class _Arguments(argparse.ArgumentParser):
 
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+
+
+def _number(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no {name}: give one") from None
+
+    return parsed
+
+
+_NUMBERS: dict[Any, Callable[[str], Any]] = {int: _number(int, "whole number"), float: _number(float, "number")}
 
 
 def _typed(parser: Callable[[str], Any]) -> Callable[[str], Any]:

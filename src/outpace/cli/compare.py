@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli.options import Common
+from outpace.cli.summary import cautions, seed_of, show_scores
 from outpace.cli.terminal import coloured
 
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
+    from outpace.engine.statistics import Stats
     from outpace.params import SamplingParams
 
 Report = Callable[["Engine", "Result"], dict[str, Any]]
@@ -58,23 +60,38 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
     for piece, source in result.pieces:
         print(piece if source == "target" else coloured(piece, "green"), end="")
     print("\n")
+    show_scores(result)
     green, info = coloured("green", "green"), engine.model.info
-    print(f"{green}: drafted by {result.drafter} and accepted; the rest: the target's own")
-    gained = f"{drafted['tokens_per_step']:.2f} tokens a step, {drafted['acceptance_rate']:.0%} accepted"
+    print(f"{green}: drafted by {result.drafter} and accepted; the rest: the model's own")
     wide = max(12, len(result.drafter))
     for name, figures, more in (
         ("plain", plain, f"({info.name}, {info.backend} {info.dtype})"),
-        (result.drafter, drafted, f"{written(drafted['speedup'])}   {gained}"),
-        ("plain again", control, f"{written(control['speedup'])}   what the machine alone does to a ratio"),
+        (result.drafter, drafted, f"{written(drafted['speedup'])} plain's speed"),
+        ("plain again", control, f"{written(control['speedup'])}: what the machine alone does to a ratio"),
     ):
         print(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}")
     count = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
     print(f"{'figures':<{wide}} pooled over the same {count}; in brackets: 95 % over rounds")
+    if result.drafter != "none":
+        stats = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted")
+        for line in _why(drafted, stats):
+            print(f"{'why':<{wide}} {line}")
+    for line in (*seed_of(params), *cautions(result, params), *result.notes):
+        print(f"{'note':<{wide}} {line}")
     if moved := doubt(result.drafter, drafted):
         print(coloured(moved, "yellow"))
-    if engine.adaptive:
-        decision = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted").decision
-        print(f"{'drafting':<{wide}} {decision}")
     same = f"identical: {result.completion_tokens} tokens" if difference is None else str(difference)
     print(coloured(same, "bold green" if difference is None else "red" if code else "yellow"))
     return code
+
+
+def _why(drafted: Mapping[str, Any], stats: Stats) -> Iterator[str]:
+    """The two numbers that make the ratio: how long a step of the drafted runs took, and the tokens that it brought."""
+    ratio, tokens = drafted["speedup"]["ratio"], drafted["tokens_per_step"]
+    if ratio:
+        took = f"a step took {tokens / ratio:.2f} plain steps, its draft included, and brought {tokens:.2f} tokens"
+        yield f"{took}: {tokens:.2f} / {tokens / ratio:.2f} = {ratio:.2f}x"
+    if stats.drafted:
+        yield f"{stats.decision}; {stats.accepted} of {stats.drafted} drafted tokens accepted"
+    else:
+        yield stats.decision

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from outpace.cli.command import Command
 from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
+from outpace.cli.summary import show_scores, summary
 from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
@@ -20,36 +22,49 @@ if TYPE_CHECKING:
     from outpace.exact.sampling import TokenLogprob
     from outpace.params import LogitRule, Prompt, SamplingParams
 
+_SILENT = 3.0  # seconds for which a pipe may say nothing before a person is told what is waited for
+_FORM = "form of the answer"
+
 
 def run(
     load: Load,
     draft: Draft,
     sampling: Sampling,
     common: Common,
-    prompt: Annotated[str | None, argument(help="Default: read from standard input.")] = None,
-    n: Annotated[int, option("--n", "--samples", help="How many samples to draw.")] = 1,
-    logprobs: Annotated[int | None, option("--logprobs", help="Log-probabilities, with so many alternatives.")] = None,
-    prompt_logprobs: Annotated[
-        int | None, option("--prompt-logprobs", help="The same of the prompt's tokens (with --json).")
+    prompt: Annotated[
+        str | None,
+        argument(help="What to answer. What is piped in comes before it; alone, or for -, it is the prompt."),
     ] = None,
     system: Annotated[str | None, SYSTEM] = None,
-    json_schema: Annotated[
-        Path | None, option("--json-schema", metavar="FILE", help="The answer is JSON that this schema describes.")
-    ] = None,
-    json_object: Annotated[bool, option("--json-object", help="The answer is a JSON object.")] = False,
-    regex: Annotated[
-        str | None, option("--regex", metavar="PATTERN", help="The answer is a text that this matches as a whole.")
-    ] = None,
+    compare: Annotated[
+        bool, option("--compare", help="Decode plainly, too: show both speeds, check that all tokens are the same.")
+    ] = False,
     raw: Annotated[bool, option("--raw", help="Give the model the text itself, without a chat template.")] = False,
-    compare: Annotated[bool, option("--compare", help="Also decode plainly, and assert identical tokens.")] = False,
+    n: Annotated[int, option("--n", "--samples", group="sampling", help="How many samples to draw.")] = 1,
+    json_schema: Annotated[
+        Path | None,
+        option("--json-schema", metavar="FILE", group=_FORM, help="The answer is JSON that this schema describes."),
+    ] = None,
+    json_object: Annotated[bool, option("--json-object", group=_FORM, help="The answer is a JSON object.")] = False,
+    regex: Annotated[
+        str | None,
+        option("--regex", metavar="PATTERN", group=_FORM, help="The answer is a text that this matches as a whole."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        option("--logprobs", group="output", help="Show every token's log-probability, with N alternatives."),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, option("--prompt-logprobs", group="output", help="The same of the prompt's tokens.")
+    ] = None,
     trace: Annotated[
-        Path | None, option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
+        Path | None,
+        option("--trace", metavar="FILE", group="output", help="Write every step to this file (outpace trace)."),
     ] = None,
     record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Answer a prompt."""
-    if prompt is None:
-        prompt = _standard_input()
+    prompt = _whole(prompt)
     if not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
     if system is not None and raw:
@@ -122,15 +137,38 @@ def _traced(engine: Engine, path: Path | None, load: Load) -> AbstractContextMan
     return tracing(engine, path, load=load.load_options(), scores=True)
 
 
-def _standard_input() -> str:
+def _whole(given: str | None) -> str:
+    """The prompt: what is piped in, a space, and what was ``given``, as ``llm`` joins them. A terminal is read only
+    where nothing, or "-", was given. Raises ParameterError."""
+    given = None if given == "-" else given
+    stream = sys.stdin
+    if stream is None or (given is not None and stream.isatty()):
+        return given or ""
+    if stream.isatty():
+        print("type the prompt; Ctrl-D on a new line ends it", file=sys.stderr)
+    elif given is not None:
+        _say_if_it_waits(stream)
     try:
-        return sys.stdin.read()
+        piped = stream.read()
     except UnicodeDecodeError as error:
         raise ParameterError(f"standard input is not UTF-8 ({error.reason}): convert it") from error
+    return " ".join(part for part in (piped, given) if part is not None and part.strip())
+
+
+def _say_if_it_waits(stream: TextIO) -> None:
+    """Name what is waited for, where a pipe that nobody writes to was left open."""
+    try:
+        waits = not select.select([stream], [], [], _SILENT)[0]
+    except (OSError, ValueError):  # no file: it is read at once
+        return
+    if waits:
+        print("outpace: waiting for the end of standard input (< /dev/null: there is none)", file=sys.stderr)
 
 
 def report(engine: Engine, result: Result) -> dict[str, Any]:
     """What ``--json`` prints."""
+    from outpace.common.arrays import repeated_tail
+
     out: dict[str, Any] = {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -142,6 +180,7 @@ def report(engine: Engine, result: Result) -> dict[str, Any]:
         "backend": engine.model.info.backend,
         "dtype": engine.model.info.dtype,
         "seed": result.seed,
+        "repeated_tail": repeated_tail(result.token_ids),
         "stats": result.stats.to_dict(),
     }
     if result.logprobs:
@@ -171,21 +210,17 @@ def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool)
     if not quiet:
         for result in results:
             print("" if alone else f"[{result.sample}] {result.text}")
-        summary = results[0]
-        print(_summary(engine, summary), file=sys.stderr)
+            show_scores(result)
+        for line in summary(engine, results[0], params):
+            print(f"[{line}]", file=sys.stderr)
     return results
 
 
-def _summary(engine: Engine, result: Result) -> str:
-    parts = [
-        result.drafter,
-        result.stats.summary,
-        *([f"drafting {result.stats.decision}"] if engine.adaptive else []),
-        f"{engine.model.info.backend} {engine.model.info.dtype}",
-        f"seed {result.seed}",
-        *result.notes,
-    ]
-    return "[" + "; ".join(parts) + "]"
-
-
-COMMAND = Command("generate", run, "outpace generate 'Write a haiku about rivers.' --compare")
+COMMAND = Command(
+    "generate",
+    run,
+    "outpace generate 'Write a haiku about rivers.' --compare\n"
+    "outpace generate 'Summarise this text:' < notes.txt\n"
+    "outpace generate -m model.gguf -T 0.8 --top-p 0.95 -n 500 'Tell me a story.'\n"
+    "outpace generate -d suffix --json answer.json 'Name three rivers.'",
+)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from outpace.common.files import check_writable, write_json
 from outpace.common.option import option
@@ -33,9 +33,11 @@ _STANDARD_OUTPUT = Path("-")
 
 @dataclass(frozen=True, slots=True)
 class Common:
+    GROUP: ClassVar[str] = "output"
+
     json: Annotated[
         Path | None,
-        option("--json", metavar="[FILE]", bare="-", help="Print JSON, not text; or write it to FILE."),
+        option("--json", metavar="[FILE]", bare="-", group="", help="Print JSON, not text; or write it to FILE."),
     ] = None
     verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
     debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
@@ -63,12 +65,15 @@ class Common:
 class Load:
     """Which target to load, and how."""
 
+    GROUP: ClassVar[str] = "loading the model"
+
     model: Annotated[
         str,
         option(
-            "--model", "-m", help="demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file."
+            "--model", "-m", group="",
+            help="demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file.",
         ),
-    ] = "demo"
+    ] = "demo"  # fmt: skip
     backend: Annotated[str, option("--backend", help="auto, native (C++ on the CPU) or transformers.")] = "auto"
     dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, option("--device", help="auto, cpu or cuda.")] = "auto"
@@ -150,22 +155,31 @@ PROMPTS = option(
 )
 LIMIT = option("--limit", help="So many rows, spread evenly over the file.")
 SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
-RECORD = option("--record", metavar="DIR", help="Keep prompts and answers there, for outpace train online.")
+RECORD = option(
+    "--record", metavar="DIR", group="output", help="Keep prompts and answers there, for outpace train online."
+)
 ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
 
 
-def _drafters() -> str:
+def _drafters() -> list[tuple[str, str]]:
     from outpace.drafters.catalogue import listed
 
-    lines = (f"{spelled} - {says}." for spelled, says in listed())
-    return "\n".join(["Who drafts; several are joined by + (options: docs/drafters.md). [auto]", *lines])
+    return listed()
+
+
+_DRAFTER = option(
+    "--drafter", "-d", group="", help="What drafts, from the list below; + joins several.",
+    listing=("drafters (their options: docs/drafters.md)", _drafters),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One drafter."""
 
-    drafter: Annotated[str, option("--drafter", "-d", help=_drafters)] = "auto"
+    GROUP: ClassVar[str] = "drafting"
+
+    drafter: Annotated[str, _DRAFTER] = "auto"
     size: Annotated[Any, SIZE] = None
     acceptance: Annotated[str, ACCEPTANCE] = "coupled"
 
@@ -177,6 +191,18 @@ _LISTS: dict[type, tuple[Any, str]] = {  # an option that may be repeated, and h
     Biases: (list[str] | None, "ID=BIAS"),
 }
 _OPTIONS = {name: parameter for name, parameter in PARAMETERS.items() if parameter.option}
+_USUAL = ("temperature", "max_tokens")
+_ENDS = ("end", "text")  # stages
+
+
+def integer_or_none(text: str) -> int | None:
+    """A whole number; None for none, and for -1, by which llama.cpp and others mean it."""
+    if text.lower() in ("none", "-1"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number: give one, or none") from None
 
 
 def _by_parameters(cls: type[T]) -> type[T]:
@@ -188,9 +214,12 @@ def _by_parameters(cls: type[T]) -> type[T]:
             text, default = f"{text} Repeatable.", None
         elif kind is bool:
             default = False  # the option changes the parameter's own default
-        elif default is None:
+        elif parameter.none == "value":
             kind = kind | None
-        cls.__annotations__[name] = Annotated[kind, option(*parameter.option, help=text, metavar=metavar)]
+        group = "" if name in _USUAL else "end of the answer" if parameter.stage in _ENDS else None
+        parser = integer_or_none if kind == int | None else None
+        spelling = option(*parameter.option, help=text, metavar=metavar, group=group, parser=parser)
+        cls.__annotations__[name] = Annotated[kind, spelling]
         setattr(cls, name, default)
     return dataclass(frozen=True)(cls)
 
@@ -198,6 +227,8 @@ def _by_parameters(cls: type[T]) -> type[T]:
 @_by_parameters
 class Sampling:
     """SamplingParams, option by option. A flag that is on by default has an option that turns it off."""
+
+    GROUP: ClassVar[str] = "sampling"
 
     def params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError that names the value."""

@@ -34,39 +34,54 @@ def run(
         option("--also", metavar="MODEL", help="Another model, loaded when it is asked for. Repeatable."),
     ] = None,
     model_memory: Annotated[
-        str | None, option("--model-memory", metavar="SIZE", help="With --also: of all loaded models, such as 8GiB.")
+        str | None,
+        option(
+            "--model-memory", metavar="SIZE", group="limits", help="With --also: of all loaded models, such as 8GiB."
+        ),
     ] = None,
     served_name: Annotated[str | None, option("--served-name", help="What requests call the model.")] = None,
     api_key_file: Annotated[
         Path | None, option("--api-key-file", help=f"Keys, one a line; also from {_KEYS}, between commas.")
     ] = None,
-    max_rows: Annotated[int, option("--max-rows", help="Answers that are written at once.")] = 16,
-    queue: Annotated[int, option("--queue", help="Answers that may wait beyond those; then it is 429.")] = 256,
+    max_rows: Annotated[int, option("--max-rows", group="limits", help="Answers that are written at once.")] = 16,
+    queue: Annotated[
+        int, option("--queue", group="limits", help="Answers that may wait beyond those; then it is 429.")
+    ] = 256,
     prefill_delay: Annotated[
-        float, option("--prefill-delay", help="Seconds by which prompts may hold up answers in a step.")
+        float, option("--prefill-delay", group="limits", help="Seconds by which prompts may hold up answers in a step.")
     ] = 0.05,
     step_stretch: Annotated[
-        float, option("--step-stretch", help="Longest step that drafts in a batch may make, in plain steps.")
+        float,
+        option("--step-stretch", group="limits", help="Longest step that drafts in a batch may make, in plain steps."),
     ] = 2.0,
     request_timeout: Annotated[
-        float | None, option("--request-timeout", help="Seconds of an answer, after which it ends as it is.")
+        float | None,
+        option("--request-timeout", group="limits", help="Seconds of an answer, after which it ends as it is."),
     ] = None,
-    drain: Annotated[float, option("--drain", help="Seconds that running requests have when it stops.")] = 30.0,
-    max_body: Annotated[int, option("--max-body", help="Bytes of a request.")] = 8 << 20,
-    max_n: Annotated[int, option("--max-n", help="Answers to one prompt.")] = 128,
-    max_logprobs: Annotated[int, option("--max-logprobs", help="Alternatives a token.")] = 20,
-    max_values: Annotated[int, option("--max-values", help="Values in a request's JSON.")] = 1 << 17,
-    max_connections: Annotated[int, option("--max-connections", help="Connections at once.")] = 1024,
+    drain: Annotated[
+        float, option("--drain", group="limits", help="Seconds that running requests have when it stops.")
+    ] = 30.0,
+    max_body: Annotated[int, option("--max-body", group="limits", help="Bytes of a request.")] = 8 << 20,
+    max_n: Annotated[int, option("--max-n", group="limits", help="Answers to one prompt.")] = 128,
+    max_logprobs: Annotated[int, option("--max-logprobs", group="limits", help="Alternatives a token.")] = 20,
+    max_values: Annotated[int, option("--max-values", group="limits", help="Values in a request's JSON.")] = 1 << 17,
+    max_connections: Annotated[int, option("--max-connections", group="limits", help="Connections at once.")] = 1024,
     max_connections_each: Annotated[
-        int, option("--max-connections-each", help="Connections of one address; a proxy is one.")
+        int, option("--max-connections-each", group="limits", help="Connections of one address; a proxy is one.")
     ] = 512,
     record: Annotated[Path | None, RECORD] = None,
     reload_every: Annotated[
         float | None, option("--reload-every", metavar="SECONDS", help="Look so often for newer weights of a drafter.")
     ] = None,
-    traces: Annotated[int, option("--traces", help="Keep every step of so many last answers, for the page.")] = 0,
-    log_format: Annotated[str, option("--log-format", help="text, or json: one object a line.")] = "text",
-    otel: Annotated[bool, option("--otel", help="OpenTelemetry spans, as its environment variables say.")] = False,
+    traces: Annotated[
+        int, option("--traces", group="output", help="Keep every step of so many last answers, for the page.")
+    ] = 0,
+    log_format: Annotated[
+        str, option("--log-format", group="output", help="text, or json: one object a line.")
+    ] = "text",
+    otel: Annotated[
+        bool, option("--otel", group="output", help="OpenTelemetry spans, as its environment variables say.")
+    ] = False,
     cors: Annotated[
         list[str] | None, option("--cors", metavar="ORIGIN", help="Pages of this origin may ask. Repeatable.")
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from outpace.cli.command import Command
 from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
+from outpace.cli.summary import seed_of
 from outpace.common.option import option
 from outpace.errors import Argument, ParameterError
 
@@ -90,7 +91,7 @@ def _servers(
     if not common.emit({"seed": params.seed, "notes": notes, "compared": listed}):
         for note in notes:
             print(f"note: {note}")
-        print(f"{changed} changed; seed {params.seed}")
+        print("; ".join([f"{changed} changed", *seed_of(params)]))
     return 1 if changed else 0
 
 
@@ -114,7 +115,8 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
     names = ("id", "category", "identical", "difference", "tokens")
     counts = {"identical": identical, "near_ties": ties, "different": different, "seed": params.seed}
     if not common.emit({**counts, "prompts": [{name: run[name] for name in names} for run in runs]}):
-        print(f"{identical} identical, {ties} near-ties, {different} different; seed {params.seed}")
+        figures = f"{identical} identical, {ties} near-ties, {different} different"
+        print("; ".join([figures, *seed_of(params)]))
     return 1 if different else 0
 
 

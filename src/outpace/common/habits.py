@@ -1,4 +1,5 @@
-"""Names that vLLM, transformers, llama.cpp and HTTP APIs have for parameters, and what stands for each here."""
+"""Names that vLLM, transformers, llama.cpp, mlx-lm and HTTP APIs have for parameters and options, and what stands for
+each here."""
 
 from __future__ import annotations
 
@@ -69,6 +70,76 @@ def refusal(
     hint = f": did you mean {elsewhere.get(close[0], close[0])}?" if close else ""
     return ParameterError(f"{what} has no {name}{hint or ': it takes ' + ', '.join([*parameters, *own])}")
 
+
+# -- options of llama.cpp's, mlx-lm's and vLLM's command lines --------------------------------------------------------
+
+SAME_OPTIONS: Mapping[str, str] = {  # theirs, which are taken: ours with the same meaning ("prompt" is an argument)
+    **dict.fromkeys(("--prompt", "-p"), "prompt"),
+    **dict.fromkeys(("--system-prompt", "-sys"), "--system"),
+    **dict.fromkeys(("--ignore-chat-template", "--no-conversation", "-no-cnv"), "--raw"),
+    **dict.fromkeys(("--n-predict", "--predict", "--max-new-tokens", "--max-completion-tokens"), "--max-tokens"),
+    "--temp": "--temperature",
+    "--top-nsigma": "--top-n-sigma",
+    "--repeat-penalty": "--repetition-penalty",
+    **dict.fromkeys(("--json-schema-file", "-jf"), "--json-schema"),
+    **dict.fromkeys(("--special", "-sp"), "--keep-special"),
+    **dict.fromkeys(("--hf-repo", "-hfr", "-hf"), "--model"),
+    **dict.fromkeys(("--ctx-size", "-c", "--max-model-len"), "--max-length"),
+    **dict.fromkeys(("--parallel", "-np", "--max-num-seqs"), "--max-rows"),
+    **dict.fromkeys(("--alias", "-a", "--served-model-name"), "--served-name"),
+    "--num-draft-tokens": "--size",
+}
+
+_DRAFT_MODEL = "use --drafter model:PATH, or model:user/repo"
+_DRAFT_SIZE = "use --size N, or leave it out: every step then drafts as much as pays"
+_DRAFT_END = "leave it out: a draft ends where a token is not expected to pay (--size N fixes its length)"
+_DRAFT_METHOD = "use --drafter NAME, one of those at the end of --help, and --size N"
+_KV_DTYPE = "use --kv-dtype float32, bfloat16 or int8, which is of keys and values"
+_ONE_THREADS = "use --threads N, which is of everything"
+_ONE_FORM = "leave it out: there is one way to do it here, the fastest that gives the same bits"
+_NO_SUCH_FILTER = "use --top-k, --top-p, --min-p or --top-n-sigma: this one is not offered"
+_OWN_TEMPLATE = "leave it out: the model's own template and tokenizer are used (--raw: no template)"
+_WHOLE_MODEL = "use --device cuda, which takes the whole model"
+OTHER_OPTIONS: Mapping[str, str] = {  # theirs, of another meaning: what to do instead
+    **dict.fromkeys(
+        ("--model-draft", "-md", "--spec-draft-model", "--draft-model", "--hf-repo-draft", "-hfd", "-hfrd",
+         "--spec-draft-hf", "--speculative-model"), _DRAFT_MODEL),
+    **dict.fromkeys(
+        ("--draft", "--draft-n", "--draft-max", "--spec-draft-n-max", "--num-speculative-tokens"), _DRAFT_SIZE),
+    **dict.fromkeys(
+        ("--draft-min", "--draft-n-min", "--spec-draft-n-min", "--draft-p-min", "--spec-draft-p-min"), _DRAFT_END),
+    **dict.fromkeys(("--spec-type", "--spec-default", "--speculative-config"), _DRAFT_METHOD),
+    **dict.fromkeys(("--cache-type-k", "-ctk", "--cache-type-v", "-ctv", "--kv-cache-dtype", "--kv-bits"), _KV_DTYPE),
+    **dict.fromkeys(("--threads-batch", "-tb", "--threads-draft", "-td"), _ONE_THREADS),
+    **dict.fromkeys(
+        ("--flash-attn", "-fa", "--batch-size", "-b", "--ubatch-size", "-ub", "--mlock", "--mmap", "--no-mmap",
+         "--enforce-eager", "--enable-chunked-prefill", "--max-num-batched-tokens"), _ONE_FORM),
+    **dict.fromkeys(
+        ("--samplers", "--mirostat", "--typical", "--typical-p", "--xtc-probability", "--xtc-threshold",
+         "--dry-multiplier", "--dynatemp-range"), _NO_SUCH_FILTER),
+    **dict.fromkeys(
+        ("--chat-template", "--chat-template-file", "--jinja", "--use-default-chat-template", "--tokenizer"),
+        _OWN_TEMPLATE),
+    **dict.fromkeys(("--gpu-layers", "--n-gpu-layers", "-ngl"), _WHOLE_MODEL),
+    **dict.fromkeys(("--file", "-f"), "use standard input: outpace generate < FILE"),
+    **dict.fromkeys(("--reverse-prompt", "-r"), "use --stop TEXT, or --include-stop with it to see that text"),
+    **dict.fromkeys(("--conversation", "-cnv"), "use outpace chat, which goes on after an answer"),
+    **dict.fromkeys(("--single-turn", "-st"), "leave it out: outpace generate answers once"),
+    **dict.fromkeys(("--grammar", "--grammar-file"), "use --json-schema FILE or --regex PATTERN"),
+    **dict.fromkeys(("--hf-file", "-hff"), "name the file by its quantisation: --model user/repo:Q4_K_M"),
+    **dict.fromkeys(("--hf-token", "-hft"), "set HF_TOKEN in the environment"),
+    **dict.fromkeys(("--lora", "--adapter-path", "--enable-lora"), "merge the adapter into the model first"),
+    "--repeat-last-n": "leave it out: --repetition-penalty X counts the whole prompt and answer",
+    "--extra-eos-token": "use --stop-id ID",
+    "--max-kv-size": "use --max-length N; an answer ends there, and nothing is overwritten",
+    "--gpu-memory-utilization": "use --kv-memory SIZE, such as 8GiB",
+    "--quantization": "use --quantize int8 or int4, for weights that are not quantised yet",
+    "--enable-prefix-caching": "leave it out: prompts that begin alike share their KV (--prefix-rows 0: they do not)",
+    "--no-enable-prefix-caching": "use --prefix-rows 0",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "use --replicas N, whole models beside one another"),
+    "--download-dir": "set HF_HOME in the environment",
+    "--api-key": "use --api-key-file FILE, or set OUTPACE_API_KEYS in the environment",
+}  # fmt: skip
 
 # -- a model's generation_config.json --------------------------------------------------------------------------------
 

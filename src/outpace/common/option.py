@@ -6,7 +6,7 @@ that are out of range: name, default, help and range of a setting stand in one p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -18,29 +18,35 @@ class Spelling:
     """How a parameter is spelled on the command line. ``names``: none for an argument."""
 
     names: tuple[str, ...]
-    help: str | Callable[[], str]  # a function where making it takes imports
+    help: str
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None
     choices: tuple[str, ...] = ()
     within: str = ""
     bare: str | None = None
+    group: str | None = None
+    listing: tuple[str, Callable[[], Iterable[tuple[str, str]]]] | None = None
 
 
 def option(
     *names: str,
-    help: str | Callable[[], str],
+    help: str,
     metavar: str | None = None,
     parser: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
     within: str = "",
     bare: str | None = None,
+    group: str | None = None,
+    listing: tuple[str, Callable[[], Iterable[tuple[str, str]]]] | None = None,
 ) -> Spelling:
     """An option's names and its help. ``parser`` makes its value of a text, and raises ValueError with a message.
 
     ``check`` allows one of ``choices``, and numbers ``within`` an interval, such as "(0, 1]": more than 0, at most 1.
-    ``bare``: the value of an option that stands alone, with no JSON file's name behind it.
+    ``bare``: the value of an option that stands alone, with no file's name behind it. ``group``: the heading under
+    which help shows it ("": the first); None: the ``GROUP`` of its dataclass, or the first. ``listing``: values with
+    their meanings, and a heading, for the end of the help.
     """
-    return Spelling(names, help, metavar, parser, choices, within, bare)
+    return Spelling(names, help, metavar, parser, choices, within, bare, group, listing)
 
 
 def argument(*, help: str, metavar: str | None = None) -> Spelling:

@@ -13,6 +13,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from outpace import _fast
 from outpace.control.cost import Cost
 
@@ -65,6 +67,7 @@ class Adaptive:
         line = (float(last), cost.seconds[-1], cost.last_slope)
         slopes = (cost.row, cost.position, cost.position_width)
         longest = math.inf if stretch is None else stretch
+        self._cost = cost
         self._native = _fast.native.Policy(table, *line, *slopes, longest)
         self._native.explain = explain
 
@@ -89,6 +92,14 @@ class Adaptive:
     def __len__(self) -> int:
         """Rows that it knows."""
         return len(self._native)
+
+    def plain_steps(self, nodes: float) -> float:
+        """The time of one row's step that verifies ``nodes`` drafted tokens, in plain steps, what drafting takes left
+        out: as this process's steps have shown, and beyond the sizes that they had as the cost table says."""
+        more = {n: added for curve in self.learnt().curves if curve.rows == 1 for n, added, _ in curve.more}
+        if not more or nodes > max(more):
+            return self._cost.ratio(1 + math.ceil(nodes))
+        return 1.0 + float(np.interp(nodes, [0, *more], [0.0, *more.values()]))
 
     def learnt(self) -> Learnt:
         """What this process's steps have taught it, for people."""

@@ -15,10 +15,12 @@ Definitions (docs/statistics.md has the same words):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+_NOTHING = "no draft was made: the answer repeated nothing from before, or drafts had not paid lately"
+_FEW = 8  # drafted steps that say nothing about a text
 PHASES = ("draft", "target", "verify", "other")
 
 
@@ -147,22 +149,55 @@ class Stats:
             self.steps_by_threads[threads] = self.steps_by_threads.get(threads, 0) + 1
 
     @property
+    def drafted_steps(self) -> int:
+        """Steps that verified a draft."""
+        return sum(steps for size, steps in self.steps_by_size.items() if size)
+
+    @property
     def decision(self) -> str:
-        """What the policy decided, and why: ``on in 150 of 200 steps: expected 1.62x; off: expected 0.92x``."""
-        total = sum(self.steps_by_size.values())
-        on = total - self.steps_by_size.get(0, 0)
-        if not self.expected:
-            return "" if on else "off: no draft was asked for, or none was proposed"
-        means = {name: f"expected {math.exp(log / n):.2f}x" for name, (n, log) in self.expected.items()}
-        parts = [f"on in {on} of {total} steps: {means['on']}"] if "on" in means else []
-        if on < total:
-            parts.append(f"off: {means.get('off', 'no draft was asked for, or none was proposed')}")
-        return "; ".join(parts)
+        """What the policy decided: ``drafted in 150 of 200 steps, 1.62x expected; not in the others, 0.92x expected``.
+        Empty before the first step."""
+        total, drafted = sum(self.steps_by_size.values()), self.drafted_steps
+        expected = {name: f"{math.exp(log / n):.2f}x expected" for name, (n, log) in self.expected.items()}
+        if not drafted:
+            none = f"no draft was expected to pay, the best {expected['off']}" if "off" in expected else _NOTHING
+            return none if total else ""
+        on = f"drafted in {drafted} of {total} steps" + (f", {expected['on']}" if "on" in expected else "")
+        if drafted == total:
+            return on
+        return f"{on}; " + (f"not in the others, {expected['off']}" if "off" in expected else "no draft in the others")
+
+    def account(self, plain_steps: Callable[[float], float] | None = None) -> str:
+        """Why drafting made it faster or did not, in words: what a drafted step costs, and the tokens that it brought.
+
+        ``plain_steps``: the time of a step that verifies so many drafted tokens, in plain steps (None: not known).
+        """
+        steps, drafted = sum(self.steps_by_size.values()), self.drafted_steps
+        if not drafted:
+            said = self.decision
+            if plain_steps is not None and "off" in self.expected:
+                said += f" (checking one drafted token takes {plain_steps(1):.2f} plain steps here)"
+            return said
+        each, kept = self.drafted / drafted, self.accepted / drafted
+        brought = 1 + kept
+        said = (
+            f"drafted in {drafted} of {steps} steps, {each:.1f} tokens each, of which {kept:.2f} were accepted: "
+            f"such a step brought {brought:.2f} tokens"
+        )
+        if plain_steps is None:
+            return said
+        cost = plain_steps(each)
+        said = f"{said} and takes about {cost:.2f} plain steps here"
+        if drafted < _FEW:
+            return said
+        if abs(brought - cost) <= 0.05 * cost:
+            return f"{said}, so it was about as fast as plain decoding"
+        return f"{said}, so drafting {'paid' if brought > cost else 'did not pay'}"
 
     @property
     def summary(self) -> str:
         """The main figures, in a line."""
-        accepted = f"; {self.acceptance_rate:.0%} of {self.drafted} drafted accepted" if self.drafted else ""
+        accepted = f"; {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
         speed = f"{self.tokens} tokens at {self.decode_tokens_per_second:.0f} tokens/s"
         near = f"; {self.near_ties} near-tie{'s' if self.near_ties > 1 else ''}" if self.near_ties else ""
         return f"{speed}; {self.tokens_per_step:.2f} tokens a step{accepted}{near}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,12 +11,13 @@ from pathlib import Path
 
 from outpace.common.files import write_bytes
 
-_WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 820, 22, 8, 230, 240, 48
+_WIDTH, _BAR, _GAP, _TOP, _LEAST = 820, 22, 8, 48, 200  # _LEAST: of the longest bar, where labels leave less
+_LETTER = 0.6  # of a font's size: about what a letter takes
 # Text, quiet text, other bars, our bars: as the page's style has them, or fixed for a picture in a README.
 INK = {
     "page": ("var(--ink)", "var(--quiet)", "var(--line)", "var(--good)"),
     "light": ("#1f2328", "#59636e", "#afb8c1", "#1a7f37"),
-    "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#3fb950"),
+    "dark": ("#f0f6fc", "#9198a1", "#656c76", "#3fb950"),
 }
 _STYLE = """
 body { display: block; height: auto; max-width: 76rem; margin: 0 auto; padding: 1.5rem; }
@@ -58,26 +60,39 @@ def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> st
     """An SVG picture of a bar for each of ``rows``, from the top."""
     text, quiet, grey, green = INK[theme]
     most = max((row.value for row in rows), default=0.0) or 1.0
-    height = _TOP + len(rows) * (_BAR + _GAP) + (28 if about else 0)
+    labels, notes = (max((_long(text, 14) for text in texts), default=0) for texts in (
+        [row.label for row in rows], [f"{row.value:.0f} ({row.note})" for row in rows]
+    ))  # fmt: skip
+    left, length = labels + 14, max(_WIDTH - labels - notes - 30, _LEAST)
+    width = max(_WIDTH, left + length + notes + 16)
+    lines = textwrap.wrap(about, int(width / (12 * _LETTER)))
+    height = _TOP + len(rows) * (_BAR + _GAP) + (12 + 16 * len(lines) if lines else 0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="14">',
         f"<title>{escape(f'{title}: {about}' if about else title)}</title>",
         f'<text x="0" y="18" fill="{text}" font-size="16" font-weight="600">{escape(title)}</text>',
     ]
     for i, row in enumerate(rows):
         y = _TOP + i * (_BAR + _GAP)
-        ink, length = (text if row.ours else quiet), max((_WIDTH - _LEFT - _RIGHT) * row.value / most, 1)
-        note = f" ({escape(row.note)})" if row.note else ""
+        ink, reach = (text if row.ours else quiet), max(length * row.value / most, 1)
+        note = f"&#160;({escape(row.note)})" if row.note else ""
         parts += [
-            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end" fill="{ink}">{escape(row.label)}</text>',
-            f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" rx="3" '
+            f'<text x="{left - 10}" y="{y + 16}" text-anchor="end" fill="{ink}">{escape(row.label)}</text>',
+            f'<rect x="{left}" y="{y}" width="{reach:.1f}" height="{_BAR}" rx="3" '
             f'fill="{green if row.ours else grey}"/>',
-            f'<text x="{_LEFT + length + 8:.1f}" y="{y + 16}" fill="{text}">{row.value:.0f}'
+            f'<text x="{left + reach + 8:.1f}" y="{y + 16}" fill="{text}">{row.value:.0f}'
             f'<tspan fill="{quiet}">{note}</tspan></text>',
         ]
-    parts += [f'<text x="0" y="{height - 8}" fill="{quiet}" font-size="12">{escape(about)}</text>', "</svg>"]
-    return "\n".join(parts) + "\n"
+    for i, line in enumerate(lines):
+        y = height - 8 - 16 * (len(lines) - 1 - i)
+        parts.append(f'<text x="0" y="{y}" fill="{quiet}" font-size="12">{escape(line)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _long(text: str, size: int) -> int:
+    """About how many pixels a text takes in a font of ``size``."""
+    return int(len(text) * size * _LETTER)
 
 
 def write(path: Path, title: str, sections: Sequence[Section]) -> None:

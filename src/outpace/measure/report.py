@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ NAMES = {
     "openvino": "OpenVINO",
     "outpace": "Outpace",
 }
+FAMILIES = {"llamacpp": "llama.cpp", "ik": "ik_llama.cpp", "openvino": "OpenVINO", "outpace": "Outpace"}
+_PLAIN = ("plain", "paged", "paged-f32", "none")  # modes
 DETAILS = ("answers", "prefill", "runs", "plain")  # of single answers: no part of a report
 
 
@@ -38,6 +41,11 @@ class Result:
         machine = self.value.get("machine", {})
         cores = f", {machine['cores']} cores" if "cores" in machine else ""
         return f"{machine.get('model', 'unknown machine')}{cores}"
+
+    @property
+    def day(self) -> str:
+        """When it was measured."""
+        return str(self.value.get("time", "day not recorded"))[:10]
 
     @property
     def about(self) -> str:
@@ -68,12 +76,28 @@ def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
     figures, bars = {}, []
     for row in sorted(value["table"], key=lambda row: float(row["decode_tokens_per_second"])):
         engine, _, mode = row["config"].partition(" ")
-        plain = row["changed"] is None or mode in ("plain", "paged", "none")
+        plain = row["changed"] is None or mode in _PLAIN
         label = f"{NAMES.get(engine, engine)}, {'plain' if mode == 'none' else mode}"
         note = "" if plain else f"{row['changed']} of {row['prompts']} answers changed"
         bars.append(Bar(label, row["decode_tokens_per_second"], note, engine == "outpace"))
         figures[label] = f"{row['decode_tokens_per_second']:.0f} tokens/s{f' ({note})' if note else ''}"
     return figures, "Decode speed, tokens/s", bars
+
+
+def fastest(value: Mapping[str, Any]) -> list[Bar]:
+    """What ``peers`` measured, in a bar an engine: its fastest setting. Ours has two, plain and drafted."""
+    best: dict[str, Bar] = {}
+    for row in sorted(value["table"], key=lambda row: float(row["decode_tokens_per_second"])):
+        engine, _, mode = row["config"].partition(" ")
+        weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
+        name, plain = FAMILIES.get(engine.split("-")[0], engine), mode in _PLAIN
+        label = f"{name}, {'plain' if plain else 'drafted'}"
+        changed = f"{row['changed']} of {row['prompts']} answers changed" if row["changed"] else "no answer changed"
+        bar = Bar(
+            label, row["decode_tokens_per_second"], "" if plain else f"{mode}{weights}; {changed}", engine == "outpace"
+        )
+        best[label if bar.ours else name] = bar
+    return sorted(best.values(), key=lambda bar: bar.value)
 
 
 def _bench(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:

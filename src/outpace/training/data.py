@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.common.arrays import I32
+from outpace.common.arrays import I32, repeated_tail
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.training import folder as folders
 
 I64 = npt.NDArray[np.int64]
-_PERIOD, _ROUNDS, _SHORTEST = 48, 3, 12  # of a loop: most tokens of a period, periods, and least tokens in all
 Key = tuple[str, int, float]  # prompt id, sample, temperature: what a folder has once
 
 
@@ -41,15 +40,10 @@ class Answer:
         return self.id, self.sample, float(np.float32(self.temperature))
 
     def loop_start(self) -> int:
-        """Where an answer that ran into its limit begins to repeat itself to its end; its length if it does not. At
-        least three periods of at most 48 tokens, and 12 tokens in all, are a loop; the first is no repetition."""
-        tokens = self.tokens[self.prompt_length :]
-        for period in range(1, min(_PERIOD, len(tokens) // _ROUNDS) + 1) if self.finish == "length" else ():
-            differ = np.flatnonzero(tokens[:-period] != tokens[period:])
-            start = int(differ[-1]) + 1 if len(differ) else 0
-            if len(tokens) - start >= max(_ROUNDS * period, _SHORTEST):
-                return self.prompt_length + start + period
-        return len(self.tokens)
+        """Where an answer that ran into its limit begins to repeat itself to its end (``repeated_tail``); its length if
+        it does not."""
+        loops = self.finish == "length"
+        return len(self.tokens) - (repeated_tail(self.tokens[self.prompt_length :]) if loops else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,7 +295,7 @@ def _failure(result: Result) -> APIError:
 
 class Speculation(Answer):
     """Of all choices together. ``near_ties``: tokens that another order of sums might have chosen otherwise.
-    ``off_because``: why no draft was made in some or all steps, and other notes."""
+    ``off_because``: why nothing was drafted (None: something was). ``notes``: what was turned off or is lossy."""
 
     drafter: str
     acceptance: str
@@ -305,6 +305,7 @@ class Speculation(Answer):
     tokens_per_step: float
     near_ties: int
     off_because: str | None
+    notes: list[str]
 
 
 class PromptDetails(Answer):
@@ -350,6 +351,7 @@ def speculation(results: Sequence[Result]) -> Speculation:
         tokens_per_step=tokens / steps if steps else 0.0,
         near_ties=sum(result.stats.near_ties for result in results),
         off_because=_off(results),
+        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
     )
 
 
@@ -358,7 +360,8 @@ def _off(results: Sequence[Result]) -> str | None:
     for result in results:
         if result.drafter == "none":
             reasons.append("plain decoding was asked for, of this request or of the server")
-        elif result.stats.steps_by_size.get(0):
+        elif not result.stats.drafted_steps:
             reasons.append(result.stats.decision)
-        reasons.extend(result.notes)
+        else:
+            return None
     return "; ".join(dict.fromkeys(reasons)) or None
