@@ -7,7 +7,7 @@ from html import escape
 from typing import Literal
 
 from outpace.engine.statistics import Stats
-from outpace.engine.text import TextReader, TextState
+from outpace.engine.text import TextReader
 from outpace.errors import OutpaceError
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import Acceptance
@@ -93,7 +93,7 @@ class Result:
         """
         if self.reader is None:
             return [(self.text, TARGET)]
-        reader, state, left = self.reader.without_stops(), TextState(), self.text
+        reader, state, left = self.reader.without_stops(), self.reader.start, self.text
         found: list[tuple[str, str]] = []
         for token, source in zip(self.token_ids, self.sources, strict=True):
             state, text = reader.add(state, token)

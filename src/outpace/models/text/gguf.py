@@ -42,7 +42,17 @@ _SPLITS = {
     "tekken": _TEKKEN,
 }
 _WHOLE_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<eos>")
+
+# What ends an answer: llama.cpp's special_eog_ids (src/llama-vocab.cpp, commit 00ad355e), which knows them by name
+# since files do not list them all. Those that begin another file or pad one end a completed middle.
+_END_NAMES = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>",
+    "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+))  # fmt: skip
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def build(gguf: GGUFFile, cache: Path | None) -> Any:
@@ -85,10 +95,12 @@ def token_types(gguf: GGUFFile, count: int) -> I32:
     """``tokenizer.ggml.token_type`` int32 [count]; all normal when the file lists none."""
     types = gguf.metadata.get("tokenizer.ggml.token_type")
     if types is None:
-        return np.full(count, NORMAL, np.int32)
+        types = np.full(count, NORMAL, np.int32)
     if not isinstance(types, np.ndarray) or len(types) != count or types.dtype.kind not in "iu":
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.token_type does not match its {count} tokens")
-    return types.astype(np.int32)
+    types = types.astype(np.int32)
+    types[_ends_by_name(gguf)] = CONTROL  # whatever the file has them as: no text may spell them
+    return types
 
 
 def token_id(gguf: GGUFFile, name: str) -> int | None:
@@ -102,17 +114,35 @@ def token_id(gguf: GGUFFile, name: str) -> int | None:
     return value
 
 
+def chat_templates(gguf: GGUFFile) -> dict[str, str]:
+    """By name: ``tokenizer.chat_template`` is "default", others are ``tokenizer.chat_template.<name>``."""
+    key = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{key}."): value for name, value in gguf.metadata.items() if name.startswith(f"{key}.")}
+    if key in gguf.metadata:
+        found["default"] = gguf.metadata[key]
+    return {name: source for name, source in found.items() if isinstance(source, str)}
+
+
 def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
-    """Every id that ends a turn: those the file names, the main one first, and those its chat template writes."""
-    named = [token_id(gguf, name) for name in ("eos", "eot", "eom")]
-    template = gguf.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        tokens = _listed(gguf)
-        types = token_types(gguf, len(tokens))
-        marked = np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)).tolist()
-        ends = [i for i in marked if tokens[i] in _END_OF_TURN and tokens[i] in template]
-        named.extend(i for i in ends if tokens.index(tokens[i]) == i)  # a duplicate has another name (_tokens)
-    return tuple(dict.fromkeys(i for i in named if i is not None))
+    """Every id that ends an answer: those that the file has keys for, the main one first, and those known by name."""
+    keyed = [token_id(gguf, name) for name in _END_KEYS]
+    found = dict.fromkeys(i for i in (*keyed, *_ends_by_name(gguf)) if i is not None)
+    tokens = _listed(gguf)
+    names = {tokens[i] for i in found}
+    if names & {"<|return|>", "<|flush|>"} and names & {"<|call|>", "<|calls|>"}:
+        return tuple(i for i in found if tokens[i] != "<|end|>")  # gpt-oss and Solar end a message with it, no answer
+    return tuple(found)
+
+
+def _ends_by_name(gguf: GGUFFile) -> list[int]:
+    first: dict[str, int] = {}
+    for i, token in enumerate(_listed(gguf)):
+        if token in _END_NAMES:
+            first.setdefault(token, i)  # a duplicate has another name (_tokens)
+    if "<eos>" in first:
+        # Gemma ends with <eos> and writes HTML, of which </s> is a tag. llama.cpp knows that of Gemma 4 alone.
+        first.pop("</s>", None)
+    return sorted(first.values())
 
 
 def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:

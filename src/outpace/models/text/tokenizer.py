@@ -16,14 +16,14 @@ from outpace.common.arrays import I32
 from outpace.common.files import cache_dir, write_bytes, write_json
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models.text import gguf as gguf_tokenizer
-from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.chat_template import DEFAULT, ChatTemplates
 from outpace.models.weights.gguf import GGUFFile
 
 LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and its chat templates, by name ("default", "tool_use").
 
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
@@ -42,7 +42,7 @@ class Tokenizer:
         bos_id: int | None = None,
         add_bos: bool | None = None,  # None: as the tokenizer's own post-processor says
         add_eos: bool = False,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         template_tokens: dict[str, str] | None = None,
     ) -> None:
         fast.no_padding()
@@ -69,7 +69,7 @@ class Tokenizer:
         if self.eos_ids:
             tokens.setdefault("eos_token", fast.id_to_token(self.eos_ids[0]) or "")
         self._template_tokens = tokens
-        self._template = None if chat_template is None else ChatTemplate(chat_template, tokens)
+        self._templates = ChatTemplates(chat_templates, tokens) if chat_templates else None
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
@@ -79,7 +79,6 @@ class Tokenizer:
         bos, eos = gguf_tokenizer.token_id(gguf, "bos"), gguf_tokenizer.token_id(gguf, "eos")
         fast = gguf_tokenizer.build(gguf, cache_dir())
         starts = kind == "llama" or pre in ("llama3", "llama-v3", "llama-bpe", "tekken")
-        template = meta.get("tokenizer.chat_template")
         tokens = {f"{n}_token": fast.id_to_token(i) for n, i in (("bos", bos), ("eos", eos)) if i is not None}
         return cls(
             fast,
@@ -88,7 +87,7 @@ class Tokenizer:
             bos_id=bos,
             add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", starts)),
             add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
-            chat_template=template if isinstance(template, str) else None,
+            chat_templates=gguf_tokenizer.chat_templates(gguf),
             template_tokens=tokens,
         )
 
@@ -115,7 +114,7 @@ class Tokenizer:
             bos_id=None if bos is None else fast.token_to_id(bos),
             add_bos=config.get("add_bos_token"),
             add_eos=bool(config.get("add_eos_token", False)),
-            chat_template=_folder_template(folder, config),
+            chat_templates=_folder_templates(folder, config),
             template_tokens=texts,
         )
 
@@ -137,8 +136,13 @@ class Tokenizer:
         config: dict[str, Any] = {**self._template_tokens, "add_eos_token": self._add_eos}
         if self._add_bos is not None:
             config["add_bos_token"] = self._add_bos
-        if self._template is not None:
-            config["chat_template"] = self._template.source
+        if self._templates is not None:
+            sources = self._templates.sources
+            config["chat_template"] = (
+                sources[DEFAULT]
+                if sources.keys() == {DEFAULT}
+                else [{"name": name, "template": source} for name, source in sources.items()]
+            )
         write_json(folder / "tokenizer_config.json", config)
         write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_ids)})
 
@@ -159,6 +163,13 @@ class Tokenizer:
         if add_special and self._add_eos and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
             ids.append(self.eos_ids[0])
         return np.array(ids, np.int32)
+
+    def encode_raw(self, text: str, *, add_special: bool = True) -> I32:
+        """Token ids int32 [n] of a text that the model is to go on with: special tokens where it spells them, as a
+        rendered conversation does, and one start token, also where the text has it already."""
+        ids = self.encode(text, add_special=add_special, parse_special=True)
+        twice = add_special and len(ids) > 1 and ids[0] == ids[1] == self.bos_id
+        return ids[1:] if twice else ids
 
     def respelled(self, spell: Callable[[str], str]) -> Callable[[str], I32]:
         """Encodes texts in which special tokens are spelled as ``spell`` says, and their own names are plain text.
@@ -186,21 +197,27 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._templates is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template's source, if there is one."""
-        return None if self._template is None else self._template.source
+        """The source of the chat template for conversations without tools, if there is one."""
+        return self.chat_template_of(tools=False)
+
+    def chat_template_of(self, *, tools: bool) -> str | None:
+        """The source of the chat template that writes a conversation with or without tools, if there is one."""
+        template = None if self._templates is None else self._templates.get(tools=tools)
+        return None if template is None else template.source
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kw: Any
     ) -> str:
-        """A conversation as the model expects it. Raises ParameterError when there is no template or it refuses."""
-        if self._template is None:
+        """A conversation as the model expects it. ``kw``: variables of the template, such as ``tools``. Raises
+        ParameterError when there is no template or it refuses."""
+        if self._templates is None:
             whose = self.name or "this model"
             raise ParameterError(f"{whose} has no chat template: give plain text with ", Argument("raw", True))
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kw)
+        return self._templates.render(messages, add_generation_prompt=add_generation_prompt, **kw)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kw: Any) -> I32:
         """Token ids int32 [n] of a rendered conversation; the template itself writes the start token."""
@@ -310,26 +327,33 @@ def _special_texts(*sources: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, fast: Any, eos_token: str | None) -> list[int]:
+    """As in vLLM: what the generation_config names, and the tokenizer's own. As in transformers, the config stands in
+    for a generation_config that names none."""
     config = _json(folder / "config.json")
-    listed = [_json(folder / "generation_config.json"), config, config.get("text_config") or {}]
     ids: list[int] = []
-    for source in listed:
+    for source in (_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
         value = source.get("eos_token_id")
-        ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+        if value is not None:
+            ids.extend(value if isinstance(value, list) else [value])
+            break
     if eos_token is not None and fast.token_to_id(eos_token) is not None:
         ids.append(fast.token_to_id(eos_token))
     return [i for i in ids if isinstance(i, int) and i >= 0]
 
 
-def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: in files of their own, or in one of two JSON files as text, a list or an object."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (path := folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = path
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    listed = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(listed, list):
+        listed = {each.get("name"): each.get("template") for each in listed if isinstance(each, dict)}
+    if not isinstance(listed, dict):
+        listed = {DEFAULT: listed}
+    return {str(name): source for name, source in listed.items() if isinstance(source, str)}
 
 
 def _converted(folder: Path, trust_remote_code: bool) -> Any:
