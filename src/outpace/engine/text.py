@@ -97,7 +97,13 @@ class TextReader:
             if text or n >= len(prompt):
                 break
             n *= 2
-        return self._settled(TextState(), ids, text)
+        start = self._settled(TextState(), ids, text)
+        # Of a character that the prompt only begins, nothing is text yet; the bytes before it may be decoded with it.
+        for cut in range(1, UNFINISHED + 1) if text.endswith(BROKEN) else ():
+            head = self._decode(ids[:-cut])
+            if not head.endswith(BROKEN):
+                return start._replace(before=head + BROKEN)
+        return start
 
     def add(self, state: TextState, token: int, *, may_stop: bool = True, hide: bool = False) -> tuple[TextState, str]:
         """The state one token further, and the text that may be shown now. Raises TextError.
@@ -152,7 +158,8 @@ class TextReader:
     def _add_hidden(self, state: TextState, token: int, may_stop: bool) -> tuple[TextState, str]:
         unread = self._after(state, state.unread) if state.unread else ""
         if token in self._skipped:
-            spelled = self._decode((token,), skip_special=False)
+            before = self._decode(state.context, skip_special=False) if state.context else ""
+            spelled = self._decode((*state.context, token), skip_special=False)[len(before) :]
         else:
             spelled = self._after(state, (*state.unread, token))[len(unread) :]
         stopped, shown = self._extend(state, unread, spelled, may_stop)
