@@ -50,7 +50,7 @@ def run(
     """Answer a prompt."""
     if prompt is None:
         prompt = _standard_input()
-    if not prompt.strip():
+    if not raw and not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
     if system is not None and raw:
         raise ParameterError("--system needs the chat template, which --raw leaves out: give one of them")
