@@ -40,6 +40,7 @@ class ChatRequest(Sampling, Prompt):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Items[Literal["text"]] | None = None
+    add_special_tokens: Literal[False] | None = Field(default=None, description="The template writes its own.")
 
 
 def asked(**fields: Any) -> ChatRequest:
