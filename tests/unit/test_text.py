@@ -350,3 +350,17 @@ def test_bad_words_forbid_the_special_tokens_that_they_spell() -> None:
         options: dict[str, Any] = {"max_tokens": 30, "temperature": 1.5, "seed": 0}
         assert 1 in engine.generate([2], **options).token_ids
         assert 1 not in engine.generate([2], bad_words=[MARK], **options).token_ids
+
+
+def test_every_end_is_ignored_or_put_off() -> None:
+    ends = (0, 1, 5)
+    options: dict[str, Any] = {"max_tokens": 20, "temperature": 1.5, "seed": 0}
+    with Engine(ToyModel(8, seed=1, eos=ends, memory=1), TOY, drafter=NgramDrafter(), size=3) as engine:
+        ignoring = engine.generate([2], ignore_eos=True, **options)
+        assert ignoring.finish_reason == "length"
+        assert set(ignoring.token_ids) >= set(ends)
+        last = {engine.generate([2], **{**options, "seed": seed}).token_ids[-1] for seed in range(12)}
+        assert last >= set(ends)
+        later = engine.generate([2], min_tokens=9, **options)
+        assert not set(later.token_ids[:9]) & set(ends)
+        assert later.finish_reason == "length" or later.stopped_by in ends

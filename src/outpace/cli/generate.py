@@ -40,7 +40,9 @@ def run(
     regex: Annotated[
         str | None, option("--regex", metavar="PATTERN", help="The answer is a text that this matches as a whole.")
     ] = None,
-    raw: Annotated[bool, option("--raw", help="Give the model the text itself, without a chat template.")] = False,
+    raw: Annotated[
+        bool, option("--raw", help="Give the model the text itself, without a chat template; it may spell <|im_end|>.")
+    ] = False,
     compare: Annotated[bool, option("--compare", help="Also decode plainly, and assert identical tokens.")] = False,
     trace: Annotated[
         Path | None, option("--trace", metavar="FILE", help="Write every step to this file (outpace trace).")
