@@ -306,7 +306,7 @@ def test_an_engines_streams_are_the_text(llama: Case) -> None:
     bias = {i: -1e9 for i in range(n) if i not in llama.plain}
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logit_bias": bias, "seed": 5}
     with Engine(model, llama.tokenizer, drafter=NgramDrafter(), size=3) as engine:
-        request = engine.add(np.array(prompt), n=3, **options)
+        request = engine.add(prompt, n=3, **options)
         shown, results = {0: "", 1: "", 2: ""}, []
         while not engine.idle:
             for delta in engine.step():
