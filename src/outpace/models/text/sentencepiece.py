@@ -24,7 +24,6 @@ from outpace.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a piece's type, in both kinds of file
 SPACE = "\u2581"  # how SentencePiece writes a space
-_NAME_OF_BYTE = r"\A<0x(?=[0-9A-F]{2}>\z)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,8 @@ def build(pieces: Pieces, name: str, cache: Path | None) -> Any:
         except Exception as error:
             raise ModelError(f"{name}: its table of normalizations is damaged ({error}): get the file again") from error
     if pieces.squeeze:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        end = f"[ {SPACE}]" if pieces.escape else " "
+        steps += [normalizers.Replace(Regex(rf"\A +|{end}+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if pieces.prefix == "always":
         steps.append(normalizers.Prepend(" "))
     if pieces.escape:
@@ -83,7 +83,8 @@ def build(pieces: Pieces, name: str, cache: Path | None) -> Any:
     if own:
         longest_first = "|".join(re.escape(text) for text in sorted(own, key=len, reverse=True))
         cuts.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))
-        cuts.append(pre_tokenizers.Split(Regex(_NAME_OF_BYTE), behavior="isolated"))  # is looked up as a byte otherwise
+        if not pieces.unigram:  # what stands alone is looked up, and a byte's name is none of it
+            cuts.append(pre_tokenizers.Split(Regex(r"\A<0x(?=[0-9A-F]{2}>\z)"), behavior="isolated"))
     if cuts:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -108,12 +109,10 @@ def _bpe(pieces: Pieces, whole: bool, cache: Path | None) -> Any:
 
 
 def _unigram(pieces: Pieces) -> Any:
-    """Only ordinary and user-defined pieces are found in texts: the others' scores put them out of reach."""
+    """Unused pieces' scores put them out of reach. With bytes, a text that spells a byte's name gets that byte."""
     from tokenizers import models
 
-    found = (pieces.types == NORMAL) | (pieces.types == USER_DEFINED)
-    lowest = float(pieces.scores[found].min(initial=0.0)) - 1000.0
-    scores = np.where(found, pieces.scores, lowest).tolist()
+    scores = np.where(pieces.types == UNUSED, pieces.scores.min(initial=0.0) - 20.0, pieces.scores).tolist()
     return models.Unigram(list(zip(pieces.texts, scores, strict=True)), pieces.unknown, pieces.byte_fallback)
 
 
