@@ -6,9 +6,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -134,3 +133,248 @@ def test_a_sentencepiece_gguf_is_read_as_llama_cpp_reads_it(kind: str) -> None:
         parsed = ours.encode(text, add_special=False, parse_special=True).tolist()
         assert parsed == in_parts(model, text, [*user, *CONTROL, "<s>", "</s>", "<unk>"]), text
     assert ours.special_ids == {model.piece_to_id(text) for text in [*CONTROL, "<s>", "</s>", "<unk>"]}
+
+
+def test_phi_3_tokens_take_the_white_space_after_them() -> None:
+    """llama.cpp knows such models by their names: all marked tokens but three, and "</s>"."""
+    model = processor("llama-user")
+    ours = Tokenizer.from_gguf(as_gguf(model, True, **{"general.name": "Phi-3 mini"}))
+    strips = [*CONTROL, *USER, "</s>"]
+    pattern = re.compile("(" + "|".join(map(re.escape, strips)) + r")\s+")
+    for text in [*random_texts(100, 3, [*strips, "<|im_end|>\n", "</s>  \n"]), "<s> a", "<unk> a"]:
+        parsed = ours.encode(text, add_special=False, parse_special=True).tolist()
+        assert parsed == in_parts(model, pattern.sub(r"\1", text), [*strips, "<s>", "<unk>"]), text
+
+
+def test_mistral_s_own_vocabulary(tmp_path: Path) -> None:
+    content = (files("mistral_common") / "data" / "mistral_instruct_tokenizer_240323.model.v3").read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    control = [model.id_to_piece(i) for i in range(3, 10)]
+    for ours in (Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(as_gguf(model, True))):
+        for text in random_texts(100, 4, control):
+            assert ours.encode(text).tolist() in ([1, *model.encode(text)], model.encode(text)), text
+            parsed = ours.encode(text, add_special=False, parse_special=True).tolist()
+            assert parsed == in_parts(model, text, [*control, "<s>", "</s>", "<unk>"]), text
+
+
+def byte_level(path: Path, config: dict[str, Any], ends: bool = False, words: int = 500) -> Path:
+    """A folder with a tokenizer.json, trained here, which puts a start token before a text if ``ends``."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
+    fast.train_from_iterator(random_texts(500, 8), trainer)
+    fast.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "<end>")])
+    fast.add_tokens([AddedToken("<plain>", special=False, normalized=False)])
+    if ends:
+        fast.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", words)])
+    path.mkdir(parents=True)
+    fast.save(str(path / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(facts | config))
+    return path
+
+
+def word_piece(path: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    fast = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    fast.normalizer = normalizers.BertNormalizer()
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", *CONTROL], show_progress=False)
+    fast.train_from_iterator(random_texts(500, 9), trainer)
+    path.mkdir(parents=True)
+    fast.save(str(path / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(facts))
+    return path
+
+
+def vocab_and_merges(path: Path, kind: str, **config: Any) -> Path:
+    """The same vocabulary as vocab.json and merges.txt."""
+    byte_level(path, {})
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]) + "\n")
+    facts = {"tokenizer_class": kind, "chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "<end>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(facts | config))
+    return path
+
+
+def token(content: str, **facts: Any) -> dict[str, Any]:
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    return {"content": content, **plain, **facts}
+
+
+FIRST = 503  # the first id that tokenizer.json leaves free
+ADDED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
+    # tokenizer_config.json, special_tokens_map.json, added_tokens.json
+    "decoder": ({"added_tokens_decoder": {
+        f"{FIRST}": token("<a>", rstrip=True), f"{FIRST + 1}": token("<b>", special=False, normalized=True),
+    }}, {}, {}),
+    "changed": ({"added_tokens_decoder": {"502": token("<plain>", lstrip=True)}}, {}, {}),
+    "list": ({"extra_special_tokens": ["<a>", "<plain>", "<b>"]}, {}, {}),
+    "dict": ({"extra_special_tokens": {"image_token": "<a>", "other_token": "<plain>"}}, {}, {}),
+    "additional": ({"additional_special_tokens": ["<a>", "<end>"]}, {}, {}),
+    "both": ({"additional_special_tokens": ["<a>"], "extra_special_tokens": ["<b>"]}, {}, {}),
+    "map": ({}, {"additional_special_tokens": ["<a>", "<b>"], "bos_token": "<n>"}, {}),
+    "map unread": ({"added_tokens_decoder": {f"{FIRST}": token("<a>")}}, {"bos_token": "<n>"}, {"<b>": 504}),
+    "added": ({"eos_token": "<n>"}, {}, {"<b>": FIRST, "<a>": FIRST + 1, "<n>": FIRST + 2}),
+    "named": ({"bos_token": "<n>", "image_token": "<a>", "pad_token": {"__type": "AddedToken"} | token("<b>")}, {}, {}),
+    "plain made special": ({"bos_token": "<plain>", "mask_token": "he"}, {}, {}),
+}  # fmt: skip
+NAMES = ["<a>", "<b>", "<n>", "<plain>", "<s>", "<end>", " <a> ", " <plain>\n", "he"]
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_tokens_that_stand_beside_tokenizer_json_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    config, named, legacy = ADDED[case]
+    path = byte_level(tmp_path / "m", config)
+    for name, content in (("special_tokens_map.json", named), ("added_tokens.json", legacy)):
+        if content:
+            (path / name).write_text(json.dumps(content))
+    theirs, ours = transformers_own(path), Tokenizer.from_folder(path)
+    added = theirs.added_tokens_decoder
+    assert {i: repr(t) for i, t in ours._fast.get_added_tokens_decoder().items()} == {i: repr(added[i]) for i in added}
+    for text in random_texts(30, 11, NAMES):
+        ids = theirs.encode(text)
+        assert ours.encode(text, parse_special=True).tolist() == ids, text
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip), text
+
+
+def transformers_own(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+FLAGS = [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path, **config: byte_level(path, config),
+        lambda path, **config: byte_level(path, config, ends=True),
+        lambda path, **config: vocab_and_merges(path, "GPT2Tokenizer", **config),
+    ],
+    ids=["tokenizer.json", "post-processor", "vocab.json"],
+)
+def test_texts_begin_and_end_as_transformers_has_them(
+    tmp_path: Path, make: Callable[..., Path], flags: dict[str, bool]
+) -> None:
+    path = make(tmp_path / "m", bos_token="<s>", eos_token="<end>", **flags)
+    theirs, ours = transformers_own(path), Tokenizer.from_folder(path)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    ours.save(saved)
+    for text in ("hello world", "", "<s>hello"):
+        expected = theirs.encode(text)
+        assert ours.encode(text, parse_special=True).tolist() == expected
+        assert Tokenizer.from_folder(saved).encode(text, parse_special=True).tolist() == expected
+        assert ours.encode(text, add_special=False, parse_special=True).tolist() == theirs.encode(
+            text, add_special_tokens=False
+        )
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "byte-level", "WordPiece", "llama-first"])
+def test_folders_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    """Texts and chats. ``llama-first``: with ``legacy: false``, which writes a space before the whole text alone."""
+    make: dict[str, Callable[[], Path]] = {
+        "byte-level": lambda: byte_level(tmp_path / "m", {"bos_token": "<s>", "extra_special_tokens": CONTROL}),
+        "WordPiece": lambda: word_piece(tmp_path / "m"),
+        "llama-first": lambda: as_folder(tmp_path / "m", "llama", legacy=False, unk_token="<unk>"),
+    }
+    path = make.get(kind, lambda: vocab_and_merges(tmp_path / "m", kind, extra_special_tokens=CONTROL))()
+    theirs, ours = transformers_own(path), Tokenizer.from_folder(path)
+    for text in random_texts(100, 12, CONTROL):
+        assert ours.encode(text, parse_special=True).tolist() == theirs.encode(text), text
+    texts = iter(text.replace("<", "(").replace("[", "(") for text in random_texts(100, 13))
+    for text in texts:
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": next(texts)}] * 2
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_chat(chat).tolist() == expected
+
+
+def test_a_byte_level_gguf_is_read_as_tokenizers_reads_its_folder(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Fast
+
+    path = byte_level(tmp_path / "m", {})
+    theirs = Fast.from_file(str(path / "tokenizer.json"))
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    tokens = [theirs.id_to_token(i) for i in range(theirs.get_vocab_size())]
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.token_type": np.array([1] * 500 + [3, 3, 4], np.int32),
+    }
+    ours = Tokenizer.from_gguf(opened(metadata))
+    for text in random_texts(200, 14, ["<s>", "<end>", "<plain>"]):
+        assert ours.encode(text, parse_special=True).tolist() == theirs.encode(text).ids, text
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_tekken_is_read_as_mistral_common_reads_it(tmp_path: Path, listed: bool) -> None:
+    """The first 5,000 of Mistral's own tokens. ``listed``: whether the file names its special tokens."""
+    from mistral_common.tokens.tokenizers.tekken import SpecialTokenPolicy, Tekkenizer
+
+    content = json.loads((files("mistral_common") / "data" / "tekken_240718.json").read_text())
+    content["vocab"] = content["vocab"][:6000]
+    content["config"] |= {"default_vocab_size": 5100, "default_num_special_tokens": 100, "num_vocab_tokens": 6000}
+    if listed:
+        names = ["<unk>", "<s>", "</s>", "[INST]", "<pad>", "[END]"]
+        content["special_tokens"] = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)]
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    theirs, ours = Tekkenizer.from_file(tmp_path / "tekken.json"), Tokenizer.from_folder(tmp_path)
+    for text in random_texts(150, 15, ["[INST]", "<pad>", "[END]"]):
+        ids = theirs.encode(text, bos=True, eos=False)
+        assert ours.encode(text).tolist() == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, SpecialTokenPolicy.IGNORE), text
+    control = [theirs.id_to_piece(i) for i in range(theirs.num_special_tokens)]
+    assert [ours.token(i) for i in range(theirs.num_special_tokens)] == control
+    assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (theirs.n_words, theirs.bos_id, (theirs.eos_id,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "GPT2Tokenizer", "vocab.txt", "tiktoken"])
+def test_without_transformers_folders_are_converted_or_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    path = tmp_path / "m"
+    if kind == "llama":
+        ours = Tokenizer.from_folder(as_folder(path, kind))
+        assert ours.decode(ours.encode("hello world")) == "hello world"
+    elif kind == "GPT2Tokenizer":
+        ours = Tokenizer.from_folder(vocab_and_merges(path, kind))
+        assert ours.decode(ours.encode("hello world")) == "hello world"
+    else:
+        path.mkdir()
+        name = "vocab.txt" if kind == "vocab.txt" else "tokenizer.model"
+        (path / name).write_text("aGVsbG8= 0\nd29ybGQ= 1\n")
+        with pytest.raises(ModelError, match=rf"its {name} .*need transformers: pip install 'outpace\[torch\]'"):
+            Tokenizer.from_folder(path)
+
+
+def test_damaged_vocabularies_are_refused_in_a_line(tmp_path: Path) -> None:
+    path = as_folder(tmp_path / "m", "llama", added_tokens_decoder={"x": {}})
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.from_folder(path)
+    (path / "tokenizer_config.json").unlink()
+    for end in (1, 5, 100, 4000):
+        (path / "tokenizer.model").write_bytes(trained("llama")[:end])
+        with pytest.raises(ModelError, match=r"tokenizer.model cannot be read \(.*\): download it again$"):
+            Tokenizer.from_folder(path)
+    (tmp_path / "tekken.json").write_text('{"config": {}}')
+    with pytest.raises(ModelError, match=r"tekken.json cannot be read"):
+        Tokenizer.from_folder(tmp_path)

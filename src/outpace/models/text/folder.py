@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,8 +79,9 @@ def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) ->
     if tekken.is_file():
         return _tekken(tekken, config)
     if pieces.is_file() and (kind in _SENTENCEPIECE or not (kind or model)):
-        with suppress(ValueError):  # it may be a tiktoken file
-            return _sentencepiece(pieces, config)
+        found = sentencepiece.read(pieces, legacy=config.get("legacy") is not False)
+        if found is not None:
+            return _sentencepiece(found, pieces, config)
     if kind in _BYTE_LEVEL and vocabulary.is_file() and merges.is_file():
         return _byte_level(kind, vocabulary, merges, config)
     files = [name for name in _FILES if (folder / name).is_file()]
@@ -95,10 +95,7 @@ def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) ->
     return _by_transformers(folder, config, trust_remote_code)
 
 
-def _sentencepiece(path: Path, config: dict[str, Any]) -> Any:
-    """Raises ModelError, ValueError when the file is no SentencePiece model."""
-    legacy = config.get("legacy")
-    pieces = sentencepiece.read(path, legacy=legacy is None or bool(legacy))
+def _sentencepiece(pieces: sentencepiece.Pieces, path: Path, config: dict[str, Any]) -> Any:
     for i, value in (config.get("added_tokens_decoder") or {}).items():  # names for what was kept free
         text = _token(value).content
         if int(i) < len(pieces.texts) and text not in pieces.texts:
@@ -212,7 +209,8 @@ def _add_tokens(fast: Any, config: Mapping[str, Any], legacy: Mapping[str, int])
     fast.add_tokens([_token(by_id[i], special=by_id[i].special or by_id[i].content in values) for i in sorted(by_id)])
     known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
     fast.add_special_tokens([_token(known.get(text, value), special=True) for text, value in values.items()])
-    unnamed += config.get("additional_special_tokens") or []
+    if not extra:  # those of special_tokens_map.json
+        unnamed += config.get("additional_special_tokens") or []
     others = [_token(value, special=True) for value in unnamed]
     fast.add_special_tokens([token for token in others if token.content not in known.keys() | values.keys()])
 

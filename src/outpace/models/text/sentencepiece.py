@@ -187,15 +187,25 @@ def _write_checked(path: Path, body: bytes) -> None:
         write_bytes(path, hashlib.sha256(body).digest() + body)
 
 
-def read(path: Path, *, legacy: bool) -> Pieces:
-    """The vocabulary in a ``tokenizer.model``. ``legacy``: whether the prefix stands after special tokens, too (Hugging
-    Face's setting of that name). Raises ModelError, ValueError when the file is no such model."""
-    model = _fields(path.read_bytes())
-    found = [_fields(content) for content in model.get(1, [])]
+def read(path: Path, *, legacy: bool) -> Pieces | None:
+    """The vocabulary in a ``tokenizer.model``; None for a file of another kind (tiktoken's have that name, too).
+
+    ``legacy``: whether the prefix stands after special tokens, too (Hugging Face's setting of that name). Raises
+    ModelError when the file is damaged or asks for what is not supported.
+    """
+    content = path.read_bytes()
+    if not content.startswith(b"\n"):  # the first field: a piece
+        return None
+    try:
+        return _pieces(path, _fields(content), legacy)
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
+        raise ModelError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def _pieces(path: Path, model: dict[int, list[bytes]], legacy: bool) -> Pieces:
+    found = [_fields(piece) for piece in model[1]]
     trainer, normalizer = (_fields(model[part][-1]) if part in model else {} for part in (2, 3))
     kind = _number(trainer, 3, 1)
-    if not found:
-        raise ValueError("it lists no pieces")
     if kind not in (1, 2):
         raise ModelError(f"{path} splits text into {'words' if kind == 3 else 'characters'}: add its tokenizer.json")
     if _number(trainer, 24, 0):
