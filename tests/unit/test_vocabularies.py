@@ -44,7 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def trained(kind: str) -> bytes:
     """A ``tokenizer.model`` of about 600 pieces."""
     content = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
+    trainer: Any = sentencepiece.SentencePieceTrainer
+    trainer.train(
         sentence_iterator=iter(random_texts(1500, 7)),
         model_writer=content,
         **{"vocab_size": 700, "hard_vocab_limit": False, "character_coverage": 0.99, "control_symbols": CONTROL},
@@ -133,6 +134,20 @@ def test_a_sentencepiece_gguf_is_read_as_llama_cpp_reads_it(kind: str) -> None:
         parsed = ours.encode(text, add_special=False, parse_special=True).tolist()
         assert parsed == in_parts(model, text, [*user, *CONTROL, "<s>", "</s>", "<unk>"]), text
     assert ours.special_ids == {model.piece_to_id(text) for text in [*CONTROL, "<s>", "</s>", "<unk>"]}
+
+
+@pytest.mark.parametrize("kind", [1, 4, None])
+def test_a_gguf_s_control_tokens_are_known_by_name_too(kind: int | None) -> None:
+    """As llama.cpp has it for the ends of turns and of fill-in-the-middle; whatever type the file gives them."""
+    file = as_gguf(processor("llama"), True)
+    end = file.metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    file.metadata["tokenizer.ggml.token_type"][end] = kind or 1
+    if kind is None:
+        del file.metadata["tokenizer.ggml.token_type"]
+    ours = Tokenizer.from_gguf(file)
+    assert end in ours.special_ids
+    assert end in ours.encode("a<|im_end|>", parse_special=True)
+    assert end not in ours.encode("a<|im_end|>")
 
 
 def test_phi_3_tokens_take_the_white_space_after_them() -> None:
@@ -326,7 +341,8 @@ def test_a_byte_level_gguf_is_read_as_tokenizers_reads_its_folder(tmp_path: Path
 @pytest.mark.parametrize("listed", [True, False])
 def test_tekken_is_read_as_mistral_common_reads_it(tmp_path: Path, listed: bool) -> None:
     """The first 5,000 of Mistral's own tokens. ``listed``: whether the file names its special tokens."""
-    from mistral_common.tokens.tokenizers.tekken import SpecialTokenPolicy, Tekkenizer
+    from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     content = json.loads((files("mistral_common") / "data" / "tekken_240718.json").read_text())
     content["vocab"] = content["vocab"][:6000]
@@ -362,7 +378,7 @@ def test_without_transformers_folders_are_converted_or_say_what_to_install(
         path.mkdir()
         name = "vocab.txt" if kind == "vocab.txt" else "tokenizer.model"
         (path / name).write_text("aGVsbG8= 0\nd29ybGQ= 1\n")
-        with pytest.raises(ModelError, match=rf"its {name} .*need transformers: pip install 'outpace\[torch\]'"):
+        with pytest.raises(ModelError, match=rf"its {name} .*need transformers: .*outpace.*torch.* sentencepiece"):
             Tokenizer.from_folder(path)
 
 

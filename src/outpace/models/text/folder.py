@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from outpace.common.files import cache_dir
+from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.text import byte_level, sentencepiece
 
@@ -72,7 +73,7 @@ def load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]
 
 def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
     """For folders without tokenizer.json. ``config`` gets the special tokens that the files or the class name."""
-    model = read_json(folder / "config.json").get("model_type")
+    model = str(read_json(folder / "config.json").get("model_type") or "")
     kind = str(config.get("tokenizer_class") or _CLASSES.get(model, "")).removesuffix("Fast")
     tekken, pieces = folder / "tekken.json", folder / "tokenizer.model"
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
@@ -88,9 +89,10 @@ def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) ->
     if not files:
         raise ModelError(f"{folder} has no tokenizer that can be read ({', '.join(_FILES)}): add its tokenizer.json")
     if find_spec("transformers") is None:
+        needed = install("outpace[torch]", "sentencepiece", "protobuf", "tiktoken")
         raise ModelError(
             f"{folder} has no tokenizer.json, and its {' and '.join(files)} ({kind or model or 'of an unknown kind'}) "
-            "need transformers: pip install 'outpace[torch]' sentencepiece protobuf tiktoken, or add its tokenizer.json"
+            f"need transformers: {needed}, or add its tokenizer.json"
         )
     return _by_transformers(folder, config, trust_remote_code)
 

@@ -6,6 +6,7 @@ Two families: "gpt2", byte-level BPE with the file's merges and a split pattern 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from outpace.models.weights.gguf import GGUFFile
 
 _DEFAULT_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where a SentencePiece vocabulary names none
+_CONTROL_NAMES = re.compile(
+    r"<\|(eo[tm]_id|im_end|end|endoftext|end_of_text|return|calls?|flush|fim_(prefix|suffix|middle|pad|repo)|"
+    r"code_(prefix|suffix|middle)|repo_name|file_sep)\|>|<(end_of_turn|end_of_utterance|fim[-_](prefix|suffix|middle|"
+    r"pad)|fim-repo|reponame|PAD|REPO)>|_?<EOT>|\u2581?<(PRE|SUF|MID)>|"
+    "<\uff5c(end\u2581of\u2581sentence|fim\u2581(begin|hole|end))\uff5c>"
+)
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<eos>")
 
 
@@ -61,13 +68,17 @@ def _tokens(gguf: GGUFFile) -> list[str]:
 
 
 def token_types(gguf: GGUFFile, count: int) -> I32:
-    """``tokenizer.ggml.token_type`` int32 [count]; all normal when the file lists none."""
+    """``tokenizer.ggml.token_type`` int32 [count]; normal where the file lists none, and control, as in llama.cpp, for
+    tokens with the name of one, whatever the file says."""
     types = gguf.metadata.get("tokenizer.ggml.token_type")
     if types is None:
-        return np.full(count, NORMAL, np.int32)
+        types = np.full(count, NORMAL, np.int32)
     if not isinstance(types, np.ndarray) or len(types) != count or types.dtype.kind not in "iu":
         raise ModelError(f"{gguf.path.name}: tokenizer.ggml.token_type does not match its {count} tokens")
-    return types.astype(np.int32)
+    types = types.astype(np.int32)
+    named = [i for i, token in enumerate(_listed(gguf)) if token[-1:] == ">" and _CONTROL_NAMES.fullmatch(token)]
+    types[named] = CONTROL
+    return types
 
 
 def token_id(gguf: GGUFFile, name: str) -> int | None:
