@@ -134,6 +134,11 @@ def test_a_sentencepiece_gguf_is_read_as_llama_cpp_reads_it(kind: str) -> None:
         parsed = ours.encode(text, add_special=False, parse_special=True).tolist()
         assert parsed == in_parts(model, text, [*user, *CONTROL, "<s>", "</s>", "<unk>"]), text
     assert ours.special_ids == {model.piece_to_id(text) for text in [*CONTROL, "<s>", "</s>", "<unk>"]}
+    for text in random_texts(20, 16, CONTROL):
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": f" {text}"}]
+        turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
+        rendered = f"<s>{turns}<|im_start|>assistant\n"
+        assert ours.encode_chat(chat).tolist() == in_parts(model, rendered, [*user, *CONTROL, "<s>", "</s>", "<unk>"])
 
 
 @pytest.mark.parametrize("kind", [1, 4, None])
