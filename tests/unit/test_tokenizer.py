@@ -15,7 +15,7 @@ import pytest
 from outpace.common.arrays import I32
 from outpace.errors import ModelError, ParameterError
 from outpace.models.load import resolve
-from outpace.models.text import gguf as gguf_tokenizer
+from outpace.models.text import sentencepiece
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.tokenizer import LONG, Tokenizer, differences
 from outpace.models.weights.gguf import GGUFFile
@@ -375,12 +375,6 @@ def test_chat_templates_by_name_are_transformers_own(names: tuple[str, ...], kin
             assert own.render_chat(ASK, tools=tools) == expected
 
 
-def test_folder_start_token(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder(tmp_path / "m", add_bos_token=True))
-    assert tokenizer.encode("hello").tolist() == [260, 259]
-    assert tokenizer.encode("hello", add_special=False).tolist() == [259]
-
-
 def test_folder_without_tokenizer_json(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     expected = Tokenizer.from_folder(path).encode("hello there").tolist()
@@ -426,7 +420,7 @@ def test_differences(tmp_path: Path, demo: Tokenizer) -> None:
 
 def spm(pieces: list[str], scores: list[float], types: list[int]) -> tuple[list[str], I32]:
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    merges = gguf_tokenizer.derive_merges(pieces, vocabulary, np.array(scores), np.array(types, np.int32))
+    merges = sentencepiece.derive_merges(pieces, vocabulary, np.array(scores), np.array(types, np.int32))
     return [f"{pieces[left]}+{pieces[right]}" for left, right in merges.tolist()], merges
 
 
@@ -439,9 +433,9 @@ def test_derived_merges_rank_by_score_and_never_make_control_tokens() -> None:
 
 def test_cached_merges_survive_damage(tmp_path: Path) -> None:
     path = tmp_path / "merges.bin"
-    gguf_tokenizer._write_checked(path, b"12345678")
-    assert gguf_tokenizer._read_checked(path) == b"12345678"
+    sentencepiece._write_checked(path, b"12345678")
+    assert sentencepiece._read_checked(path) == b"12345678"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert gguf_tokenizer._read_checked(path) is None
-    assert gguf_tokenizer._read_checked(tmp_path / "absent") is None
+    assert sentencepiece._read_checked(path) is None
+    assert sentencepiece._read_checked(tmp_path / "absent") is None
     assert [p.name for p in tmp_path.iterdir()] == ["merges.bin"]
