@@ -123,6 +123,21 @@ def test_a_sentencepiece_folder_is_read_as_sentencepiece_reads_it(tmp_path: Path
     assert (ours.bos_id, ours.eos_ids) == (1, (2,))
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_tokens_beside_a_sentencepiece_model_are_found_in_the_text_itself(tmp_path: Path, listed: bool) -> None:
+    """As in transformers 5.24, though they are marked as found in normalized text, which has a space before it."""
+    model = processor("llama")
+    first = model.get_piece_size()
+    config = {"added_tokens_decoder": {f"{first}": token("<new>", normalized=True, special=False)}} if listed else {}
+    path = as_folder(tmp_path / "m", "llama", **config)
+    if not listed:
+        (path / "added_tokens.json").write_text(json.dumps({"<new>": first}))
+    ours = Tokenizer.from_folder(path)
+    for text in random_texts(50, 17, ["<new>"]):
+        parts = [model.encode(part) for part in text.split("<new>")]
+        assert ours.encode(text).tolist() == [i for part in parts for i in [*part, first]][:-1], text
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-user", "gemma"])
 def test_a_sentencepiece_gguf_is_read_as_llama_cpp_reads_it(kind: str) -> None:
     """Its rule: user-defined tokens, and special ones where they count, are cut out; the prefix follows each."""

@@ -16,6 +16,7 @@ from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.text import byte_level, sentencepiece
 
+_ENDS = ("bos", "eos")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FACTS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -53,26 +54,29 @@ def load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]
     if "added_tokens_decoder" not in config:
         config |= read_json(folder / "special_tokens_map.json")
     path = folder / "tokenizer.json"
+    legacy = read_json(folder / "added_tokens.json")
     try:
         if path.is_file():
             fast = Tokenizer.from_file(str(path))
+            _add_tokens(fast, config, legacy)
+        elif (found := _converted(folder, config)) is not None:
+            fast = found
+            _add_tokens(fast, config, legacy, normalized=False)
+            ends = [_texts(config).get(f"{end}_token") if config.get(f"add_{end}_token") else None for end in _ENDS]
+            if any(ends):
+                add_ends(fast, *ends)
         else:
-            fast = _converted(folder, config, trust_remote_code)
-        _add_tokens(fast, config, read_json(folder / "added_tokens.json"))
+            fast = _by_transformers(folder, config, trust_remote_code)
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ModelError(f"{path if path.is_file() else folder} cannot be read ({error}): download it again") from error
-    texts = _texts(config)
-    if not path.is_file():
-        ends = [texts.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos")]
-        if any(ends):
-            add_ends(fast, *ends)
-    return fast, texts
+    return fast, _texts(config)
 
 
-def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
-    """For folders without tokenizer.json. ``config`` gets the special tokens that the files or the class name."""
+def _converted(folder: Path, config: dict[str, Any]) -> Any:
+    """For folders without tokenizer.json; None where transformers has to convert. ``config`` gets the special tokens
+    that the files or the class name."""
     model = str(read_json(folder / "config.json").get("model_type") or "")
     kind = str(config.get("tokenizer_class") or _CLASSES.get(model, "")).removesuffix("Fast")
     tekken, pieces = folder / "tekken.json", folder / "tokenizer.model"
@@ -94,7 +98,7 @@ def _converted(folder: Path, config: dict[str, Any], trust_remote_code: bool) ->
             f"{folder} has no tokenizer.json, and its {' and '.join(files)} ({kind or model or 'of an unknown kind'}) "
             f"need transformers: {needed}, or add its tokenizer.json"
         )
-    return _by_transformers(folder, config, trust_remote_code)
+    return None
 
 
 def _sentencepiece(pieces: sentencepiece.Pieces, path: Path, config: dict[str, Any]) -> Any:
@@ -196,9 +200,10 @@ def _texts(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-def _add_tokens(fast: Any, config: Mapping[str, Any], legacy: Mapping[str, int]) -> None:
+def _add_tokens(fast: Any, config: Mapping[str, Any], legacy: Mapping[str, int], **facts: bool) -> None:
     """Add the tokens that stand beside the vocabulary, in transformers' order: those listed by id, the named ones, the
-    other special ones. ``legacy``: ids by token, read where ``config`` lists none."""
+    other special ones. ``legacy``: ids by token, read where ``config`` lists none; ``facts`` that hold for all listed:
+    not ``normalized`` ones are found in the text itself, whatever a normalizer puts before it."""
     extra = config.get("extra_special_tokens") or []
     named = {key: config[key] for key in _texts(config)} | (extra if isinstance(extra, dict) else {})
     values = {_token(named[key]).content: named[key] for key in [*_NAMED, *named] if key in named}
@@ -208,7 +213,8 @@ def _add_tokens(fast: Any, config: Mapping[str, Any], legacy: Mapping[str, int])
     else:
         marked = values.keys() | {_token(value).content for value in unnamed}
         by_id = {i: _token(text, special=text in marked, normalized=text not in marked) for text, i in legacy.items()}
-    fast.add_tokens([_token(by_id[i], special=by_id[i].special or by_id[i].content in values) for i in sorted(by_id)])
+    listed = [by_id[i] for i in sorted(by_id)]
+    fast.add_tokens([_token(t, special=t.special or t.content in values, **facts) for t in listed])
     known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
     fast.add_special_tokens([_token(known.get(text, value), special=True) for text, value in values.items()])
     if not extra:  # those of special_tokens_map.json
@@ -221,7 +227,7 @@ def _token(value: Any, **facts: Any) -> Any:
     """An added token from a text, the object that stores one, or another; ``facts`` of it that differ."""
     from tokenizers import AddedToken
 
-    stored = (
-        {"content": value} if isinstance(value, str) else value if isinstance(value, dict) else value.__getstate__()
-    )
+    stored = {"content": value} if isinstance(value, str) else value
+    if isinstance(stored, AddedToken):
+        stored = stored.__getstate__()
     return AddedToken(**{key: stored[key] for key in _TOKEN_FACTS if key in stored} | facts)
