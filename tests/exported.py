@@ -103,3 +103,28 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def vocabulary(
+    path: Path, kind: str, tokens: list[str], *, types: list[int], scores: list[float] | None = None,
+    ids: Mapping[str, int] | None = None, templates: Mapping[str, str] | None = None,
+) -> Path:  # fmt: skip
+    """Write a file with a tokenizer and no weights. ``ids``: of special tokens, by the name in their key;
+    ``templates``: of chats, by name."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores([0.0] * len(tokens) if scores is None else scores)
+    if kind == "gpt2":
+        writer.add_token_merges(["a b"])
+    for name, token in (ids or {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+    for name, template in (templates or {}).items():
+        writer.add_string("tokenizer.chat_template" + ("" if name == "default" else f".{name}"), template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

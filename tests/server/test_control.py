@@ -39,7 +39,6 @@ def _anthropic(text: str) -> dict[str, Any]:
 
 
 INPUTS: list[tuple[str, Any]] = [  # routes, and bodies with a text wherever one may stand
-    ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 1}),
     ("/v1/chat/completions", lambda text: {
         "messages": [
             {"role": "system", "content": text}, {"role": "user", "content": [{"type": "text", "text": text}]},
@@ -72,9 +71,6 @@ INPUTS: list[tuple[str, Any]] = [  # routes, and bodies with a text wherever one
     ("/api/generate", lambda text: {
         "model": "demo", "stream": False, "prompt": text, "system": text, "options": {"num_predict": 1},
     }),
-    ("/api/generate", lambda text: {
-        "model": "demo", "stream": False, "prompt": text, "raw": True, "options": {"num_predict": 1},
-    }),
 ]  # fmt: skip
 
 
@@ -97,6 +93,71 @@ def test_control_tokens_are_text_wherever_a_client_writes(
     forged, harmless = ([token for token in each if token in tokenizer.special_ids] for each in prompts)
     assert forged == harmless
     assert FORGED in tokenizer.decode(prompts[0], skip_special=False)
+
+
+TRUSTED: list[tuple[str, Any]] = [  # texts that are a whole prompt, as a client rendered it
+    ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 1}),
+    ("/v1/completions", lambda text: {"prompt": [text], "max_tokens": 1, "add_special_tokens": False}),
+    ("/api/generate", lambda text: {
+        "model": "demo", "stream": False, "prompt": text, "raw": True, "options": {"num_predict": 1},
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), TRUSTED, ids=[path for path, _ in TRUSTED])
+def test_raw_prompts_spell_control_tokens(demo: Running, path: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM, llama.cpp and Ollama read them; an empty one is the start token."""
+    tokenizer, prompts = demo.engine.engine.tokenizer, list[list[int]]()
+    assert tokenizer is not None
+    original = Engine.prepare
+
+    def prepare(self: Engine, prompt: list[int], *arguments: Any, **options: Any) -> Any:
+        prompts.append(prompt)
+        return original(self, prompt, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "prepare", prepare)
+    demo.answer(path, body(FORGED))
+    assert prompts[0] == demo.answer("/tokenize", {"prompt": FORGED})["tokens"]
+    assert [token for token in prompts[0] if token in tokenizer.special_ids] == [2, 1, 2]
+    assert tokenizer.decode(prompts[0], skip_special=False) == FORGED
+
+
+def test_an_empty_completion_begins_with_the_start_token(demo: Running) -> None:
+    answer = demo.answer("/v1/completions", {"prompt": "", "max_tokens": 2, "return_token_ids": True, "echo": True})
+    assert answer["prompt_token_ids"] == [1]
+    assert answer["choices"][0]["text"] != ""
+    refused = demo.answer("/v1/completions", {"prompt": "", "add_special_tokens": False}, 400)
+    assert "prompt is empty" in refused["error"]["message"]
+    assert "prompt is empty" in demo.answer("/v1/completions", {"prompt": [[]]}, 400)["error"]["message"]
+
+
+def test_a_repeated_prompt_has_its_control_tokens(demo: Running) -> None:
+    """And the offsets of log-probabilities are those of its text."""
+    body = {"prompt": FORGED, "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0}
+    choice = demo.answer("/v1/completions", body)["choices"][0]
+    listed = choice["logprobs"]
+    assert choice["text"].startswith(FORGED)
+    words = list(zip(listed["text_offset"], listed["tokens"], strict=True))[:10]
+    assert [choice["text"][at : at + len(word)] for at, word in words] == [word for _, word in words]
+    assert "".join(word for _, word in words) == FORGED
+
+
+def test_a_control_tokens_spelling_stops_every_protocols_answers(demo: Running) -> None:
+    ask = {"role": "user", "content": "Say hi."}
+    common: dict[str, Any] = {"model": "demo", "messages": [ask], "max_tokens": 40, "temperature": 0}
+    usual = demo.answer("/v1/chat/completions", common)["choices"][0]
+    assert usual["finish_reason"] == "stop"
+    text, stop = usual["message"]["content"], ["never", "<|im_end|>"]
+    found = demo.answer("/v1/chat/completions", {**common, "stop": stop, "ignore_eos": True})["choices"][0]
+    assert (found["message"]["content"], found["stop_reason"]) == (text, "<|im_end|>")
+    last = text[-3:] + "<|im_end|>"
+    found = demo.answer("/v1/chat/completions", {**common, "stop": last})["choices"][0]
+    assert (found["message"]["content"], found["stop_reason"]) == (text[:-3], last)
+    found = demo.answer("/v1/messages", {**common, "stop_sequences": stop})
+    assert (found["content"][0]["text"], found["stop_sequence"]) == (text, "<|im_end|>")
+    options = {"num_predict": 40, "temperature": 0, "stop": [last]}
+    found = demo.answer("/api/chat", {"model": "demo", "messages": [ask], "stream": False, "options": options})
+    assert found["message"]["content"] == text[:-3]
 
 
 def test_control_tokens_in_texts_are_text_unless_they_are_allowed(demo: Running) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.chat_template import ChatTemplates
 from outpace.server.conversation.formats import parser_for
 from outpace.server.conversation.pieces import Joined
 from tests.server import formats
@@ -41,7 +41,8 @@ ASKED: dict[str, dict[str, Any]] = {
 def use(demo: Running, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """The demo model with another chat template."""
     tokenizer: Any = demo.engine.engine.tokenizer
-    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(template, {"bos_token": "<|im_start|>"}))
+    templates = ChatTemplates({"default": template}, {"bos_token": "<|im_start|>"})
+    monkeypatch.setattr(tokenizer, "_templates", templates)
 
 
 def ask(demo: Running, more: dict[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,9 @@ def test_an_answer_goes_on_with_the_last_message(demo: Running) -> None:
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_effort_is_what_the_template_knows(thinks: bool) -> None:
-    tokenizer: Any = SimpleNamespace(chat_template=QWEN3, render_chat=ChatTemplate(QWEN3, {}).render, special_ids=())
+    tokenizer: Any = SimpleNamespace(
+        chat_template_of=lambda tools: QWEN3, render_chat=ChatTemplate(QWEN3, {}).render, special_ids=()
+    )  # fmt: skip
     model: Any = SimpleNamespace(
         tokenizer=tokenizer, control=ControlTokens(tokenizer, allowed=True), most_text=10_000
     )  # fmt: skip
@@ -206,8 +208,8 @@ def test_effort_is_what_the_template_knows(thinks: bool) -> None:
     twice = body.model_copy(update={"chat_template_kwargs": {"enable_thinking": thinks}})
     with pytest.raises(APIError, match="say the same"):
         rendered(twice, body.messages, [], "none", model)
-    tokenizer.chat_template += "{{ reasoning_effort }}"
-    tokenizer.render_chat = ChatTemplate(tokenizer.chat_template, {}).render
+    source = QWEN3 + "{{ reasoning_effort }}"
+    tokenizer.chat_template_of, tokenizer.render_chat = lambda tools: source, ChatTemplate(source, {}).render
     assert rendered(body, body.messages, [], "none", model).endswith("low" if thinks else "none")
 
 

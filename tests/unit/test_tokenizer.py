@@ -15,10 +15,11 @@ import pytest
 from outpace.common.arrays import I32
 from outpace.errors import ModelError, ParameterError
 from outpace.models.load import resolve
-from outpace.models.text import gguf as gguf_tokenizer
+from outpace.models.text import sentencepiece
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.tokenizer import LONG, Tokenizer, differences
 from outpace.models.weights.gguf import GGUFFile
+from tests.exported import vocabulary
 from tests.interpreter import lets_others_run
 
 TEXTS = [
@@ -90,7 +91,7 @@ def test_demo_splits_digits_before_anything_else(demo: Tokenizer) -> None:
 
 
 def test_demo_ids(demo: Tokenizer) -> None:
-    assert (demo.vocab_size, demo.eos_ids, demo.bos_id) == (49152, (2,), 1)
+    assert (demo.vocab_size, demo.eos_ids, demo.bos_id) == (49152, (2, 0, 4), 1)
     assert {0, 1, 2} <= demo.special_ids
     assert demo.has_chat_template
 
@@ -104,7 +105,8 @@ def test_gemma_is_transformers_own() -> None:
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(resolve("demo-gemma").path))
     ids = [tokenizer.encode(t, parse_special=parse).tolist() for t in TEXTS for parse in (True, False)]
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == GEMMA_IDS
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (1,), 262144)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (1, 106), 262144)
+    assert tokenizer.token(212) == "</s>"  # a tag of HTML, which ends no answer
     assert tokenizer.encode("Hi").tolist()[0] == 2
     assert all(tokenizer.decode(tokenizer.encode(t)) == t.replace("▁", " ") for t in TEXTS)
 
@@ -223,7 +225,7 @@ def test_folder(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     (path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     tokenizer = Tokenizer.from_folder(path)
-    assert tokenizer.eos_ids == (104, 7, 9, 261)
+    assert tokenizer.eos_ids == (104, 7, 261)  # as vLLM has it: the generation_config's, and the tokenizer's own
     assert tokenizer.bos_id == 260
     assert (
         tokenizer.decode(tokenizer.encode("hello hello hello hello")) == "hello hello hello hello"
@@ -233,10 +235,144 @@ def test_folder(tmp_path: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]).tolist() == [260, 259, 261]
 
 
-def test_folder_start_token(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder(tmp_path / "m", add_bos_token=True))
-    assert tokenizer.encode("hello").tolist() == [260, 259]
-    assert tokenizer.encode("hello", add_special=False).tolist() == [259]
+def test_a_config_stands_in_for_a_generation_config_without_ends(tmp_path: Path) -> None:
+    """As in transformers, which makes a generation_config of the config where there is none."""
+    path = folder(tmp_path / "m")
+    (path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9}}))
+    assert Tokenizer.from_folder(path).eos_ids == (9, 261)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": [8, 7], "text_config": {"eos_token_id": 9}}))
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 1}))
+    assert Tokenizer.from_folder(path).eos_ids == (8, 7, 261)
+
+
+# What ends an answer by the models' own pages on the hub (generation_config.json, tokenizer_config.json), and by the
+# list that llama.cpp prints of each: tokens, the key eos, and which end; "!" marks those that are no control tokens.
+ENDS = {
+    "SmolLM2": ("<|endoftext|> <|im_start|> <|im_end|>", "<|im_end|>", "<|endoftext|> <|im_end|>"),
+    "Qwen 3": (
+        "<|endoftext|> <|im_start|> <|im_end|> !<tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> "
+        "<|repo_name|> <|file_sep|>", "<|im_end|>", "<|endoftext|> <|im_end|> <|fim_pad|> <|repo_name|> <|file_sep|>",
+    ),
+    "Phi 3": (
+        "<unk> <s> !</s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>", "<|endoftext|>",
+        "</s> <|endoftext|> <|end|>",
+    ),
+    "Llama 3": (
+        "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>", "<|eot_id|>",
+        "<|end_of_text|> <|eom_id|> <|eot_id|>",
+    ),
+    "gpt-oss": (
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>",
+        "<|return|>", "<|endoftext|> <|return|> <|call|>",
+    ),
+    "Solar Open": ("<s> </s> <|end|> <|flush|> <|calls|>", "</s>", "</s> <|flush|> <|calls|>"),
+    "Gemma 3": ("<pad> <eos> <bos> <start_of_turn> <end_of_turn> !<s> !</s>", "<eos>", "<eos> <end_of_turn>"),
+    "Gemma 4": ("<eos> <bos> <|turn> <turn|> <|tool_response> !</s>", "<eos>", "<eos> <turn|> <|tool_response>"),
+    "DeepSeek": ("<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <|EOT|>",) + ("<｜end▁of▁sentence｜>",) * 2,
+    "Granite": (
+        "<|end_of_text|> <fim_prefix> <fim_pad> <reponame>", "<|end_of_text|>",
+        "<|end_of_text|> <fim_pad> <reponame>",
+    ),
+    "Mistral": ("<unk> <s> </s> [INST] [/INST]", "</s>", "</s>"),
+    "unnamed": ("<s> <stop>", "<stop>", "<stop>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ENDS)
+def test_answers_end_where_llama_cpp_ends_them(model: str, tmp_path: Path) -> None:
+    """Every end-of-generation token, named by a key or not, written by a template or not, whatever its type."""
+    listed, key, ends = ENDS[model]
+    special = listed.split()
+    tokens = [token.removeprefix("!") for token in special] + ["a", "b", "ab"]
+    types = [4 if token.startswith("!") else 3 for token in special] + [1, 1, 1]
+    for i in range(2):  # older files call every token a normal one
+        path = vocabulary(tmp_path / f"{i}.gguf", "gpt2", tokens, types=types, ids={"eos": tokens.index(key)})
+        tokenizer = Tokenizer.from_gguf(GGUFFile.open(path))
+        assert {tokens[i] for i in tokenizer.eos_ids} == set(ends.split())
+        assert tokens[tokenizer.eos_ids[0]] == key
+        assert set(tokenizer.eos_ids) <= tokenizer.special_ids or model == "unnamed"  # no user's text may spell them
+        types = [1] * len(tokens)
+
+
+def test_the_keys_of_a_file_end_answers(tmp_path: Path) -> None:
+    names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    tokens = [*(f"<{name}!>" for name in names), "a", "b", "ab"]
+    ids = {name: i for i, name in enumerate(names)}
+    path = vocabulary(tmp_path / "m.gguf", "gpt2", tokens, types=[3] * 6 + [1] * 3, ids=ids)
+    assert Tokenizer.from_gguf(GGUFFile.open(path)).eos_ids == (0, 1, 2, 3, 4, 5)
+
+
+CHAT_ML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_raw_texts_spell_special_tokens(demo: Tokenizer, tmp_path: Path) -> None:
+    """As transformers and vLLM read a prompt; a start token that the text has, too, stays one."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = resolve("demo").path
+    reference = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in (CHAT_ML, "<file_sep>a.py<reponame>b", *TEXTS):
+        assert demo.encode_raw(text).tolist() == reference(text).input_ids
+    assert len(demo.encode_raw(CHAT_ML)) == 10
+    assert len(demo.encode(CHAT_ML)) > 20
+    path = folder(tmp_path / "m")
+    fast = Fast.from_file(str(path / "tokenizer.json"))
+    fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 260)])
+    fast.no_padding()
+    fast.no_truncation()
+    fast.save(str(path / "tokenizer.json"))
+    own, theirs = Tokenizer.from_folder(path), PreTrainedTokenizerFast(tokenizer_object=fast)
+    assert own.encode_raw("hello<end>").tolist() == theirs("hello<end>").input_ids == [260, 259, 261]
+    assert own.encode_raw("<s>hello").tolist() == theirs("<s>hello", add_special_tokens=False).input_ids == [260, 259]
+    assert own.encode_raw("hello<end>", add_special=False).tolist() == [259, 261]
+    assert own.encode_raw("").tolist() == theirs("").input_ids == [260]
+
+
+TEMPLATES = {"default": "plain {{ messages[0].content }}", "tool_use": "tools {{ messages[0].content }}"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {}}}]
+ASK = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("names", [("default",), ("default", "tool_use"), ("tool_use",), ("tool_use", "rag")])
+@pytest.mark.parametrize("kind", ["list", "object", "other file", "files", "saved", "gguf"])
+def test_chat_templates_by_name_are_transformers_own(names: tuple[str, ...], kind: str, tmp_path: Path) -> None:
+    """With tools "tool_use" where there is one, else "default"; a model that has neither says so."""
+    from transformers import PreTrainedTokenizerFast
+
+    sources = {name: TEMPLATES.get(name, name) for name in names}
+    path = folder(tmp_path / "m")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), chat_template=sources)
+    if kind == "gguf":
+        made = vocabulary(tmp_path / "m.gguf", "gpt2", ["a", "b", "ab"], types=[1, 1, 1], templates=sources)
+        own = Tokenizer.from_gguf(GGUFFile.open(made))
+    elif kind == "saved":
+        theirs.save_pretrained(path)
+        own = Tokenizer.from_folder(path)
+        assert own.eos_ids == ()
+        own.save(tmp_path)
+        own = Tokenizer.from_folder(tmp_path)
+    else:
+        if kind == "files":
+            (path / "additional_chat_templates").mkdir()
+            for name, source in sources.items():
+                file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
+                (path / f"{file}.jinja").write_text(source)
+        else:
+            listed: Any = [{"name": name, "template": source} for name, source in sources.items()]
+            file = "chat_template.json" if kind == "other file" else "tokenizer_config.json"
+            (path / file).write_text(json.dumps({"chat_template": sources if kind == "object" else listed}))
+        own = Tokenizer.from_folder(path)
+    assert own.has_chat_template
+    for tools in (None, TOOLS):
+        try:
+            expected = theirs.apply_chat_template(ASK, tools=tools, tokenize=False)
+        except ValueError:  # "multiple chat templates with no default"
+            with pytest.raises(ParameterError, match=r"named .*tool_use, .*give tools, or plain text with raw=True"):
+                own.render_chat(ASK, tools=tools)
+        else:
+            assert own.render_chat(ASK, tools=tools) == expected
 
 
 def test_folder_without_tokenizer_json(tmp_path: Path) -> None:
@@ -284,7 +420,7 @@ def test_differences(tmp_path: Path, demo: Tokenizer) -> None:
 
 def spm(pieces: list[str], scores: list[float], types: list[int]) -> tuple[list[str], I32]:
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    merges = gguf_tokenizer.derive_merges(pieces, vocabulary, np.array(scores), np.array(types, np.int32))
+    merges = sentencepiece.derive_merges(pieces, vocabulary, np.array(scores), np.array(types, np.int32))
     return [f"{pieces[left]}+{pieces[right]}" for left, right in merges.tolist()], merges
 
 
@@ -297,9 +433,9 @@ def test_derived_merges_rank_by_score_and_never_make_control_tokens() -> None:
 
 def test_cached_merges_survive_damage(tmp_path: Path) -> None:
     path = tmp_path / "merges.bin"
-    gguf_tokenizer._write_checked(path, b"12345678")
-    assert gguf_tokenizer._read_checked(path) == b"12345678"
+    sentencepiece._write_checked(path, b"12345678")
+    assert sentencepiece._read_checked(path) == b"12345678"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert gguf_tokenizer._read_checked(path) is None
-    assert gguf_tokenizer._read_checked(tmp_path / "absent") is None
+    assert sentencepiece._read_checked(path) is None
+    assert sentencepiece._read_checked(tmp_path / "absent") is None
     assert [p.name for p in tmp_path.iterdir()] == ["merges.bin"]

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from outpace.control.adaptive import Decision
 from outpace.engine.intake import encoder
 from outpace.engine.request import StepRecord
+from outpace.engine.text import TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft, Drafts, Verdicts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.measure.trace import TraceWriter, _kept, pieces, rows_of, tracing
+from outpace.measure.trace import TraceWriter, _kept, rows_of, tracing
 from outpace.measure.tracefile import VERSION, read, row_from
 from outpace.models.fingerprint import fingerprint
 from outpace.params import SamplingParams
@@ -282,7 +283,7 @@ def test_pieces_are_the_text_whatever_the_characters_are_made_of() -> None:
             return f"<0x{token_id:02X}>"
 
     for text in ("plain", "שלום 👩‍👩‍👧 ok", "a\u202eb\x00c\n", ""):
-        found = pieces(Bytes(), list(text.encode()))
+        found = pieces(TextReader(Bytes()), list(text.encode()))
         assert "".join(found) == text
         assert len(found) == len(text.encode())
 

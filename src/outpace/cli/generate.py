@@ -39,7 +39,9 @@ def run(
     compare: Annotated[
         bool, option("--compare", help="Decode plainly, too: show both speeds, check that all tokens are the same.")
     ] = False,
-    raw: Annotated[bool, option("--raw", help="Give the model the text itself, without a chat template.")] = False,
+    raw: Annotated[
+        bool, option("--raw", help="Give the model the text itself, without a chat template; it may spell <|im_end|>.")
+    ] = False,
     n: Annotated[int, option("--n", "--samples", group="sampling", help="How many samples to draw.")] = 1,
     json_schema: Annotated[
         Path | None,
@@ -65,7 +67,7 @@ def run(
 ) -> int:
     """Answer a prompt."""
     prompt = _whole(prompt)
-    if not prompt.strip():
+    if not raw and not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
     if system is not None and raw:
         raise ParameterError("--system needs the chat template, which --raw leaves out: give one of them")

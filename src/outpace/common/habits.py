@@ -21,8 +21,8 @@ _NO_FILTER = (
 )
 _ENGINE = "an argument of Engine.add, generate and stream, not of SamplingParams"
 OF_REQUESTS = (  # keywords of Engine.generate and stream beside the sampling parameters
-    "raw", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline", "priority", "owner", "resume",
-    "verify_resume", "errors",
+    "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline", "priority",
+    "owner", "resume", "verify_resume", "errors",
 )  # fmt: skip
 
 ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words than a parameter's own aliases

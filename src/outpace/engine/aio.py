@@ -69,9 +69,9 @@ class AsyncEngine:
         """Whether its thread runs."""
         return self._thread.is_alive()
 
-    async def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
+    async def encode(self, prompt: Prompt, *, raw: bool = False, add_special_tokens: bool = True) -> I32:
         """``Engine.encode`` off the event loop, with the same arguments and errors."""
-        return await asyncio.to_thread(self._engine.encode, prompt, raw=raw)
+        return await asyncio.to_thread(self._engine.encode, prompt, raw=raw, add_special_tokens=add_special_tokens)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any

@@ -132,6 +132,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
+        add_special_tokens: bool = True,
         drafter: str | bool | None = None,
         size: Size | None = None,
         acceptance: Acceptance | None = None,
@@ -147,9 +148,11 @@ class Engine:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
 
         ``prompt``: text (as a user's message through the chat template, if the model has one; ``raw`` for the text
-        itself), token ids, or chat messages. ``drafter``: the name of a loaded one, or False (plain decoding);
-        ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither takes nor leaves KV that other
-        requests share, since sharing shows in timing; ``cache_scope``: it is shared within one such name alone.
+        itself, in which special tokens such as ``<|im_end|>`` may be spelled), token ids, or chat messages.
+        ``add_special_tokens=False``: no start token is put before a raw text. ``drafter``: the name of a loaded one,
+        or False (plain decoding); ``size`` and ``acceptance`` override the engine's. ``reuse_prefix=False`` neither
+        takes nor leaves KV that other requests share, since sharing shows in timing; ``cache_scope``: it is shared
+        within one such name alone.
         ``deadline``: seconds from now, after which it ends as it is. ``priority``: higher runs first;
         ``owner``: within it, owners take turns. ``resume``: output token ids that this very request produced before
         (with n > 1 a list for each sample): deltas bring what follows, the result has all, with log-probabilities of
@@ -168,7 +171,7 @@ class Engine:
         else:
             self.drafters[name].check_acceptance(acceptance)
         intake.checked_serving(deadline, priority, cache_scope, owner)
-        tokens = self.encode(prompt, raw=raw)
+        tokens = self.encode(prompt, raw=raw, add_special_tokens=add_special_tokens)
         intake.check_params(params, info, self.tokenizer)
         request = Request(
             next(self._ids), tokens, params, fresh_seed() if params.seed is None else params.seed,
@@ -180,21 +183,22 @@ class Engine:
         notes = () if name == "none" else self.drafters[name].notes
         if acceptance == "typical":
             notes = ("typical acceptance is lossy: not the target's distribution", *notes)
+        reader = TextReader(
+            self.tokenizer, params.stop_strings, include_stop=params.include_stop,
+            skip_special=params.skip_special_tokens, after=tokens,
+        )  # fmt: skip
         sequences = [
             Sequence(
                 request,
                 sample,
                 Chooser.start(params, Noise(request.seed, sample), rules, tokens),
-                TextReader(
-                    self.tokenizer, params.stop_strings, include_stop=params.include_stop,
-                    skip_special=params.skip_special_tokens,
-                ),
+                reader,
                 eos_ids=info.eos_ids,
                 text_of=self._text_of,
                 notes=notes,
             )
             for sample in range(params.n)
-        ]  # fmt: skip
+        ]
         if resume is not None:
             each = intake.resumed(resume, params, acceptance, info.vocab_size)
             for sequence, own in zip(sequences, each, strict=True):
@@ -209,10 +213,12 @@ class Engine:
             self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> I32:
-        """The token ids int32 [n] that ``prompt`` stands for; ``raw``: as in ``prepare``. Raises ParameterError when
+    def encode(self, prompt: Prompt, *, raw: bool = False, add_special_tokens: bool = True) -> I32:
+        """The token ids int32 [n] that ``prompt`` stands for; the rest as in ``prepare``. Raises ParameterError when
         there are none."""
-        return intake.encode(prompt, self.tokenizer, self.model.info.vocab_size, raw=raw)
+        return intake.encode(
+            prompt, self.tokenizer, self.model.info.vocab_size, raw=raw, add_special_tokens=add_special_tokens
+        )
 
     def request(self, request: int) -> Request:
         """What was asked, of the ``request`` with this id, which runs or waits. Raises ParameterError for any other."""

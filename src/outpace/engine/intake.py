@@ -78,17 +78,30 @@ def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> Samp
     return (params or SamplingParams()).with_(**keywords)
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, raw: bool = False) -> I32:
+def encode(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    *,
+    raw: bool = False,
+    add_special_tokens: bool = True,
+) -> I32:
     """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
     if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
         raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
+    is_raw = isinstance(prompt, str) and (raw or tokenizer is None or not tokenizer.has_chat_template)
+    if not add_special_tokens and not is_raw:
+        raise ParameterError(
+            Argument("add_special_tokens", add_special_tokens),
+            " is of raw texts alone, and this prompt is none: give text with ", Argument("raw", True),
+        )  # fmt: skip
     if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
         if tokenizer is None:
             raise ParameterError("this engine has no tokenizer: give token ids")
-        if isinstance(prompt, str) and not prompt:
+        if isinstance(prompt, str) and is_raw:
+            tokens = encode_raw(prompt, tokenizer, add_special=add_special_tokens)
+        elif isinstance(prompt, str) and not prompt:
             raise ParameterError("the prompt is empty: give some text")
-        if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):
-            tokens = tokenizer.encode(prompt)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tokens = tokenizer.encode_chat(messages)  # type: ignore[arg-type]
@@ -96,13 +109,23 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, raw:
     else:
         tokens = _token_ids(prompt, vocab_size)
     if not len(tokens):
-        raise ParameterError("the prompt is empty: give at least one token")
+        raise ParameterError(f"the prompt is empty: give {'some text' if isinstance(prompt, str) else 'a token id'}")
     return tokens.astype(np.int32)
 
 
+def encode_raw(text: str, tokenizer: Tokenizer, *, add_special: bool = True) -> I32:
+    """The token ids int32 [n] of a text that the model is to go on with, which may spell special tokens. Of an empty
+    one, the start token, where the model has one; else none."""
+    tokens = tokenizer.encode_raw(text, add_special=add_special)
+    if not len(tokens) and add_special and tokenizer.bos_id is not None:
+        return np.array([tokenizer.bos_id], np.int32)
+    return tokens
+
+
 def encoder(tokenizer: Tokenizer | None) -> Callable[[str], I32] | None:
-    """How text becomes ids within an answer: without start and end tokens. None without a tokenizer."""
-    return None if tokenizer is None else partial(tokenizer.encode, add_special=False)
+    """How text becomes ids within an answer: special tokens where it spells them, without start and end tokens. None
+    without a tokenizer."""
+    return None if tokenizer is None else partial(tokenizer.encode, add_special=False, parse_special=True)
 
 
 def resumed(

@@ -67,7 +67,7 @@ class Sequence:
         self.buffer = self._tokens.data  # the same memory; numpy's own code is large, and cold in every step
         self.pending = int(request.prompt[-1])  # the last committed token, whose KV is not written yet
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self._text = TextState()
+        self._text = reader.start
         self._shown: list[str] = []
         self.row = -1  # -1: it waits
         self.native: Any = None  # itself in its row, as steps take it (``step.native_row``)
@@ -169,16 +169,14 @@ class Sequence:
             early = done + kept <= params.min_tokens
             if token in self._stop_ids and not early:
                 reason, stopped_by = "stop", token
-                if params.include_stop:
-                    text, more = self._reader.add(text, token, may_stop=False)
-                    shown += more
+                text, more = self._reader.add(text, token, hide=not params.include_stop)
             else:
                 text, more = self._reader.add(text, token, may_stop=not early)
-                shown += more
-                if text.stopped_by is not None:
-                    reason, stopped_by = "stop", text.stopped_by
-                elif self.length + kept == self.limit:
-                    reason = "length"
+            shown += more
+            if text.stopped_by is not None:
+                reason, stopped_by = "stop", text.stopped_by
+            elif reason is None and self.length + kept == self.limit:
+                reason = "length"
             if reason:
                 break
         if reason:
@@ -215,7 +213,7 @@ class Sequence:
         try:
             text, shown = self._reader.finish(self._text)
         except TextError:  # what could not be decoded is left out; the request ends for a reason of its own
-            text, shown = self._text, self._text.held
+            text, shown = self._text, self._text.pending
         return Extension([], None, text, shown, reason, None, error)
 
     def commit(self, extension: Extension, sources: SequenceOf[str] = ()) -> None:
@@ -242,7 +240,7 @@ class Sequence:
             error = extension.error
             self.error = None if error is None else str(error)
             self.cause = error if isinstance(error, OutpaceError) else None
-            self._text = self._text._replace(held="")
+            self._text = self._text._replace(held="", shown=b"")
 
     def count(self, step: Counted) -> None:
         """Take down what a step did, for ``stats``: counted in bunches, since that code is cold in every step."""
@@ -333,7 +331,8 @@ class Sequence:
     def _pieces(self) -> tuple[tuple[str, str], ...]:
         """See ``Result.pieces``."""
         left = "".join(self._shown)
-        reader, state = self._reader.without_stops(), TextState()
+        reader = self._reader.without_stops()
+        state = reader.start
         found: list[tuple[str, str]] = []
         try:
             for token, source in zip(self.output.tolist(), self.sources, strict=True):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from outpace.common.arrays import I32
 from outpace.common.files import check_writable
-from outpace.engine.text import TextReader, TextState
+from outpace.engine.text import TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
@@ -252,20 +252,17 @@ def request_line(request: Request, tokenizer: Spells | None) -> dict[str, Any]:
         "deadline": request.deadline,
     }
     if tokenizer is not None:
-        line["pieces"] = pieces(tokenizer, prompt, skip_special=False)
+        line["pieces"] = pieces(TextReader(tokenizer, skip_special=False), prompt)
     return line
 
 
 def result_line(result: Result, request: Request | None, tokenizer: Spells | None) -> dict[str, Any]:
     """A result as a trace has it; ``request``: the one that it is of, where that is known."""
-    skip = True if request is None else bool(request.params.skip_special_tokens)
     line: dict[str, Any] = {
         "request": result.request,
         "sample": result.sample,
         "text": result.text,
-        "pieces": []
-        if tokenizer is None
-        else _cut(pieces(tokenizer, result.token_ids, skip_special=skip), result.text),
+        "pieces": [] if tokenizer is None else _cut(_pieces(result, request, tokenizer), result.text),
         "sources": list(result.sources),
         "finish_reason": result.finish_reason,
         "stopped_by": result.stopped_by,
@@ -349,16 +346,12 @@ def _kept(proposed: Draft, kept: Draft) -> list[int]:
     return nodes
 
 
-def pieces(tokenizer: Spells, ids: Sequence[int], *, skip_special: bool = True) -> list[str]:
-    """The text of each token, whole characters only, credited to the token that ended them; together the whole text."""
-    reader, state = TextReader(tokenizer, skip_special=skip_special), TextState()
-    found: list[str] = []
-    for token in ids:
-        state, text = reader.add(state, int(token))
-        found.append(text)
-    if found:
-        found[-1] += reader.finish(state)[1]
-    return found
+def _pieces(result: Result, request: Request | None, tokenizer: Spells) -> list[str]:
+    """The answer's text by token, as it was read."""
+    if request is None:
+        return pieces(TextReader(tokenizer), result.token_ids)
+    reader = TextReader(tokenizer, skip_special=request.params.skip_special_tokens, after=request.prompt)
+    return pieces(reader, result.token_ids)
 
 
 def _cut(texts: list[str], whole: str) -> list[str]:
@@ -369,6 +362,8 @@ def _cut(texts: list[str], whole: str) -> list[str]:
             return []  # decoded in another way: no text is better than a wrong one
         out.append(text[: len(left)])
         left = left[len(text) :]
+    if out:
+        out[-1] += left  # a stop string that stays in the text, though it spells what is not shown
     return out
 
 

@@ -9,9 +9,40 @@ from typing import Any
 
 from outpace.errors import Argument, ParameterError
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+
+
+class ChatTemplates:
+    """A model's chat templates by name: one, "default"; or others beside it, or in its place. ``tokens``: as of each.
+
+    Which one writes a conversation is ``transformers``' rule: with tools "tool_use" if there is one, else "default".
+    """
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        self._templates = {name: ChatTemplate(source, tokens) for name, source in sources.items()}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        return {name: template.source for name, template in self._templates.items()}
+
+    def get(self, *, tools: bool) -> ChatTemplate | None:
+        """The one for a conversation with or without tools, if there is one."""
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(TOOL_USE, default) if tools else default
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """As ``ChatTemplate.render``. Raises ParameterError where no template is for such a conversation, too."""
+        template = self.get(tools=bool(variables.get("tools")))
+        if template is None:
+            raise ParameterError(
+                f"this model's chat templates are named {', '.join(sorted(self._templates))}, and none of them is for "
+                "a conversation without tools: give tools, or plain text with ", Argument("raw", True),
+            )  # fmt: skip
+        return template.render(messages, **variables)
+
 
 class ChatTemplate:
-    """A model's chat template. ``tokens`` are the variables such as ``bos_token`` that it may use."""
+    """A chat template. ``tokens`` are the variables such as ``bos_token`` that it may use."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source = source

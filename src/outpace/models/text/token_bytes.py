@@ -12,6 +12,7 @@ from functools import cache
 
 from outpace.common.arrays import I32
 from outpace.errors import ModelError
+from outpace.models.text.byte_level import alphabet
 from outpace.models.text.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -53,11 +54,11 @@ class TokenBytes:
         if text is None:
             return b""
         if self.tokenizer.spelling == "bytes":
-            alphabet = _alphabet()
+            letters = alphabet()
             if token in self.tokenizer.added_ids:
                 return text.encode()
             try:
-                return bytes([alphabet[character] for character in text])
+                return bytes([letters[character] for character in text])
             except KeyError:  # its own text, though the tokenizer does not say so
                 return text.encode()
         byte = _BYTE.fullmatch(text) if text.startswith("<0x") else None
@@ -91,11 +92,3 @@ def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
         return code.of(token).decode("utf-8", "replace")
 
     return text
-
-
-@cache
-def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable Latin-1 as it is, the rest from U+0100 on, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

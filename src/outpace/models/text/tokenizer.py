@@ -14,16 +14,19 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.common.files import cache_dir, write_bytes, write_json
-from outpace.errors import Argument, ModelError, ParameterError
+from outpace.errors import Argument, ParameterError
+from outpace.models.text import byte_level
+from outpace.models.text import folder as folders
 from outpace.models.text import gguf as gguf_tokenizer
-from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.chat_template import DEFAULT, ChatTemplates
+from outpace.models.text.folder import read_json
 from outpace.models.weights.gguf import GGUFFile
 
 LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and its chat templates, by name ("default", "tool_use").
 
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
@@ -40,21 +43,22 @@ class Tokenizer:
         name: str = "",
         eos_ids: Sequence[int] = (),
         bos_id: int | None = None,
-        add_bos: bool | None = None,  # None: as the tokenizer's own post-processor says
+        add_bos: bool | None = None,  # None: its post-processor says what texts begin and end with
         add_eos: bool = False,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         template_tokens: dict[str, str] | None = None,
     ) -> None:
         fast.no_padding()
         fast.no_truncation()
+        if add_bos is not None:
+            ends = (bos_id if add_bos else None, next(iter(eos_ids), None) if add_eos else None)
+            folders.add_ends(fast, *(None if i is None else fast.id_to_token(i) for i in ends))
         self._fast = fast  # for which special tokens' names are those tokens, and for which they are plain text:
         self._plain = _twin(fast)  # a setting, not an argument, and changed by nobody once threads share it
         fast.encode_special_tokens, self._plain.encode_special_tokens = False, True
         self.name = name
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
-        self._add_bos = add_bos
-        self._add_eos = add_eos
         added = fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_ids = frozenset(added)
@@ -69,7 +73,7 @@ class Tokenizer:
         if self.eos_ids:
             tokens.setdefault("eos_token", fast.id_to_token(self.eos_ids[0]) or "")
         self._template_tokens = tokens
-        self._template = None if chat_template is None else ChatTemplate(chat_template, tokens)
+        self._templates = ChatTemplates(chat_templates, tokens) if chat_templates else None
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
@@ -78,8 +82,7 @@ class Tokenizer:
         kind, pre = gguf.text("tokenizer.ggml.model", ""), gguf.text("tokenizer.ggml.pre", "default")
         bos, eos = gguf_tokenizer.token_id(gguf, "bos"), gguf_tokenizer.token_id(gguf, "eos")
         fast = gguf_tokenizer.build(gguf, cache_dir())
-        starts = kind == "llama" or pre in ("llama3", "llama-v3", "llama-bpe", "tekken")
-        template = meta.get("tokenizer.chat_template")
+        starts = kind == "llama" or pre in byte_level.WHOLE_WORDS
         tokens = {f"{n}_token": fast.id_to_token(i) for n, i in (("bos", bos), ("eos", eos)) if i is not None}
         return cls(
             fast,
@@ -88,34 +91,21 @@ class Tokenizer:
             bos_id=bos,
             add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", starts)),
             add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
-            chat_template=template if isinstance(template, str) else None,
+            chat_templates=gguf_tokenizer.chat_templates(gguf),
             template_tokens=tokens,
         )
 
     @classmethod
     def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
-        """From a Hugging Face folder: tokenizer.json, or what transformers can convert. Raises ModelError."""
-        from tokenizers import Tokenizer as Fast
-
-        config = _json(folder / "tokenizer_config.json")
-        path = folder / "tokenizer.json"
-        if path.is_file():
-            try:
-                fast = Fast.from_file(str(path))
-            except Exception as error:  # the tokenizers library raises bare Exception
-                raise ModelError(f"{path} cannot be read ({error}): download it again") from error
-        else:
-            fast = _converted(folder, trust_remote_code)
-        texts = _special_texts(config, _json(folder / "special_tokens_map.json"))
+        """From a Hugging Face folder: tokenizer.json, or older files that can be converted. Raises ModelError."""
+        fast, texts = folders.load(folder, trust_remote_code=trust_remote_code)
         bos = texts.get("bos_token")
         return cls(
             fast,
             name=str(folder),
             eos_ids=_eos_ids(folder, fast, texts.get("eos_token")),
             bos_id=None if bos is None else fast.token_to_id(bos),
-            add_bos=config.get("add_bos_token"),
-            add_eos=bool(config.get("add_eos_token", False)),
-            chat_template=_folder_template(folder, config),
+            chat_templates=_folder_templates(folder, read_json(folder / "tokenizer_config.json")),
             template_tokens=texts,
         )
 
@@ -134,11 +124,14 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the files from which ``from_folder`` makes this tokenizer again. Raises OSError."""
         write_bytes(folder / "tokenizer.json", self._fast.to_str().encode("utf-8"))
-        config: dict[str, Any] = {**self._template_tokens, "add_eos_token": self._add_eos}
-        if self._add_bos is not None:
-            config["add_bos_token"] = self._add_bos
-        if self._template is not None:
-            config["chat_template"] = self._template.source
+        config: dict[str, Any] = dict(self._template_tokens)
+        if self._templates is not None:
+            sources = self._templates.sources
+            config["chat_template"] = (
+                sources[DEFAULT]
+                if sources.keys() == {DEFAULT}
+                else [{"name": name, "template": source} for name, source in sources.items()]
+            )
         write_json(folder / "tokenizer_config.json", config)
         write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_ids)})
 
@@ -149,16 +142,14 @@ class Tokenizer:
         text such as ``<|im_end|>`` become special tokens; off, it stays plain text. Raises ParameterError for text
         with half a surrogate pair, which stands for bytes that were not UTF-8.
         """
-        ids = _encoded(self._fast if parse_special else self._plain, text, add_special)
-        if add_special and self._add_bos is not None and self.bos_id is not None:
-            starts = bool(ids) and ids[0] == self.bos_id
-            if self._add_bos and not starts:
-                ids.insert(0, self.bos_id)
-            elif not self._add_bos and starts and not parse_special:
-                ids = ids[1:]
-        if add_special and self._add_eos and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
-            ids.append(self.eos_ids[0])
-        return np.array(ids, np.int32)
+        return np.array(_encoded(self._fast if parse_special else self._plain, text, add_special), np.int32)
+
+    def encode_raw(self, text: str, *, add_special: bool = True) -> I32:
+        """Token ids int32 [n] of a text that the model is to go on with: special tokens where it spells them, as a
+        rendered conversation does, and one start token, also where the text has it already."""
+        ids = self.encode(text, add_special=add_special, parse_special=True)
+        twice = add_special and len(ids) > 1 and ids[0] == ids[1] == self.bos_id
+        return ids[1:] if twice else ids
 
     def respelled(self, spell: Callable[[str], str]) -> Callable[[str], I32]:
         """Encodes texts in which special tokens are spelled as ``spell`` says, and their own names are plain text.
@@ -186,21 +177,27 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._templates is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template's source, if there is one."""
-        return None if self._template is None else self._template.source
+        """The source of the chat template for conversations without tools, if there is one."""
+        return self.chat_template_of(tools=False)
+
+    def chat_template_of(self, *, tools: bool) -> str | None:
+        """The source of the chat template that writes a conversation with or without tools, if there is one."""
+        template = None if self._templates is None else self._templates.get(tools=tools)
+        return None if template is None else template.source
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kw: Any
     ) -> str:
-        """A conversation as the model expects it. Raises ParameterError when there is no template or it refuses."""
-        if self._template is None:
+        """A conversation as the model expects it. ``kw``: variables of the template, such as ``tools``. Raises
+        ParameterError when there is no template or it refuses."""
+        if self._templates is None:
             whose = self.name or "this model"
             raise ParameterError(f"{whose} has no chat template: give plain text with ", Argument("raw", True))
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kw)
+        return self._templates.render(messages, add_generation_prompt=add_generation_prompt, **kw)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kw: Any) -> I32:
         """Token ids int32 [n] of a rendered conversation; the template itself writes the start token."""
@@ -258,20 +255,28 @@ def _twin(fast: Any, spell: Callable[[str], str] | None = None) -> Any:
 
 def _model(fast: Any) -> tuple[Any, frozenset[int]]:
     """The model, without those of its own pieces that spell special tokens, and their ids: Unigram, WordPiece and
-    WordLevel give a text such a piece's id, whoever wrote it. In BPE no merge makes one."""
+    WordLevel give a text such a piece's id, whoever wrote it, and BPE that looks words up (``ignore_merges``) gives it
+    to a word. Other BPE has no merge that makes one."""
     model, added = fast.model, fast.get_added_tokens_decoder()
-    state = json.loads(model.__getstate__()) if type(model).__name__ != "BPE" else {}
-    unknown = state.get("unk_token")
-    found = {i for i, token in added.items() if state and token.special and model.token_to_id(token.content) == i}
-    own = {i: added[i].content for i in found if added[i].content != unknown}
+    bpe = type(model).__name__ == "BPE"
+
+    def reached(text: str) -> bool:
+        words = [text] if fast.pre_tokenizer is None else [w for w, _ in fast.pre_tokenizer.pre_tokenize_str(text)]
+        return not bpe or (model.ignore_merges and words == [text])
+
+    found = {i for i, token in added.items() if token.special and model.token_to_id(token.content) == i}
+    own = {i: added[i].content for i in found if reached(added[i].content)}
     if not own:
         return model, frozenset()
+    state = json.loads(model.__getstate__())
     secret = secrets.token_hex(16)  # a name that nobody can write
     if type(model).__name__ == "Unigram":
         for i in own:
             state["vocab"][i][0] = f"{secret}{i}"
     else:
         state["vocab"] = {f"{secret}{i}" if i in own else piece: i for piece, i in state["vocab"].items()}
+        unknown = model.token_to_id(state["unk_token"] or "")
+        state["unk_token"] = f"{secret}{unknown}" if unknown in own else state["unk_token"]
     other = type(model)()
     other.__setstate__(json.dumps(state).encode())
     return other, frozenset(own)
@@ -286,66 +291,31 @@ def _spelling(fast: Any) -> tuple[Literal["bytes", "pieces"] | None, bool]:
     return ("pieces" if {"ByteFallback", "Metaspace"} & set(kinds) else None), False
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty when there is none. Raises ModelError when it is damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): download it again") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _special_texts(*sources: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... as text; they are stored as text or as an object with ``content``."""
-    found: dict[str, str] = {}
-    for source in sources:
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = source.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found.setdefault(name, text)
-    return found
-
-
 def _eos_ids(folder: Path, fast: Any, eos_token: str | None) -> list[int]:
-    config = _json(folder / "config.json")
-    listed = [_json(folder / "generation_config.json"), config, config.get("text_config") or {}]
+    """As in vLLM: what the generation_config names, and the tokenizer's own. As in transformers, the config stands in
+    for a generation_config that names none."""
+    config = read_json(folder / "config.json")
     ids: list[int] = []
-    for source in listed:
+    for source in (read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
         value = source.get("eos_token_id")
-        ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+        if value is not None:
+            ids.extend(value if isinstance(value, list) else [value])
+            break
     if eos_token is not None and fast.token_to_id(eos_token) is not None:
         ids.append(fast.token_to_id(eos_token))
     return [i for i in ids if isinstance(i, int) and i >= 0]
 
 
-def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _converted(folder: Path, trust_remote_code: bool) -> Any:
-    """For folders without tokenizer.json: let transformers convert what is there."""
-    from transformers import AutoTokenizer
-
-    try:
-        slow = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
-        )
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder} has no tokenizer that can be read ({reason}): add its tokenizer.json") from error
-    fast = getattr(slow, "backend_tokenizer", None)
-    if fast is None:
-        raise ModelError(
-            f"{folder} has only a {type(slow).__name__}, which cannot be converted: add its tokenizer.json"
-        )
-    return fast
+def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: in files of their own, or in one of two JSON files as text, a list or an object."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (path := folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = path
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    listed = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(listed, list):
+        listed = {each.get("name"): each.get("template") for each in listed if isinstance(each, dict)}
+    if not isinstance(listed, dict):
+        listed = {DEFAULT: listed}
+    return {str(name): source for name, source in listed.items() if isinstance(source, str)}

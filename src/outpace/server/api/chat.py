@@ -40,6 +40,7 @@ class ChatRequest(Sampling, Prompt):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Items[Literal["text"]] | None = None
+    add_special_tokens: Literal[False] | None = Field(default=None, description="The template writes its own.")
 
 
 def asked(**fields: Any) -> ChatRequest:
@@ -123,11 +124,12 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     if top and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
     sampling.check_logprobs("top_logprobs", top, settings)
-    template = model.tokenizer.chat_template
     tools = checked(body.tools)
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice == "auto":
         choice = "none"
+    offered = bool(tools) and choice != "none"
+    template = model.tokenizer.chat_template_of(tools=offered)
     marked = rendered(body, body.messages, tools, choice, model)
     sampling.check_text(marked, model, "messages", special=True)
     tokens, prompt = model.control.encode(marked), unmarked(marked)
@@ -135,7 +137,6 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
     after = thoughts_end(template, prompt) if thinks else None
     wish = formats.wanted(body, body.response_format)
-    offered = bool(tools) and choice != "none"
     if offered:
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None)

@@ -7,10 +7,14 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 
 from outpace.common.arrays import I32
+from outpace.engine.intake import encode_raw
+from outpace.engine.text import TextReader, pieces
 from outpace.exact.sampling import TokenLogprob
+from outpace.models.text.tokenizer import Tokenizer
 from outpace.server import schema
 from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, Chunk, Completed
@@ -31,6 +35,9 @@ class CompletionRequest(Sampling):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="False: the tokens that the model expects around a text are not put there."
+    )
 
 
 def asked(**fields: Any) -> CompletionRequest:
@@ -118,15 +125,16 @@ def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -
         most = settings.max_prompts
         raise APIError(400, f"prompt has {len(many)} prompts: this server takes at most {most}", param="prompt")
     prompts, texts = [], []
+    special = body.add_special_tokens is not False
     for each in many:
-        if not each:
-            raise empty
         if isinstance(each, str):
-            sampling.check_text(each, model, "prompt")
-            tokens, text = model.tokenizer.encode(each), each
+            sampling.check_text(each, model, "prompt", special=True)
+            tokens, text = encode_raw(each, model.tokenizer, add_special=special), each
         else:
             tokens = model.ids(each, "prompt")
             text = model.tokenizer.decode(tokens)
+        if not len(tokens):
+            raise empty
         sampling.check_length(tokens, model, "prompt")
         prompts.append(tokens)
         texts.append(text)
@@ -140,38 +148,44 @@ class _Text:
         work, prompt = generation.work, index // generation.work.params.n
         self._model, self._top, self._body = generation.model, body.logprobs, body
         self._echo = work.texts[prompt] if work.texts else ""
-        self._first = int(work.prompts[prompt][0])
+        self._prompt = work.prompts[prompt]
         self._begun = index in generation.resumed
+        self._reader = generation.reader(index)
+        self._state = self._reader.start
         self._offset = 0
         if self._begun:
-            before = generation.resumed[index].token_ids
-            self._offset = sum(map(self._width, [*(work.prompts[prompt].tolist() if work.texts else ()), *before]))
+            self._offset = len(self._echo) + sum(map(self._width, generation.resumed[index].token_ids))
 
     def choice(self, made: Whole | Part) -> TextChoice:
         """What ``made`` adds."""
         joined = made.joined if isinstance(made, Whole) else Joined()
         if isinstance(made, Part):
             joined.add(made.pieces)
-        text, entries = joined.text, list[TokenLogprob | None](made.logprobs)
+        text, before = joined.text, list[TokenLogprob | None]()
         if not self._begun:
-            text, entries = self._echo + text, [*made.prompt_logprobs, *entries]
+            text, before = self._echo + text, list(made.prompt_logprobs)
         self._begun = True
-        logprobs = None if self._top is None else self._listed(entries, self._top)
+        logprobs = None if self._top is None else self._listed(before, made.logprobs, self._top)
         return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(made, self._body))
 
     def _width(self, token: int) -> int:
-        return 0 if token in self._model.tokenizer.special_ids else len(self._model.text_of(token))
+        """How many characters the answer gains with its next token."""
+        self._state, text = self._reader.add(self._state, token)
+        return len(text)
 
-    def _listed(self, entries: Sequence[TokenLogprob | None], most: int) -> ListedLogprobs:
+    def _listed(
+        self, prompt: Sequence[TokenLogprob | None], answer: Sequence[TokenLogprob], most: int
+    ) -> ListedLogprobs:
         """None stands for the prompt's first token, which follows nothing."""
         found = ListedLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for entry in entries:
-            token = self._first if entry is None else entry.token
+        widths = _widths(self._model.tokenizer, self._prompt, self._echo) if prompt else []
+        for i, entry in enumerate([*prompt, *answer]):
+            token = int(self._prompt[0]) if entry is None else entry.token
             text = self._model.text_of(token)
             found.tokens.append(text)
             found.token_logprobs.append(None if entry is None else entry.logprob)
             found.text_offset.append(self._offset)
-            self._offset += self._width(token)
+            self._offset += widths[i] if i < len(widths) else self._width(token)
             if entry is None or not most:
                 found.top_logprobs.append(None)
                 continue
@@ -181,6 +195,24 @@ class _Text:
             top.setdefault(text, entry.logprob)
             found.top_logprobs.append(top)
         return found
+
+
+def _widths(tokenizer: Tokenizer, ids: I32, text: str) -> list[int]:
+    """How many characters of ``text`` each of a prompt's tokens stands for; a start token put before it has none."""
+    found: list[str] = []
+    for skip in (True, False):  # token ids are repeated without special tokens, a text with those that it spells
+        found = pieces(TextReader(tokenizer, skip_special=skip), ids.tolist())
+        more = len("".join(found)) - len(text)
+        if more >= 0 and "".join(found).endswith(text):
+            break
+    else:  # the tokenizer made another text of it
+        more = 0
+    widths = []
+    for piece in found:
+        cut = min(more, len(piece))
+        more -= cut
+        widths.append(len(piece) - cut)
+    return widths
 
 
 def choice(generation: Generation, made: Whole, body: CompletionRequest) -> TextChoice:

@@ -145,9 +145,9 @@ def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
     else:
         tools = checked(body.tools)
         text = rendered(body, body.messages or [], tools, "auto" if tools else "none", model)
-    check_size(text, model, kind, most, special=kind == "messages")
+    check_size(text, model, kind, most, special=True)
     if kind == "prompt":
-        return model.tokenizer.encode(text, add_special=body.add_special_tokens)
+        return model.tokenizer.encode_raw(text, add_special=body.add_special_tokens)
     return model.control.encode(text)
 
 

@@ -89,7 +89,8 @@ async def show(request: Request, body: OllamaShowRequest) -> OllamaShown:
 
     def shown(model: Served) -> OllamaShown:
         template = format_of(model.tokenizer.chat_template)
-        able = {"completion": True, "tools": template.kind != "none", "thinking": template.thinks}
+        tools = format_of(model.tokenizer.chat_template_of(tools=True))
+        able = {"completion": True, "tools": tools.kind != "none", "thinking": template.thinks}
         return OllamaShown(
             modelfile="",
             parameters="",

@@ -37,7 +37,7 @@ def rendered(
 ) -> str:
     """The text of ``messages``, where they spell control tokens with marks (conversation/control.py). ``tools``: as
     ``checked`` gives them. Raises ParameterError or APIError."""
-    template = model.tokenizer.chat_template
+    template = model.tokenizer.chat_template_of(tools=bool(tools) and choice != "none")
     plain = conversation(messages, template, tools, choice)
     if (size := _characters([plain.messages, plain.tools])) > model.most_text:
         raise APIError(

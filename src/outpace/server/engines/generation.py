@@ -17,7 +17,7 @@ from typing import Any
 from outpace.common.arrays import I32
 from outpace.engine.aio import Running
 from outpace.engine.results import TARGET, Delta, Result
-from outpace.engine.text import TextReader, TextState
+from outpace.engine.text import TextReader
 from outpace.exact.noise import fresh_seed
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
@@ -89,7 +89,7 @@ class Colours:
     """Which drafter wrote which part of a choice's text, or the target. ``reader``: of tokens, without stop strings."""
 
     def __init__(self, reader: TextReader) -> None:
-        self._reader, self._state = reader, TextState()
+        self._reader, self._state = reader, reader.start
         self._unshown: deque[tuple[str, str]] = deque()  # of tokens whose text may yet be cut off
 
     def of(self, delta: Delta) -> list[tuple[str, str]]:
@@ -228,8 +228,13 @@ class Generation:
     def _choice(self, index: int) -> Choice:
         work = self.work
         parser = Plain() if work.parser is None else work.parser(index)
-        reader = TextReader(self.model.tokenizer, skip_special=work.params.skip_special_tokens)
-        return Choice(index, parser, Colours(reader) if work.trace else None, work.nothing)
+        return Choice(index, parser, Colours(self.reader(index)) if work.trace else None, work.nothing)
+
+    def reader(self, index: int) -> TextReader:
+        """How a choice's tokens become text, but for its stop strings."""
+        work = self.work
+        prompt = work.prompts[index // work.params.n]
+        return TextReader(self.model.tokenizer, skip_special=work.params.skip_special_tokens, after=prompt)
 
     @property
     def left(self) -> int:
