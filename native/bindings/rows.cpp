@@ -119,7 +119,7 @@ public:
         require_idle();
         const Running running(running_);
         if (std::any_of(
-                rows().rows.begin(), rows().rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
+                rows_.rows.begin(), rows_.rows.end(), [](const Row* row) { return row->sampling.temperature != 0.0 || row->drafter; }))
             without_gil([&] { rows_.verify(result); });
         else
             rows_.verify(result);
