@@ -1,0 +1,97 @@
+"""Which calls of a model's ``generate`` are drafted: those that ask for nothing but tokens that follow from tokens.
+
+What a keyword asks for is judged by its value. One that nobody here knows asks for nothing while it is None or empty,
+and a cache asks for nothing while transformers has just made it; so a new name in transformers refuses no call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, QuantizedCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from outpace.errors import ParameterError
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# Read here, or by transformers before it calls the decoding loop. Fields of GenerationConfig come to it as objects.
+_SERVED = {
+    "inputs", "input_ids", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "assistant_model", "assistant_tokenizer", "tokenizer", "streamer", "attention_mask", "position_ids",
+    "logits_to_keep", "use_cache",
+}  # fmt: skip
+_MARKS_OF_IMAGES = ("mm_token_type_ids", "moe_mm_token_type_ids")  # 0 where a token is text
+
+
+class NotDraftedError(ParameterError):
+    """A call, or its model's state, asks for what the engine does not give. ``reason``: a phrase that names it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"outpace.generate does not draft with {reason}: leave custom_generate out of this call")
+        self.reason = reason
+
+
+def require_known(given: Mapping[str, Any]) -> None:
+    """Raise NotDraftedError for the first of ``generate``'s arguments ``given`` that asks for more than tokens."""
+    for name, value in given.items():
+        if name not in _SERVED and not hasattr(_DEFAULTS, name) and not _asks_nothing(name, value):
+            raise NotDraftedError(name)
+
+
+def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, Any]) -> None:
+    """Raise NotDraftedError where the decoding loop of ``model`` is asked for more than tokens.
+
+    ``config`` and ``given``, the keywords of the model's forward, are as transformers prepares them.
+    """
+    mode = config.get_generation_mode(None)
+    if mode not in _MODES:
+        raise NotDraftedError(f"the generation mode {mode.value}")
+    for name in ("output_attentions", "output_hidden_states", "token_healing"):
+        if getattr(config, name, False):
+            raise NotDraftedError(name)
+    for name, value in given.items():
+        if name not in _SERVED and not _asks_nothing(name, value):
+            raise NotDraftedError(name)
+    if model.training:
+        raise NotDraftedError("a model in training mode, where dropout is on")
+
+
+_DEFAULTS = GenerationConfig()
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    if isinstance(value, Cache):
+        made_for_this_call = not getattr(value, "_is_user_defined", False) and int(value.get_seq_length()) == 0
+        return made_for_this_call and not isinstance(value, QuantizedCache)  # whose rounding changes tokens
+    if isinstance(value, torch.Tensor):
+        return name in _MARKS_OF_IMAGES and not value.any()
+    if isinstance(value, (Mapping, list, tuple)):
+        return not value
+    return value is None or (name == "synced_gpus" and value is False)
+
+
+def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
+    """How many of each row's first tokens are padding, by the ``attention_mask`` [B, S] among ``given``.
+
+    ``input_ids`` int64 [B, S]. Raises NotDraftedError for other masks, and for ``position_ids`` ([B, S], or [n, B, S]
+    in models of images) that do not count a row's tokens.
+    """
+    batch, width = input_ids.shape
+    mask = given.get("attention_mask")
+    mask = torch.ones((batch, width), dtype=torch.bool) if mask is None else mask.bool().cpu()
+    if mask.shape != (batch, width):
+        raise NotDraftedError("an attention_mask that is not one of the prompt's tokens")
+    lengths = mask.sum(1)
+    if not torch.equal(mask, torch.arange(width)[None] >= width - lengths[:, None]):
+        raise NotDraftedError("an attention_mask that is not left padding")
+    if not batch or not int(lengths.min()):
+        raise NotDraftedError("an empty prompt")
+    positions = given.get("position_ids")
+    if positions is not None:
+        usual = (mask.long().cumsum(-1) - 1).masked_fill(~mask, 0)
+        if positions.shape[-1] != width or not (positions.cpu().masked_fill(~mask, 0) == usual).all():
+            raise NotDraftedError("position_ids that do not count a row's tokens")
+    return [width - int(n) for n in lengths]
