@@ -1,8 +1,9 @@
-"""Every keyword of transformers' ``generate``, with values of every kind, plain and patched: the same answer, or the same
-kind of error. The keywords are those of the release that is installed; scripts/transformers tries several."""
+"""Every keyword of transformers' ``generate``, with values of every kind, plain and patched: the same answer, or the
+same kind of error. The keywords are those of the release that is installed; scripts/transformers tries several."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -68,18 +69,26 @@ def cache_of(model: Any, tokens: int) -> DynamicCache:
     return cache
 
 
-def values(model: Any, assistant: Any) -> list[Callable[[], Any]]:
-    """What makes a value of every kind that some keyword takes; anew for every call, since a call may change it."""
-    plain = (
+def plain() -> list[Any]:
+    """Values of every kind that fields of GenerationConfig take."""
+    return [
         None, False, True, 0, 2, 0.5, 1.5, "static", "quantized", [], [5, 6], [[5, 6], [9]], [[[5], 2.0]], (6, 1.2),
-        {}, {"greenlist_ratio": 0.5}, shifted, assistant, *GENERATION_CONFIGS,
-    )  # fmt: skip
-    made: list[Callable[[], Any]] = [
+        {}, {"greenlist_ratio": 0.5},
+    ]  # fmt: skip
+
+
+def objects(model: Any, assistant: Any) -> list[Callable[[], Any]]:
+    """What makes a value of every kind that other keywords take; anew for every call, since a call may change it."""
+    return [
         lambda: LogitsProcessorList([shifted]),
         lambda: LogitsProcessorList([broken]),
         lambda: StoppingCriteriaList([ended]),
         Words,
+        lambda: assistant,
+        lambda: shifted,
         lambda: lambda row, ids: [3 + row, 8, 11, int(ids[-1]) % 40],
+        lambda: GenerationConfig(max_new_tokens=4, no_repeat_ngram_size=2),
+        lambda: GenerationConfig(max_new_tokens=4, num_beams=2),
         partial(cache_of, model, 0),
         partial(cache_of, model, 4),
         PROMPT.clone,
@@ -90,20 +99,20 @@ def values(model: Any, assistant: Any) -> list[Callable[[], Any]]:
         lambda: torch.arange(PROMPT.shape[1])[None],
         lambda: torch.linspace(-1, 1, 7 * 32).reshape(1, 7, 32),
     ]
-    return [*(partial(lambda value: value, value) for value in plain), *made]
 
 
-GENERATION_CONFIGS = (GenerationConfig(max_new_tokens=4, no_repeat_ngram_size=2), GenerationConfig(num_beams=2))
-
-
-def keywords(model: Any) -> list[str]:
-    """Fields of GenerationConfig, arguments of ``generate`` and its loop, and those of the model's forward."""
+def calls(model: Any, assistant: Any, fields_alone: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A keyword, and what makes its value: fields of GenerationConfig, arguments of ``generate`` and of its loop, and
+    those of the model's forward."""
+    fields = {name for name in vars(GenerationConfig()) if name[0] != "_"} - {"transformers_version"}
     functions = (GenerationMixin.generate, GenerationMixin._sample, model.forward)
     named = {name for function in functions for name in inspect.signature(function).parameters}
-    named |= {name for name in GenerationConfig().to_dict() if name != "transformers_version"}
-    return sorted(
-        (named | set(TransformersKwargs.__optional_keys__) | {"not_a_keyword"}) - {"self", "kwargs", "model_kwargs"}
-    )
+    named |= {*TransformersKwargs.__optional_keys__, "not_a_keyword"}
+    for name in sorted(fields if fields_alone else fields | named - {"self", "kwargs", "model_kwargs"}):
+        for value in plain():
+            yield name, partial(copy.copy, value)
+        for make in objects(model, assistant) if name not in fields else ():
+            yield name, make
 
 
 def outcome(generate: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -119,23 +128,23 @@ def outcome(generate: Callable[..., Any], given: dict[str, Any]) -> Any:
     return answer, seen
 
 
-def require_same(found: Any, expected: Any, named: str, noise: bool) -> None:
+def require_same(found: Any, expected: Any, noise: bool) -> None:
     """``noise``: tokens were drawn by another noise, so that the first token's scores must do."""
     if isinstance(expected[0], type):
-        assert found[0] is expected[0], named
+        assert found[0] is expected[0], f"{found[0]} rather than {expected[0]}"
         return
-    assert type(found[0]) is type(expected[0]), named
-    assert noise or found[1] == expected[1], named
+    assert type(found[0]) is type(expected[0]), f"{found[0]} rather than {expected[0]}"
+    assert noise or found[1] == expected[1], f"{found[1]} rather than {expected[1]}"
     if isinstance(expected[0], torch.Tensor):
-        assert noise or torch.equal(found[0], expected[0]), named
+        assert noise or torch.equal(found[0], expected[0]), f"{found[0]} rather than {expected[0]}"
         return
     if not noise:
-        assert torch.equal(found[0].sequences, expected[0].sequences), named
+        assert torch.equal(found[0].sequences, expected[0].sequences)
     for name in ("scores", "logits", "attentions", "hidden_states"):
         one, other = (flat(getattr(output[0], name, None))[: 1 if noise else None] for output in (found, expected))
-        assert len(one) == len(other), (named, name)
+        assert len(one) == len(other), name
         for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=f"{named}: {name}")
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -166,16 +175,22 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_keyword_means_what_it_means_unpatched(model: Any, base: dict[str, Any]) -> None:
     own, assistant = partial(type(model).generate, model), tiny("llama", num_hidden_layers=1)
     drafted: set[str] = set()
+    wrong = []
     with outpace.patch(model, size=4) as patched:
-        for name in keywords(model):
-            for make in values(model, assistant):
-                before = sum(patched.stats.own.values())
-                expected = outcome(own, base | {name: make()})
-                found = outcome(model.generate, base | {name: make()})
-                was_drafted = sum(patched.stats.own.values()) == before
-                if was_drafted and not isinstance(expected[0], type):
-                    drafted.add(name)
-                sampled = (base | {name: make()})["do_sample"] is not False
-                require_same(found, expected, f"{name}={make()!r:.60}", sampled and was_drafted)
+        for name, make in calls(model, assistant, fields_alone=base is not GREEDY):
+            undrafted = sum(patched.stats.own.values())
+            expected = outcome(own, base | {name: make()})
+            found = outcome(model.generate, base | {name: make()})
+            if base is ASSISTED and isinstance(expected[0], type) and found[0] is not expected[0]:
+                expected = outcome(own, GREEDY | {name: make()})  # own assistance refuses what is drafted here
+            was_drafted = sum(patched.stats.own.values()) == undrafted
+            if was_drafted and not isinstance(expected[0], type):
+                drafted.add(name)
+            sampled = (base | {name: make()})["do_sample"] not in (False, None)
+            try:
+                require_same(found, expected, sampled and was_drafted)
+            except AssertionError as error:
+                wrong.append(f"{name}={make()!r:.60}: {error!s:.200}")
+    assert not wrong, "\n".join(wrong)
     print(sorted(drafted))
     assert len(drafted) > 40

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import ceil
 from threading import RLock
 from types import MethodType, TracebackType
 from typing import Any
@@ -283,11 +284,13 @@ class _Call:
         require_drafted(model, config, model_kwargs)
         padding = padding_of(input_ids, model_kwargs)
         spec = None
-        if config.prompt_lookup_num_tokens is not None and self.assistant is None:
+        if config.assistant_early_exit is not None:  # which of them comes first is transformers' order
+            spec = f"layers:{config.assistant_early_exit}"
+        elif config.prompt_lookup_num_tokens is not None and self.assistant is None:
+            if not config.prompt_lookup_num_tokens > 0:
+                raise NotDraftedError(f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}")
             longest = f",max={config.max_matching_ngram_size}" if config.max_matching_ngram_size else ""
             spec = f"ngram:size={min(config.prompt_lookup_num_tokens, _MOST_NODES)}{longest}"
-        elif config.assistant_early_exit is not None:
-            spec = f"layers:{config.assistant_early_exit}"
         both = None if self.assistant_tokenizer is None else (self.tokenizer, self.assistant_tokenizer)
         engine = self.patch.engine(spec, self.assistant, both)
         loop = _Loop(engine, input_ids, list(logits_processor), list(stopping_criteria), config, self.streamer, padding)
@@ -319,8 +322,8 @@ def generate(
     ``input_ids`` int64 [B, S]; ``logits_processor``, ``stopping_criteria``, ``generation_config`` and ``model_kwargs``
     as transformers prepares them. It hands no ``streamer``, ``assistant_model``, ``assistant_tokenizer`` or
     ``text_tokenizer`` (the model's own) to a callable: ``functools.partial`` does, or a patched ``generate``. The
-    engine stays with ``model`` until ``outpace.unpatch(model)``. Returns int64 [B, S + new], or a GenerateDecoderOnlyOutput.
-    Raises ParameterError for what is not drafted, by name.
+    engine stays with ``model`` until ``outpace.unpatch(model)``. Returns int64 [B, S + new], or a
+    GenerateDecoderOnlyOutput. Raises ParameterError for what is not drafted, by name.
     """
     if not isinstance(model, torch.nn.Module) or generation_config is None:
         raise ParameterError(
@@ -358,7 +361,7 @@ class _Loop:
         self._keep = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         own = (EosTokenCriteria, MaxLengthCriteria)
         self._ends = sorted({int(i) for c in self.criteria if type(c) is EosTokenCriteria for i in c.eos_token_id})
-        self._longest = min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria)
+        self._longest = ceil(min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria))
         self._asked = [c for c in self.criteria if type(c) not in own]
         self._new = self._longest - width
         self._ids = torch.cat([self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)))], dim=1)

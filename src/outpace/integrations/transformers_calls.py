@@ -1,7 +1,7 @@
 """Which calls of a model's ``generate`` are drafted: those that ask for nothing but tokens that follow from tokens.
 
-What a keyword asks for is judged by its value. One that nobody here knows asks for nothing while it is None or empty,
-and a cache asks for nothing while transformers has just made it; so a new name in transformers refuses no call.
+What a keyword asks for is judged by its value. One that nobody here knows asks for nothing while it is None, and what
+transformers itself adds while it is empty, such as a new cache; so a new name in transformers refuses no call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.AS
 _SERVED = {
     "inputs", "input_ids", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
     "assistant_model", "assistant_tokenizer", "tokenizer", "streamer", "attention_mask", "position_ids",
-    "logits_to_keep", "use_cache",
+    "use_cache",
 }  # fmt: skip
 _MARKS_OF_IMAGES = ("mm_token_type_ids", "moe_mm_token_type_ids")  # 0 where a token is text
+# Fields of GenerationConfig that neither become an object nor are read here: outputs, and lossy or foreign drafting.
+_LOOPS_OWN = (
+    "output_attentions", "output_hidden_states", "token_healing", "assistant_ensemble_weight", "speculation_type",
+    "use_mtp",
+)  # fmt: skip
 
 
 class NotDraftedError(ParameterError):
@@ -37,7 +42,8 @@ class NotDraftedError(ParameterError):
 def require_known(given: Mapping[str, Any]) -> None:
     """Raise NotDraftedError for the first of ``generate``'s arguments ``given`` that asks for more than tokens."""
     for name, value in given.items():
-        if name not in _SERVED and not hasattr(_DEFAULTS, name) and not _asks_nothing(name, value):
+        known = name in _SERVED or hasattr(_DEFAULTS, name) or _is_text(name, value)
+        if not known and value is not None:
             raise NotDraftedError(name)
 
 
@@ -49,7 +55,9 @@ def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, An
     mode = config.get_generation_mode(None)
     if mode not in _MODES:
         raise NotDraftedError(f"the generation mode {mode.value}")
-    for name in ("output_attentions", "output_hidden_states", "token_healing"):
+    if config.prefill_chunk_size is not None:
+        raise NotDraftedError("prefill_chunk_size")
+    for name in _LOOPS_OWN:
         if getattr(config, name, False):
             raise NotDraftedError(name)
     for name, value in given.items():
@@ -63,14 +71,19 @@ _DEFAULTS = GenerationConfig()
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
+    """Whether a ``value`` that transformers prepared leaves the tokens to the model and the prompt alone."""
     if isinstance(value, Cache):
         made_for_this_call = not getattr(value, "_is_user_defined", False) and int(value.get_seq_length()) == 0
         return made_for_this_call and not isinstance(value, QuantizedCache)  # whose rounding changes tokens
-    if isinstance(value, torch.Tensor):
-        return name in _MARKS_OF_IMAGES and not value.any()
-    if isinstance(value, (Mapping, list, tuple)):
+    if isinstance(value, Mapping):
         return not value
-    return value is None or (name == "synced_gpus" and value is False)
+    if name == "logits_to_keep":  # transformers adds 1
+        return isinstance(value, int) and value == 1
+    return value is None or _is_text(name, value) or (name == "synced_gpus" and value is False)
+
+
+def _is_text(name: str, value: Any) -> bool:
+    return name in _MARKS_OF_IMAGES and isinstance(value, torch.Tensor) and not value.any()
 
 
 def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
@@ -79,6 +92,8 @@ def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
     ``input_ids`` int64 [B, S]. Raises NotDraftedError for other masks, and for ``position_ids`` ([B, S], or [n, B, S]
     in models of images) that do not count a row's tokens.
     """
+    if input_ids.dim() != 2:
+        raise NotDraftedError("input_ids that are not rows of tokens")
     batch, width = input_ids.shape
     mask = given.get("attention_mask")
     mask = torch.ones((batch, width), dtype=torch.bool) if mask is None else mask.bool().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from copy import copy
 from functools import partial
 from typing import Any
@@ -42,6 +43,8 @@ class Processors:
         after = before.clone()
         for processor in self._processors:
             after = processor(ids, after)
+        if after.shape != before.shape:
+            raise RuntimeError(f"logits processors gave scores of the shape {[*after.shape]}, not {[*before.shape]}")
         if self._keep:
             self.kept[state] = before[0], after[0]
         logits[:] = after[0].float().cpu().numpy()
@@ -55,6 +58,8 @@ def of_row(processors: list[Any], row: int, width: int) -> list[Any]:
     found = []
     for processor in processors:
         kind = type(processor).__name__
+        if not callable(processor) or len(inspect.signature(processor.__call__).parameters) != 2:
+            raise NotDraftedError(f"a {kind} as logits processor, which takes more than ids and scores")
         if kind in _REFUSED:
             raise NotDraftedError(f"{kind}, which runs the model or remembers its calls")
         ignored = getattr(processor, "prompt_ignore_length", None)
