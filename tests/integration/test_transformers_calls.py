@@ -15,6 +15,8 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
@@ -23,7 +25,7 @@ from transformers.utils.generic import TransformersKwargs
 
 import outpace
 
-from .test_architectures import tiny
+from .test_architectures import COMMON, tiny
 
 PROMPT = torch.tensor([[3, 5, 9, 4, 5, 9, 4]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -192,5 +194,31 @@ def test_every_keyword_means_what_it_means_unpatched(model: Any, base: dict[str,
             except AssertionError as error:
                 wrong.append(f"{name}={make()!r:.60}: {error!s:.200}")
     assert not wrong, "\n".join(wrong)
-    print(sorted(drafted))
     assert len(drafted) > 40
+
+
+def test_images_and_text_alone() -> None:
+    """A class for images: text alone is drafted, and images go to the model's own generate."""
+    text = {**COMMON, "num_hidden_layers": 2, "model_type": "llama"}
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=90)
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    image = torch.tensor([[3, 90, 90, 90, 90, 9, 4]])
+    asked: list[dict[str, Any]] = [
+        {"input_ids": PROMPT},
+        {"input_ids": PROMPT, "pixel_values": None},
+        {"input_ids": image, "pixel_values": torch.linspace(0, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)},
+    ]
+    with outpace.patch(model, size=4) as patched:
+        for number, given in enumerate(asked):
+            expected = type(model).generate(model, **given, **GREEDY)
+            assert torch.equal(model.generate(**given, **GREEDY), expected)
+            assert patched.stats.own == ({"pixel_values": 1} if number == 2 else {})

@@ -362,7 +362,7 @@ class _Loop:
         own = (EosTokenCriteria, MaxLengthCriteria)
         self._ends = sorted({int(i) for c in self.criteria if type(c) is EosTokenCriteria for i in c.eos_token_id})
         self._longest = ceil(min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria))
-        self._asked = [c for c in self.criteria if type(c) not in own]
+        self._asked = StoppingCriteriaList(c for c in self.criteria if type(c) not in own)
         self._new = self._longest - width
         self._ids = torch.cat([self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)))], dim=1)
         self._requests: dict[int, int] = {}  # the row of each of the engine's requests
@@ -389,8 +389,9 @@ class _Loop:
         self._cancel()
 
     def _cancel(self) -> None:
-        for request in self._requests:
-            self._end(request)
+        for request, row in self._requests.items():
+            if not self._over[row]:
+                self._end(request)
 
     def _end(self, request: int) -> None:
         self._over[self._requests[request]] = True
@@ -439,10 +440,9 @@ class _Loop:
         self.column += 1
         full = self.column >= self._new
         self._done = [d or full or token in self._ends for d, token in zip(self._done, tokens, strict=True)]
-        for criterion in self._asked:
-            stops = criterion(self._ids[:, : end + 1], tuple(self.scores) if self.config.output_scores else None)
-            stopped = torch.as_tensor(stops).expand(len(tokens)).tolist()
-            self._done = [d or bool(s) for d, s in zip(self._done, stopped, strict=True)]
+        if self._asked:
+            stopped = self._asked(self._ids[:, : end + 1], tuple(self.scores) if self.config.output_scores else None)
+            self._done = [d or bool(s) for d, s in zip(self._done, stopped.tolist(), strict=True)]
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens))
 
