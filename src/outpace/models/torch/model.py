@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,8 +15,8 @@ import torch
 
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError
 from outpace.models.base import Batch, ModelInfo
-from outpace.models.torch.anatomy import dissect, max_length
-from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
+from outpace.models.torch.anatomy import attending, dissect, max_length
+from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, described
 from outpace.models.torch.graphs import Graphs
@@ -40,54 +41,38 @@ class TransformersModel:
         kv_block: int = BLOCK,
         graphs: bool | None = None,
         strict: bool = False,
+        weak: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
+        """Serve ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
 
-        Its own forward works in between: it attends in its own way whenever it does not run here.
+        It stays as it is: between forwards it carries nothing of ours, its own forward works, and others may serve it.
+        ``weak``: do not keep it alive; once it is gone, forwards raise ModelError.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
         graphs (None: on a card), where they prove right. ``strict``: a token's bits depend on nothing that is computed
         beside it, which is proven at load. ``warn`` is called with what had to be limited. Weights are
         read here: what changes in them later does not count. Raises ModelError with the reason when the model cannot be
-        served exactly; the module is then, as after ``close``, what it was.
+        served exactly.
         """
-        self._restore = _as_it_is(module)
-        try:
-            self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, strict, warn)
-        except BaseException:
-            self._restore.close()
-            raise
-
-    def _take(
-        self,
-        module: Any,
-        name: str,
-        eos_ids: Sequence[int],
-        longest: int | None,
-        kv_memory: int | None,
-        kv_block: int,
-        graphs: bool | None,
-        strict: bool,
-        warn: Callable[[str], None],
-    ) -> None:
-        module.requires_grad_(False).eval()
-        self._module = module
+        self._weak, self._strong = weakref.ref(module), None if weak else module
         configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
-        self._own_attention = [(config, config._attn_implementation) for config in configs.values()]
+        self._configs = list(configs.values())
         self._device = next(module.parameters()).device
         config = module.config.get_text_config(decoder=True)
         claimed, reason = max_length(config)
         if reason is not None:
             warn(f"{name}: {reason}")
-        parameters = inspect.signature(module.forward).parameters
+        parameters = _parameters(module)
         self._keeps_logits = "logits_to_keep" in parameters
         self._short: dict[int, torch.nn.ModuleList] = {}
         self._parts: TorchParts | None = None
         try:
             if getattr(module.config, "is_encoder_decoder", False):
                 raise ModelError("it is an encoder-decoder model")
+            if any(part._compiled_call_impl is not None for part in module.modules()):
+                raise ModelError("it is compiled (model.compile()): load it again, and do not compile it")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
             if strict and any("expert" in part for part, _ in module.named_modules()):
@@ -101,14 +86,11 @@ class TransformersModel:
                 )
             with torch.inference_mode():
                 reference = Reference.of(module, config.vocab_size, self._device)
-                anatomy = dissect(module, claimed, reference.tokens[:1])
+                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1])
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
-        finally:
-            self._attend_as_before()
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
-        self._forward: Forward = module._outpace_forward
         self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
         self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
@@ -126,7 +108,9 @@ class TransformersModel:
             weight_bytes=sum(weights.values()),
             kv_bytes_per_position=self.kv.bytes_per_position,
         )
-        self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
+        # Not as a caller's inference mode would have it: the module's weights may come to lie in what is made here.
+        with torch.inference_mode(False), torch.no_grad():
+            self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
         try:
             trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
             with torch.inference_mode():
@@ -185,10 +169,15 @@ class TransformersModel:
         with torch.inference_mode():
             return self._run(batch, self.kv, self._own, self.graphs)
 
+    @property
+    def _module(self) -> Any:
+        return self._weak()
+
     def _live(self) -> Any:
-        if self._module is None:
+        module = self._module
+        if module is None or not self._configs:
             raise ModelError(f"{self.info.name} is closed: load it again")
-        return self._module
+        return module
 
     def _run(self, batch: Batch, kv: TorchKV, own: OwnDecoder | None, graphs: Graphs | None = None) -> TorchOutput:
         layers = self.info.layers if batch.layers is None else batch.layers
@@ -224,13 +213,11 @@ class TransformersModel:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As ``OwnDecoder.__call__``, by transformers' own modules."""
         hidden_states: dict[int, torch.Tensor] = {}
-        wanted = planned.wanted
+        wanted, anatomy = planned.wanted, self._anatomy
         with ExitStack() as undo:
-            self._forward.plan = planned
-            undo.callback(setattr, self._forward, "plan", None)
-            undo.callback(self._attend_as_before)
-            for config, _ in self._own_attention:
-                config._attn_implementation = NAME
+            undo.callback(setattr, anatomy.forward, "plan", None)
+            anatomy.forward.plan = planned
+            undo.enter_context(attending(self._configs, NAME, anatomy.sites))
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
@@ -241,7 +228,7 @@ class TransformersModel:
                     self._anatomy.layers[layer].register_forward_hook(_keep_output(hidden_states, layer)).remove
                 )
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
-            logits = self._module(
+            logits = self._live()(
                 input_ids=planned.tokens[None],
                 position_ids=planned.positions[None],
                 use_cache=False,
@@ -260,10 +247,6 @@ class TransformersModel:
             )
         return features
 
-    def _attend_as_before(self) -> None:
-        for config, own in self._own_attention:
-            config._attn_implementation = own
-
     def _shorten(self, layers: int, undo: ExitStack) -> None:
         """Let the model see only its first so many layers until ``undo`` runs."""
         holder, name = self._anatomy.holder, self._anatomy.attribute
@@ -273,36 +256,26 @@ class TransformersModel:
         setattr(holder, name, self._short[layers])
 
     def close(self) -> None:
-        """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
+        """Forget the weights and the cache. Calling twice is allowed."""
         self.kv.close()
         if self.graphs is not None:
             self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
-        self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
+        self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList(), sites=())
         self._short.clear()
-        self._own_attention.clear()
-        self._module = None
-        self._restore.close()
+        self._configs.clear()
+        self._strong = None
 
 
-def _as_it_is(module: Any) -> ExitStack:
-    """What gives ``module`` its own attention, mode and gradients back."""
-    undo, attention = ExitStack(), module.config._attn_implementation
-    undo.callback(module.train, module.training)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            undo.callback(parameter.requires_grad_, True)
-
-    def restore() -> None:
-        if module.config._attn_implementation != attention:
-            module.set_attn_implementation(attention)
-        for part in module.modules():
-            for name in ("_outpace", "_outpace_forward"):
-                part.__dict__.pop(name, None)
-
-    undo.callback(restore)
-    return undo
+def _parameters(module: Any) -> set[str]:
+    """What its forward takes by name. A wrapper's own signature, ``(*args, **kwargs)``, says nothing: the class's does,
+    and where that says nothing either, the proof decides."""
+    for forward in (module.forward, type(module).forward):
+        found = inspect.signature(forward).parameters
+        if "input_ids" in found:
+            return set(found)
+    return {"position_ids"}
 
 
 def _keep_output(into: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
