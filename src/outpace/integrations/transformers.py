@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,14 +28,21 @@ from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
 from outpace.engine.results import Delta, Result
 from outpace.engine.statistics import Stats, pooled
-from outpace.errors import OutpaceError, ParameterError, RuleError
-from outpace.integrations.transformers_calls import NotDraftedError, padding_of, require_drafted, require_known
+from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError
+from outpace.integrations.transformers_calls import (
+    NotDraftedError,
+    padding_of,
+    require_drafted,
+    require_known,
+    write_cache,
+)
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
 from outpace.models.base import Model
-from outpace.models.load import live
+from outpace.models.load import live, unwrapped
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.torch.state import ModuleState
 from outpace.params import SamplingParams
 
 _DOOR = "_outpace_door"
@@ -77,11 +85,16 @@ class Patch:
     def __init__(self, module: Any, drafter: str, options: dict[str, Any]) -> None:
         options = {"prefix_rows": 0, "max_rows": 64, **options}
         memory = options.pop("kv_memory", None)
-        self._module, self._drafter, self._options = module, drafter, options
+        self._module, self._drafter, self._options = weakref.ref(module), drafter, options
         limit = spare_memory(str(module.device), 0) if memory is None else memory
         self._load_options = LoadOptions(kv_memory=limit)
-        self.model: Model = live(module, None, self._load_options)[0]
         self._engines: dict[Any, Engine] = {}
+        self._assistants: dict[int, ModuleState] = {}  # by id
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # assistants that have a finalizer
+        self._state: ModuleState | None = None  # of the module, as the engines have it
+        self._refusal: str | None = None  # why there can be none
+        self.model: Model
+        self._serve(module)
         self.lock = RLock()  # one generate at a time
         self.drafting = False  # whether an engine runs; a generate that is called from within is the model's own
         self._calls, self._own, self._notes = 0, Counter[str](), dict[str, None]()
@@ -108,9 +121,31 @@ class Patch:
         self._own[reason] += 1
         self._last = None
 
+    def _serve(self, module: Any) -> None:
+        self.model = live(module, None, self._load_options, weak=True)[0]
+        self._state = ModuleState(module)
+
+    def follow(self, module: Any) -> None:
+        """Serve ``module`` as it is now: one that changed since is read, and proven, again. Raises NotDraftedError
+        inside another call, and ModelError where it can no longer be served exactly."""
+        if self.drafting:
+            raise NotDraftedError("a generate inside another one")
+        if self._state is None or not self._state.same(module):
+            self._state = self._refusal = None
+            self._release()
+            try:
+                self._serve(module)
+            except Exception as error:  # torch's, too, where it cannot compute what the module has become
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                self._state, self._refusal = ModuleState(module), lines[0]
+        if self._refusal is not None:
+            raise ModelError(self._refusal)
+
     def engine(self, drafter: str | None = None, assistant: Any = None, tokenizers: Any = None) -> Engine:
         """The engine that drafts by the spec ``drafter`` (None: the patch's own) or with the module ``assistant``."""
         key = (drafter or self._drafter, None if assistant is None else id(assistant))
+        if key[1] in self._assistants and not self._assistants[key[1]].same(assistant):
+            self._forget(key[1])
         if key not in self._engines:
             options = dict(self._options)
             spec = parse(key[0])
@@ -122,6 +157,10 @@ class Patch:
                     built = build(spec, DraftContext(self.model, None, self._load_options, nodes))
                 else:
                     built = self._assisted(assistant, tokenizers, nodes)
+                    self._assistants[key[1]] = ModuleState(assistant)
+                    if assistant not in self._watched:
+                        self._watched.add(assistant)
+                        weakref.finalize(assistant, _forget, weakref.ref(self), key[1]).atexit = False
                 undo.callback(built.close)
                 self._engines[key] = Engine(self.model, None, drafter=built, **options)
                 undo.pop_all()
@@ -132,18 +171,31 @@ class Patch:
         if tokenizers is not None:
             own = [Tokenizer.from_transformers(tokenizer) for tokenizer in tokenizers]
         context = DraftContext(self.model, own[0], self._load_options, nodes)
-        return drafting_with(live(assistant)[0], own[1], "assistant", context)
+        return drafting_with(live(assistant, weak=True)[0], own[1], "assistant", context)
 
-    def close(self) -> None:
-        """Give the model its own generate back, and the memory. Calling twice is allowed."""
-        self._module.__dict__.pop(_DOOR, None)
-        if isinstance(self._module.__dict__.get("generate"), MethodType):
-            del self._module.generate
+    def _forget(self, assistant: int) -> None:
+        """Give back what drafts with the assistant of this id; the target is the other engines', too."""
+        self._assistants.pop(assistant, None)
+        for key in [key for key in self._engines if key[1] == assistant]:
+            self._engines.pop(key).drafter.close()
+
+    def _release(self) -> None:
+        self._assistants.clear()
         with ExitStack() as closing:
             closing.callback(self.model.close)
-            for engine in self._engines.values():
-                closing.callback(engine.close)
-            self._engines.clear()
+            while self._engines:
+                closing.callback(self._engines.popitem()[1].close)
+
+    def close(self) -> None:
+        """Give the model its own generate back, and the memory. Calling twice is allowed. Raises ParameterError inside
+        a call of it."""
+        with self.lock:
+            if self.drafting:
+                raise ParameterError("this model's generate is running: undo the patch when it has returned")
+            module = self._module()
+            if module is not None and module.__dict__.pop(_DOOR, None) is not None:
+                module.__dict__.pop("generate", None)
+            self._release()
 
     def __enter__(self) -> Patch:
         return self
@@ -158,6 +210,12 @@ class Patch:
         return type(None), ()
 
 
+def _forget(patch: weakref.ref[Patch], assistant: int) -> None:
+    found = patch()
+    if found is not None:
+        found._forget(assistant)
+
+
 def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
     """Let ``model.generate(...)`` decode speculatively: greedy tokens stay the same, sampled ones as likely as before.
 
@@ -167,7 +225,7 @@ def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
     ``generate``: ``stats(model)`` says which, and why. ``unpatch(model)``, or the result's ``close``, undoes it. Raises
     ModelError when the model cannot be served exactly, ParameterError, DrafterError.
     """
-    _require_module("patch", model)
+    model = _module_of("patch", model)
     unpatch(model)
     found = _open(model, drafter, options)
     model.generate = MethodType(_generate, model)
@@ -176,25 +234,24 @@ def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
 
 def unpatch(model: Any) -> None:
     """Give ``model`` its own ``generate`` back, and the memory. A model that is not patched stays as it is."""
-    _require_module("unpatch", model)
-    found = model.__dict__.get(_DOOR)
+    found = _module_of("unpatch", model).__dict__.get(_DOOR)
     if found is not None:
         found.close()
 
 
 def stats(model: Any) -> PatchStats:
     """What calls of ``model.generate`` came to since ``patch(model)``. Raises ParameterError for other models."""
-    _require_module("stats", model)
-    found = model.__dict__.get(_DOOR)
+    found = _module_of("stats", model).__dict__.get(_DOOR)
     if found is None:
         raise ParameterError(f"this {type(model).__name__} is not patched: call outpace.patch(model) first")
     assert isinstance(found, Patch)
     return found.stats
 
 
-def _require_module(function: str, model: Any) -> None:
+def _module_of(function: str, model: Any) -> Any:
+    """The model whose ``generate`` is called in the end. Raises ParameterError where there is none."""
     if isinstance(model, torch.nn.Module):
-        return
+        return unwrapped(model)
     remedy = "load one with transformers, or use outpace.Engine.load(...).generate(...), which loads it itself"
     if isinstance(model, str):
         remedy = f"AutoModelForCausalLM.from_pretrained({model!r}) loads one; outpace.Engine.load({model!r}) needs none"
@@ -236,6 +293,9 @@ def _generate(self: Any, *args: Any, **named: Any) -> Any:
         return answer
 
 
+_generate.__name__ = "generate"  # by which a bound method is pickled: a copy gets the class's own
+
+
 @dataclass
 class _Call:
     """A call of ``generate`` that is to be drafted. It is the decoding loop, too, that transformers calls with what it
@@ -254,8 +314,6 @@ class _Call:
 
         Raises NotDraftedError, or what transformers raises.
         """
-        if self.patch.drafting:
-            raise NotDraftedError("a generate inside another one")
         (_, model), *arguments = bound.arguments.items()
         given: dict[str, Any] = {}
         for name, value in arguments:
@@ -283,6 +341,7 @@ class _Call:
         config = generation_config
         require_drafted(model, config, model_kwargs)
         padding = padding_of(input_ids, model_kwargs)
+        self.patch.follow(model)
         spec = None
         if config.assistant_early_exit is not None:  # which of them comes first is transformers' order
             spec = f"layers:{config.assistant_early_exit}"
@@ -301,6 +360,8 @@ class _Call:
                 answer = loop.run()
         finally:
             self.patch.drafting = False
+        if config.return_dict_in_generate:
+            answer.past_key_values = write_cache(model, answer.sequences, model_kwargs)
         self.patch.count(loop.results)
         return answer
 
@@ -364,7 +425,9 @@ class _Loop:
         self._longest = ceil(min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria))
         self._asked = StoppingCriteriaList(c for c in self.criteria if type(c) not in own)
         self._new = self._longest - width
-        self._ids = torch.cat([self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)))], dim=1)
+        self._ids = torch.cat(
+            [self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)), dtype=torch.int64)], 1
+        )
         self._requests: dict[int, int] = {}  # the row of each of the engine's requests
         self._rows: list[list[int]] = [[] for _ in range(batch)]  # new tokens; some may be ahead of the columns
         self._over = [False] * batch  # the engine has ended it

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from outpace.errors import ParameterError
+from outpace.models.torch.state import own_generate_only
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # Read here, or by transformers before it calls the decoding loop. Fields of GenerationConfig come to it as objects.
@@ -63,8 +64,8 @@ def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, An
     for name, value in given.items():
         if name not in _SERVED and not _asks_nothing(name, value):
             raise NotDraftedError(name)
-    if model.training:
-        raise NotDraftedError("a model in training mode, where dropout is on")
+    if (reason := own_generate_only(model)) is not None:
+        raise NotDraftedError(reason)
 
 
 _DEFAULTS = GenerationConfig()
@@ -110,3 +111,23 @@ def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
         if positions.shape[-1] != width or not (positions.cpu().masked_fill(~mask, 0) == usual).all():
             raise NotDraftedError("position_ids that do not count a row's tokens")
     return [width - int(n) for n in lengths]
+
+
+def write_cache(model: Any, sequences: torch.Tensor, given: Mapping[str, Any]) -> Cache | None:
+    """The cache among ``given``, the keywords of ``model``'s forward, with all but the last of ``sequences`` [B, S]:
+    what transformers' own loop leaves in it. None where it was told to use none."""
+    name, cache = next(((name, value) for name, value in given.items() if isinstance(value, Cache)), (None, None))
+    if name is None:
+        return None
+    named: dict[str, Any] = {name: cache, "use_cache": True}
+    mask, positions, length = given.get("attention_mask"), given.get("position_ids"), sequences.shape[1] - 1
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones((len(mask), length - mask.shape[1]))], dim=1)
+        named["attention_mask"] = mask
+        if positions is not None:
+            counted = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            named["position_ids"] = counted.expand(*positions.shape[:-1], length)
+    if "logits_to_keep" in given:
+        named["logits_to_keep"] = 1
+    model(input_ids=sequences[:, :-1].to(model.device), **named)
+    return cache

@@ -133,8 +133,8 @@ def live(
         raise ModelError(f"a {type(module).__name__} in memory cannot be served: give a transformers PreTrainedModel")
     if module.get_output_embeddings() is None and not module.can_generate():
         raise ModelError(
-            f"a {type(module).__name__} generates no text: load the checkpoint with AutoModelForCausalLM, which has the "
-            f"head for it"
+            f"a {type(module).__name__} generates no text: load the checkpoint with AutoModelForCausalLM, which has "
+            f"the head for it"
         )
     if module.training:
         raise ModelError(

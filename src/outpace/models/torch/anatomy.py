@@ -154,8 +154,8 @@ def max_length(config: Any) -> tuple[int, str | None]:
 
 
 def dissect(model: Any, configs: Sequence[Any], longest: int, tokens: torch.Tensor) -> Anatomy:
-    """Run ``model``, which has these ``configs``, once on ``tokens`` [1, n] with a watching attention, and judge what it
-    does. Raises ModelError."""
+    """Run ``model``, which has these ``configs``, once on ``tokens`` [1, n] with a watching attention, and judge what
+    it does. Raises ModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -51,20 +51,20 @@ def hooked(module: Any) -> bool:
 
 
 def own_generate_only(module: Any) -> str | None:
-    """Why only ``module``'s own generate does what it now asks for; None where ours gives the same tokens."""
+    """What only ``module``'s own generate does, as things stand; None: ours gives the same tokens."""
     from transformers.generation import GenerationMixin
 
     every = torch.nn.modules.module
     if any(part.training for part in module.modules()):
-        return "it is in training mode, where dropout is on"
+        return "a model in training mode, where dropout is on"
     if hooked(module) or every._global_forward_hooks or every._global_forward_pre_hooks:
-        return "it has forward hooks, which would see drafts"
+        return "forward hooks on the model, which would see drafts"
     if any(part._compiled_call_impl is not None for part in module.modules()):
-        return "it is compiled"
+        return "a compiled model"
     if torch.is_autocast_enabled(module.device.type):
-        return "torch.autocast is on"
+        return "torch.autocast"
     replaced = [name for name in vars(module) if name != "generate" and hasattr(GenerationMixin, name)]
-    return f"its {replaced[0]} was replaced" if replaced else None
+    return f"a {replaced[0]} of the model's own" if replaced else None
 
 
 def _held(module: Any) -> Iterator[Tensor]:
