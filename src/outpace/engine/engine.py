@@ -197,9 +197,12 @@ class Engine:
 
     def submit(self, prepared: Prepared) -> int:
         """Queue ``prepared``, which ``prepare`` made, once, and return its id. Raises ParameterError when the engine
-        was closed."""
+        was closed, ModelError when the model in memory that it was made of has changed since."""
         if self._closed:
             raise ParameterError("this engine is closed: make a new one")
+        require_unchanged = getattr(self.model, "require_unchanged", None)
+        if require_unchanged is not None and self._core.scheduler.idle:  # once for requests that run together
+            require_unchanged()
         self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 

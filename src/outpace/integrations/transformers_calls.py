@@ -90,10 +90,10 @@ def _is_text(name: str, value: Any) -> bool:
 def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
     """How many of each row's first tokens are padding, by the ``attention_mask`` [B, S] among ``given``.
 
-    ``input_ids`` int64 [B, S]. Raises NotDraftedError for other masks, and for ``position_ids`` ([B, S], or [n, B, S]
-    in models of images) that do not count a row's tokens.
+    ``input_ids`` int64 or int32 [B, S]. Raises NotDraftedError for other masks and types, and for ``position_ids``
+    ([B, S], or [n, B, S] in models of images) that do not count a row's tokens.
     """
-    if input_ids.dim() != 2:
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise NotDraftedError("input_ids that are not rows of tokens")
     batch, width = input_ids.shape
     mask = given.get("attention_mask")

@@ -281,6 +281,7 @@ class Model(Protocol):
 
     # A model may also have ``stages``, an ``outpace._native.Model``: steps compute, verify and settle there, in bulk;
     # ``forward`` and ``kv`` serve the rest. Raises ValueError once the model is closed.
+    # Or ``require_unchanged()``, which raises ModelError when weights that it was made of have changed since.
 
 
 class HostOutput:

@@ -120,7 +120,8 @@ def live(
     module: Any, tokenizer: Any = None, options: LoadOptions | None = None, *, weak: bool = False
 ) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer for transformers objects in memory: a PreTrainedModel in evaluation mode, which stays
-    the caller's (``weak``: and is not kept alive), and a PreTrainedTokenizer (None: prompts are token ids).
+    the caller's (``weak``: and is neither kept alive nor watched for changes), and a PreTrainedTokenizer (None: prompts
+    are token ids).
 
     Raises ModelError when the model cannot be served exactly; ParameterError for options that say how to load weights.
     """
@@ -143,7 +144,7 @@ def live(
     own = None if tokenizer is None else Tokenizer.from_transformers(tokenizer, module.generation_config)
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     ends = () if own is None else own.eos_ids
-    return _served(module, name, ends, options, weak=weak), own
+    return _served(module, name, ends, options, weak=weak, watched=not weak), own
 
 
 def unwrapped(module: Any) -> Any:
@@ -314,7 +315,7 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     return module.to(device).requires_grad_(False).eval()
 
 
-def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions, *, weak: bool = False) -> Model:
+def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions, **lifetime: bool) -> Model:
     from outpace.models.torch.model import TransformersModel
 
     return TransformersModel(
@@ -324,8 +325,8 @@ def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptio
         longest=options.max_length,
         kv_memory=options.kv_memory,
         strict=options.strict,
-        weak=weak,
         warn=log.warning,
+        **lifetime,
     )
 
 

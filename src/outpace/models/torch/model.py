@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.parts import TorchParts, find
 from outpace.models.torch.probe import Reference, agree
+from outpace.models.torch.state import ModuleState
 
 
 class TransformersModel:
@@ -42,12 +43,14 @@ class TransformersModel:
         graphs: bool | None = None,
         strict: bool = False,
         weak: bool = False,
+        watched: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Serve ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
 
         It stays as it is: between forwards it carries nothing of ours, its own forward works, and others may serve it.
-        ``weak``: do not keep it alive; once it is gone, forwards raise ModelError.
+        ``weak``: do not keep it alive; once it is gone, forwards raise ModelError. ``watched``: its owner may change
+        it, so ``require_unchanged`` compares it with what was read.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
@@ -84,7 +87,7 @@ class TransformersModel:
                 raise ModelError(
                     f"its weights lie {where}: load it on one device, or run `outpace export vllm` for several cards"
                 )
-            with torch.inference_mode():
+            with _plainly(self._device):
                 reference = Reference.of(module, config.vocab_size, self._device)
                 anatomy = dissect(module, self._configs, claimed, reference.tokens[:1])
         except ModelError as error:
@@ -113,7 +116,7 @@ class TransformersModel:
             self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
         try:
             trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-            with torch.inference_mode():
+            with _plainly(self._device):
                 agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except (OutpaceError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
@@ -126,7 +129,7 @@ class TransformersModel:
                 for kv in (trial, self.kv)
             )
             try:
-                with torch.inference_mode():
+                with _plainly(self._device):
                     agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
                 break
             except (OutpaceError, RuntimeError) as error:
@@ -136,6 +139,7 @@ class TransformersModel:
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
             finally:
                 fixed.close()
+        self._state = ModuleState(module) if watched else None
 
     @property
     def card(self) -> str | None:
@@ -154,10 +158,15 @@ class TransformersModel:
             tokens = np.arange(8, dtype=np.int32) * 13 % self.info.vocab_size
             trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
             batch = Batch.pack([trial.alloc()], [tokens], [0], [True])
-            with torch.inference_mode():
+            with _plainly(self._device):
                 module, layers = self._live(), self._anatomy.layers
                 self._parts = find(self.info.name, module, layers, lambda: self._run(batch, trial, None).on_device)
         return self._parts
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError where the module is no longer what was proven and read, as far as ``ModuleState`` sees."""
+        if self._state is not None and not self._state.same(self._live()):
+            raise ModelError(f"{self.info.name} has changed since this engine read its weights: make a new engine")
 
     def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
@@ -166,7 +175,7 @@ class TransformersModel:
             raise ValueError(
                 f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
             )
-        with torch.inference_mode():
+        with _plainly(self._device):
             return self._run(batch, self.kv, self._own, self.graphs)
 
     @property
@@ -266,6 +275,16 @@ class TransformersModel:
         self._short.clear()
         self._configs.clear()
         self._strong = None
+
+
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Without gradients, and in the weights' own types: a caller's autocast would mix others in."""
+    with ExitStack() as modes:
+        if torch.is_autocast_enabled(device.type):
+            modes.enter_context(torch.autocast(device.type, enabled=False))
+        modes.enter_context(torch.inference_mode())
+        yield
 
 
 def _parameters(module: Any) -> set[str]:
