@@ -88,7 +88,7 @@ class Patch:
         self._module, self._drafter, self._options = weakref.ref(module), drafter, options
         limit = spare_memory(str(module.device), 0) if memory is None else memory
         self._load_options = LoadOptions(kv_memory=limit)
-        self._engines: dict[Any, Engine] = {}
+        self._engines: dict[tuple[str, int], Engine] = {}  # by the drafter's spec and the assistant's id
         self._assistants: dict[int, ModuleState] = {}  # by id
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # assistants that have a finalizer
         self._state: ModuleState | None = None  # of the module, as the engines have it
@@ -143,9 +143,10 @@ class Patch:
 
     def engine(self, drafter: str | None = None, assistant: Any = None, tokenizers: Any = None) -> Engine:
         """The engine that drafts by the spec ``drafter`` (None: the patch's own) or with the module ``assistant``."""
-        key = (drafter or self._drafter, None if assistant is None else id(assistant))
-        if key[1] in self._assistants and not self._assistants[key[1]].same(assistant):
-            self._forget(key[1])
+        identity = id(assistant)
+        if identity in self._assistants and not self._assistants[identity].same(assistant):
+            self._forget(identity)
+        key = (drafter or self._drafter, identity)
         if key not in self._engines:
             options = dict(self._options)
             spec = parse(key[0])
@@ -157,10 +158,10 @@ class Patch:
                     built = build(spec, DraftContext(self.model, None, self._load_options, nodes))
                 else:
                     built = self._assisted(assistant, tokenizers, nodes)
-                    self._assistants[key[1]] = ModuleState(assistant)
+                    self._assistants[identity] = ModuleState(assistant)
                     if assistant not in self._watched:
                         self._watched.add(assistant)
-                        weakref.finalize(assistant, _forget, weakref.ref(self), key[1]).atexit = False
+                        weakref.finalize(assistant, _forget, weakref.ref(self), identity).atexit = False
                 undo.callback(built.close)
                 self._engines[key] = Engine(self.model, None, drafter=built, **options)
                 undo.pop_all()

@@ -100,7 +100,6 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
 
 
-@torch.no_grad()
 def _samples(module: Any) -> dict[tuple[torch.device, int], Tensor]:
     """Bits of some numbers of every tensor, by device and size: at least one of each row and one of each column, since
     a change through ``.data`` raises no version."""
@@ -109,7 +108,7 @@ def _samples(module: Any) -> dict[tuple[torch.device, int], Tensor]:
         bits = _BITS.get(tensor.dtype.itemsize)
         if bits is None or not tensor.numel() or not _plain(tensor):
             continue
-        flat, width = tensor.reshape(-1), tensor.shape[-1] if tensor.dim() > 1 else 1
+        flat, width = tensor.detach().reshape(-1), tensor.shape[-1] if tensor.dim() > 1 else 1
         step = max(1, min(len(flat) // width, width))
         while gcd(step, width) > 1:
             step -= 1
