@@ -574,3 +574,14 @@ def test_modules_that_generate_no_text_are_refused_as_such() -> None:
         assert not {"generate", "_outpace_door"} & vars(module).keys()
     with compiled(model), pytest.raises(ModelError, match="it is compiled"):
         outpace.patch(model)
+
+
+def test_an_engine_takes_a_wrapped_module(model: Any) -> None:
+    expected = own(model, PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
+    with outpace.Engine.load(model=torch.nn.DataParallel(model), size=3) as engine:
+        assert list(engine.generate(PROMPT[0].tolist(), max_tokens=8).token_ids) == expected
+    with pytest.raises(ModelError, match="give a transformers PreTrainedModel"):
+        outpace.Engine.load(model=model.lm_head)
+    model.model.layers[0].train()
+    with pytest.raises(ModelError, match=r"eval\(\)"):
+        outpace.Engine.load(model=model)

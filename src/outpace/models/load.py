@@ -137,7 +137,7 @@ def live(
             f"a {type(module).__name__} generates no text: load the checkpoint with AutoModelForCausalLM, which has "
             f"the head for it"
         )
-    if module.training:
+    if any(part.training for part in module.modules()):
         raise ModelError(
             f"this {type(module).__name__} is in training mode, where dropout is on: call its eval() first"
         )
