@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForSequenceClassification, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
 
 import outpace
 from outpace.errors import ModelError, ParameterError
@@ -33,6 +34,8 @@ PROMPT = torch.tensor([[3, 5, 9, 4, 5, 9, 4]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 # A gap of scores under which two orders of sums may choose differently, as a share of the largest score.
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-9, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# What an output's cache, and a forward's, is called in this release.
+CACHE = next(name for name in ("cache", "past_key_values") if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
 Change = Callable[[Any], "AbstractContextManager[Any] | None"]
 
 
@@ -541,7 +544,7 @@ def test_a_returned_cache_can_be_gone_on_with(family: str, asked: dict[str, Any]
         found = model.generate(ids, **asked)
         assert patched.stats.own == {}
     assert torch.equal(found.sequences, expected.sequences)
-    caches = found.past_key_values, expected.past_key_values
+    caches = found.get(CACHE), expected.get(CACHE)
     if not asked.get("use_cache", True):
         assert caches == (None, None)
         return
@@ -553,15 +556,15 @@ def test_a_returned_cache_can_be_gone_on_with(family: str, asked: dict[str, Any]
     more = torch.cat([found.sequences, ids[:, 3:5]], dim=1)
     mask = torch.cat([mask, mask.new_ones((2, more.shape[1] - mask.shape[1]))], dim=1)
     if "cache_implementation" not in asked:  # a static one is as long as the call that made it
-        both = [own(model, more, attention_mask=mask, past_key_values=cache, **GREEDY) for cache in caches]
+        both = [own(model, more, attention_mask=mask, **{CACHE: cache}, **GREEDY) for cache in caches]
         assert torch.equal(*both)
 
 
 def test_a_given_cache_is_filled(model: Any) -> None:
     caches = [DynamicCache(config=model.config) for _ in range(2)]
-    expected = own(model, PROMPT, **GREEDY, past_key_values=caches[0])
+    expected = own(model, PROMPT, **GREEDY, **{CACHE: caches[0]})
     with outpace.patch(model, size=3):
-        assert torch.equal(model.generate(PROMPT, **GREEDY, past_key_values=caches[1]), expected)
+        assert torch.equal(model.generate(PROMPT, **GREEDY, **{CACHE: caches[1]}), expected)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() > 0
 
 

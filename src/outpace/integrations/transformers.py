@@ -31,10 +31,10 @@ from outpace.engine.statistics import Stats, pooled
 from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError
 from outpace.integrations.transformers_calls import (
     NotDraftedError,
+    caches,
     padding_of,
     require_drafted,
     require_known,
-    write_cache,
 )
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
 from outpace.models.base import Model
@@ -362,7 +362,8 @@ class _Call:
         finally:
             self.patch.drafting = False
         if config.return_dict_in_generate:
-            answer.past_key_values = write_cache(model, answer.sequences, model_kwargs)
+            for name, cache in caches(model, answer.sequences, model_kwargs).items():
+                answer[name] = cache
         self.patch.count(loop.results)
         return answer
 

@@ -113,13 +113,13 @@ def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:
     return [width - int(n) for n in lengths]
 
 
-def write_cache(model: Any, sequences: torch.Tensor, given: Mapping[str, Any]) -> Cache | None:
-    """The cache among ``given``, the keywords of ``model``'s forward, with all but the last of ``sequences`` [B, S]:
-    what transformers' own loop leaves in it. None where it was told to use none."""
-    name, cache = next(((name, value) for name, value in given.items() if isinstance(value, Cache)), (None, None))
-    if name is None:
-        return None
-    named: dict[str, Any] = {name: cache, "use_cache": True}
+def caches(model: Any, sequences: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Cache]:
+    """The cache among ``given``, the keywords of ``model``'s forward, by its name there and in outputs. It has all but
+    the last of ``sequences`` [B, S], as transformers' own loop leaves it. None where the call uses none."""
+    found = {name: value for name, value in given.items() if isinstance(value, Cache)}
+    if not found:
+        return {}
+    named: dict[str, Any] = {**found, "use_cache": True}
     mask, positions, length = given.get("attention_mask"), given.get("position_ids"), sequences.shape[1] - 1
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones((len(mask), length - mask.shape[1]))], dim=1)
@@ -130,4 +130,4 @@ def write_cache(model: Any, sequences: torch.Tensor, given: Mapping[str, Any]) -
     if "logits_to_keep" in given:
         named["logits_to_keep"] = 1
     model(input_ids=sequences[:, :-1].to(model.device), **named)
-    return cache
+    return found
