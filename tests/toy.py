@@ -173,7 +173,7 @@ class BrokenOutput(ToyOutput):
 class ToyModel:
     """Logits float32 [V], a pure function of the prefix. ``blur`` mixes in other logits: an imperfect draft model."""
 
-    native, run = None, Model.run
+    native, run, require_unchanged = None, Model.run, Model.require_unchanged
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         RuleError,
     )
     from outpace.exact.sampling import TokenLogprob
-    from outpace.integrations.transformers import generate, patch, unpatch
+    from outpace.integrations.transformers import PatchStats, generate, patch, stats, unpatch
     from outpace.params import GrammarRule, LogitRule, SamplingParams
 
 
@@ -42,6 +42,7 @@ _HOME = {
     "ModelError": "errors",
     "OutpaceError": "errors",
     "ParameterError": "errors",
+    "PatchStats": "integrations.transformers",
     "Result": "engine.results",
     "RuleError": "errors",
     "SamplingParams": "params",
@@ -49,6 +50,7 @@ _HOME = {
     "TokenLogprob": "exact.sampling",
     "generate": "integrations.transformers",
     "patch": "integrations.transformers",
+    "stats": "integrations.transformers",
     "unpatch": "integrations.transformers",
 }
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "ModelError",
     "OutpaceError",
     "ParameterError",
+    "PatchStats",
     "Result",
     "RuleError",
     "SamplingParams",
@@ -73,6 +76,7 @@ __all__ = [
     "__version__",
     "generate",
     "patch",
+    "stats",
     "unpatch",
 ]
 
@@ -81,7 +85,18 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that ``import outpace`` stays instant."""
     if name not in _HOME:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
-    return getattr(import_module(f"outpace.{_HOME[name]}"), name)
+    try:
+        return getattr(import_module(f"outpace.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        from outpace.common.installing import install
+        from outpace.errors import MissingExtraError
+
+        raise MissingExtraError(
+            f"outpace.{name} is for transformers models and needs {error.name}: {install('outpace[torch]')}; "
+            'for text, outpace.Engine.load("demo").generate("Hello") needs neither'
+        ) from error
 
 
 def __dir__() -> list[str]:

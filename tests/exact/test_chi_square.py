@@ -44,7 +44,7 @@ DRAFTER = 0.7 * TARGET + 0.3 * np.stack([zipf(c, 2) for c in range(CONTEXTS)])
 class Contextual:
     """A model whose logits depend on the last token's context alone."""
 
-    native, run = None, Model.run
+    native, run, require_unchanged = None, Model.run, Model.require_unchanged
 
     def __init__(self) -> None:
         self.kv, self.lock = ToyKV(), FairLock()

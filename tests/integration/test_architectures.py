@@ -318,6 +318,7 @@ def test_features_enter_beside_the_tokens(pair: Pair) -> None:
 NO_EMBEDDING = ("gpt2", "opt")  # a position's own embedding is added
 
 
+@torch.no_grad()
 def test_parts_end_where_the_model_ends(pair: Pair) -> None:
     """From the last layer's output to the logits, and from tokens to what the first layer sees."""
     t = text(10, 22)
@@ -433,18 +434,26 @@ def test_unstated_context_length_is_limited_aloud() -> None:
     assert "limited to 4096" in str(reason)
 
 
-def test_a_module_is_given_back_as_it_was() -> None:
-    module = tiny("llama").train()
-    t = torch.from_numpy(text(9, 1).astype(np.int64))[None]
-    before = module(input_ids=t).logits
-    model = TransformersModel(module, name="m")
-    torch.testing.assert_close(module(input_ids=t).logits, before)  # its own forward works in between
-    model.close()
-    after = module(input_ids=t).logits
-    assert torch.equal(before, after)
-    assert module.training
-    after.sum().backward()
-    assert module.model.layers[0].mlp.up_proj.weight.grad is not None
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # by our own forward, and through its modules
+def test_a_module_stays_as_it_is(family: str) -> None:
+    module = tiny(family)
+    t = text(9, 1)
+    ids = torch.from_numpy(t.astype(np.int64))[None]
+    before, state = module(input_ids=ids).logits, [(dict(vars(m)), dict(m._parameters)) for m in module.modules()]
+    with torch.inference_mode():  # whose tensors could not be trained
+        models = [TransformersModel(module, name="m") for _ in range(2)]
+    for model in (*models, models[0]):
+        row = model.kv.alloc()
+        batch = Batch.pack([row], [t], [0], [True])
+        close(model.forward(batch).logits(batch.wanted), before[0].detach().numpy())
+        after = module(input_ids=ids).logits
+        assert torch.equal(before, after)
+        assert [(dict(vars(m)), dict(m._parameters)) for m in module.modules()] == state
+        after.sum().backward()
+        assert module.model.layers[0].self_attn.o_proj.weight.grad is not None
+    for model in models:
+        model.close()
+    assert [(dict(vars(m)), dict(m._parameters)) for m in module.modules()] == state
     refused = tiny("gemma3_text", use_bidirectional_attention=True)
     with pytest.raises(ModelError, match="neither causal"):
         TransformersModel(refused, name="m")

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def patched(model: Any) -> Iterator[Any]:
     with outpace.patch(model, size=4):
         yield model
+        assert not outpace.stats(model).own  # every call was drafted
 
 
 def own(model: Any, *args: Any, **named: Any) -> Any:
@@ -78,8 +80,9 @@ def test_greedy_tokens_are_the_models_own(model: Any, asked: dict[str, Any]) -> 
     ids[0, :3], mask[0, :3] = 0, 0
     asked = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, **asked}
     expected = own(model, ids, **asked)
-    with outpace.patch(model, size=4):
+    with outpace.patch(model, size=4) as patched:
         assert torch.equal(model.generate(ids, **asked), expected)
+        assert not patched.stats.own
     assert torch.equal(model.generate(ids, **asked, custom_generate=outpace.generate), expected)
     outpace.unpatch(model)
 
@@ -167,19 +170,99 @@ def test_the_models_own_forward_works_beside_it(model: Any) -> None:
     )
 
 
+def test_what_cannot_be_drafted_is_the_models_own(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With the same tokens, draws of torch's generator included, and a reason that is logged once."""
+    asked: dict[str, dict[str, Any]] = {
+        "beam_search": {"num_beams": 2},
+        "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
+        "UnbatchedClassifierFreeGuidance": {"guidance_scale": 1.5, "do_sample": True},
+        "attention_mask": {"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]]), "do_sample": True},
+        "inputs_embeds": {"inputs_embeds": model.get_input_embeddings()(PROMPT).detach()},
+        "max_length=132": {"max_new_tokens": 125, "stopping_criteria": StoppingCriteriaList([early])},
+        "custom_generate": {"custom_generate": lambda model, input_ids, **_: input_ids[:, :2]},
+    }
+    with outpace.patch(model, size=4) as patched:
+        for count, (named, given) in enumerate(asked.items(), 1):
+            given = {"max_new_tokens": 6, "do_sample": False, **given}
+            prompt = () if "inputs_embeds" in given else (PROMPT,)
+            torch.manual_seed(5)
+            expected = own(model, *prompt, **given)
+            for _ in range(2):
+                torch.manual_seed(5)
+                found = model.generate(*prompt, **given)
+                assert type(found) is type(expected)
+                one, other = (getattr(answer, "sequences", answer) for answer in (found, expected))
+                assert torch.equal(one, other), named
+            assert named in [*patched.stats.own][-1]
+            assert (patched.stats.calls, len(patched.stats.own)) == (2 * count, count)
+            assert sum("undrafted" in message for message in caplog.messages) == count
+        with pytest.raises(ValueError, match="not_a_keyword"):
+            model.generate(PROMPT, not_a_keyword=1)
+        with pytest.raises(TypeError):
+            model.generate(*[None] * 40)
+        assert patched.stats.calls == 2 * len(asked)
+    with pytest.raises(ParameterError, match="beam_search: leave custom_generate out"):
+        model.generate(PROMPT, num_beams=2, max_new_tokens=4, custom_generate=outpace.generate)
+    outpace.unpatch(model)
+
+
+def test_a_generate_within_another_one(patched: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    expected, inner = own(patched, PROMPT, **asked), []
+
+    def nested(ids: torch.Tensor, _: Any) -> torch.Tensor:
+        inner.append(patched.generate(PROMPT, **asked))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    assert torch.equal(patched.generate(PROMPT, **asked, stopping_criteria=StoppingCriteriaList([nested])), expected)
+    assert all(torch.equal(answer, expected) for answer in inner)
+    assert outpace.stats(patched).own == {"a generate inside another one": len(inner)}
+    outpace.patch(patched)  # which counts anew
+
+
+def test_an_error_of_a_processor_is_the_callers(patched: Any) -> None:
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("mine")
+
+    for generate in (patched.generate, lambda *args, **named: own(patched, *args, **named)):
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            generate(PROMPT, max_new_tokens=4, logits_processor=LogitsProcessorList([broken]))
+    assert patched.generate(PROMPT, max_new_tokens=4).shape[0] == 1
+
+
+def test_stats_of_patched_calls(model: Any) -> None:
+    with pytest.raises(ParameterError, match=r"not patched: call outpace.patch\(model\) first"):
+        outpace.stats(model)
+    asked: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    with outpace.patch(model, drafter="ngram", size=4) as patched:
+        for batch in (1, 2):
+            model.generate(PROMPT.expand(batch, -1), **asked)
+        stats = outpace.stats(model)
+        assert stats == patched.stats
+        assert (stats.calls, stats.own, stats.notes) == (2, {}, ())
+        assert stats.last is not None
+        assert (stats.last.requests, stats.last.tokens, stats.total.tokens) == (2, 18, 27)
+        assert stats.tokens_per_step == 27 / stats.total.steps
+        assert set(stats.total.drafted_by) <= {"ngram"}
+        model.generate(PROMPT, num_beams=2, max_new_tokens=3)
+        assert repr(outpace.stats(model)).startswith("PatchStats(3 calls, 2 drafted: 27 tokens")
+        assert outpace.stats(model).last is None
+
+
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("call", "says"),
     [
-        ({"num_beams": 2}, "beam_search"),
-        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]])}, "attention_mask"),
-        ({"max_new_tokens": 4000}, "max_new_tokens"),
+        (lambda: outpace.generate("Hello"), r'use outpace.Engine.load\("demo"\).generate\("Hello"\)'),
+        (lambda: outpace.generate(prompt="Hello"), r"custom_generate=outpace.generate"),
+        (lambda: outpace.patch("gpt2"), r"not 'gpt2': AutoModelForCausalLM.from_pretrained\('gpt2'\)"),
+        (lambda: outpace.unpatch("gpt2"), "outpace.unpatch takes a transformers model"),
+        (lambda: outpace.stats(None), "not a NoneType"),
+        (lambda: outpace.patch(SimpleNamespace(model=torch.nn.Linear(1, 1))), "give its .model"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(patched: Any, asked: dict[str, Any], named: str) -> None:
-    with pytest.raises(ParameterError, match=named):
-        patched.generate(PROMPT, **{"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **asked})
+def test_what_is_no_model_is_refused_with_a_remedy(call: Any, says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
+        call()
 
 
 def test_training_mode_is_refused() -> None:

@@ -207,9 +207,11 @@ class Engine:
 
     def submit(self, prepared: Prepared) -> int:
         """Queue ``prepared``, which ``prepare`` made, once, and return its id. Raises ParameterError when the engine
-        was closed."""
+        was closed, ModelError when the model in memory that it was made of has changed since."""
         with self._lock:
             self._require_open()
+            if self._core.scheduler.idle:  # once for requests that run together
+                self.model.require_unchanged()
             self._core.submit(prepared.request, prepared.sequences)
         return prepared.request.id
 

@@ -14,7 +14,7 @@ from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.intake import EngineOptions
 from outpace.errors import ParameterError
-from outpace.models.load import Source, estimate, live, load, resolve
+from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
 
@@ -60,7 +60,8 @@ def load_engines(
         source: Source | None = found
         device, weights = _announce(found, beside, load_options)
     else:
-        source, device, weights = None, str(model.device), 0
+        model = unwrapped(model)
+        source, device, weights = None, str(getattr(model, "device", "cpu")), 0
     limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
     load_options = replace(load_options, kv_memory=limit)
     if len(specs) > 1:  # used in turn: what one keeps would be another's loss

@@ -6,16 +6,19 @@ same modules. Its tokens are taken column by column, as transformers' own loop a
 
 from __future__ import annotations
 
+import inspect
+import logging
+import weakref
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Lock
+from math import ceil
+from threading import RLock
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from outpace.drafters.base import DraftContext, Drafter
@@ -23,21 +26,57 @@ from outpace.drafters.forward.model import drafting_with
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
-from outpace.engine.results import Delta
-from outpace.errors import ParameterError
+from outpace.engine.results import Delta, Result
+from outpace.engine.statistics import Stats, pooled
+from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError
+from outpace.integrations.transformers_calls import (
+    NotDraftedError,
+    caches,
+    padding_of,
+    require_drafted,
+    require_known,
+)
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
 from outpace.models.base import Model
-from outpace.models.load import live
+from outpace.models.load import live, unwrapped
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.torch.state import ModuleState
 from outpace.params import SamplingParams
 
 _DOOR = "_outpace_door"
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-_USED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus")
 _MOST_NODES = 63
 _OPENING = Lock()  # two threads that call a model's first generate share one engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStats:
+    """What the calls of a patched model's ``generate`` came to.
+
+    ``calls``: how many returned; ``own``: those that went to the model's own ``generate``, by the reason; ``last``:
+    counts and times of the last call, None where it was the model's own; ``total``: of all drafted calls. ``notes``:
+    what was turned off in drafted calls, and why.
+    """
+
+    calls: int
+    own: dict[str, int]
+    last: Stats | None
+    total: Stats
+    notes: tuple[str, ...]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens over steps, of all drafted calls."""
+        return self.total.tokens_per_step
+
+    def __repr__(self) -> str:
+        own = "".join(f"; {n} by the model's own generate: {reason}" for reason, n in self.own.items())
+        notes = "".join(f"; {note}" for note in self.notes)
+        calls = f"{self.calls} call{'' if self.calls == 1 else 's'}"
+        return f"PatchStats({calls}, {self.calls - sum(self.own.values())} drafted: {self.total.summary}{own}{notes})"
 
 
 class Patch:
@@ -47,16 +86,68 @@ class Patch:
     def __init__(self, module: Any, drafter: str, options: dict[str, Any]) -> None:
         options = {"prefix_rows": 0, "max_rows": 64, **options}
         memory = options.pop("kv_memory", None)
-        self._module, self._drafter, self._options = module, drafter, options
+        self._module, self._drafter, self._options = weakref.ref(module), drafter, options
         limit = spare_memory(str(module.device), 0) if memory is None else memory
         self._load_options = LoadOptions(kv_memory=limit)
-        self.model: Model = live(module, None, self._load_options)[0]
-        self._engines: dict[Any, Engine] = {}
-        self.lock = Lock()  # one generate at a time
+        self._engines: dict[tuple[str, int], Engine] = {}  # by the drafter's spec and the assistant's id
+        self._assistants: dict[int, ModuleState] = {}  # by id
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # assistants that have a finalizer
+        self._state: ModuleState | None = None  # of the module, as the engines have it
+        self._refusal: str | None = None  # why there can be none
+        self.model: Model
+        self._serve(module)
+        self.lock = RLock()  # one generate at a time
+        self.drafting = False  # whether an engine runs; a generate that is called from within is the model's own
+        self._calls, self._own, self._notes = 0, Counter[str](), dict[str, None]()
+        self._last: Stats | None = None
+        self._total = pooled([])
+
+    @property
+    def stats(self) -> PatchStats:
+        """What the calls so far came to."""
+        return PatchStats(self._calls, dict(self._own), self._last, self._total, tuple(self._notes))
+
+    def count(self, results: list[Result]) -> None:
+        """Add a drafted call, which had these ``results``."""
+        self._calls += 1
+        self._last = pooled(result.stats for result in results)
+        self._total = pooled([self._total, self._last])
+        self._notes |= dict.fromkeys(note for result in results for note in result.notes)
+
+    def count_own(self, reason: str) -> None:
+        """Add a call that the model's own ``generate`` served, and log its ``reason`` once."""
+        if reason not in self._own:
+            log.warning("outpace: undrafted, by the model's own generate: %s", reason)
+        self._calls += 1
+        self._own[reason] += 1
+        self._last = None
+
+    def _serve(self, module: Any) -> None:
+        self.model = live(module, None, self._load_options, weak=True)[0]
+        self._state = ModuleState(module)
+
+    def follow(self, module: Any) -> None:
+        """Serve ``module`` as it is now: one that changed since is read, and proven, again. Raises NotDraftedError
+        inside another call, and ModelError where it can no longer be served exactly."""
+        if self.drafting:
+            raise NotDraftedError("a generate inside another one")
+        if self._state is None or not self._state.same(module):
+            self._state = self._refusal = None
+            self._release()
+            try:
+                self._serve(module)
+            except Exception as error:  # torch's, too, where it cannot compute what the module has become
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                self._state, self._refusal = ModuleState(module), lines[0]
+        if self._refusal is not None:
+            raise ModelError(self._refusal)
 
     def engine(self, drafter: str | None = None, assistant: Any = None, tokenizers: Any = None) -> Engine:
         """The engine that drafts by the spec ``drafter`` (None: the patch's own) or with the module ``assistant``."""
-        key = (drafter or self._drafter, None if assistant is None else id(assistant))
+        identity = id(assistant)
+        if identity in self._assistants and not self._assistants[identity].same(assistant):
+            self._forget(identity)
+        key = (drafter or self._drafter, identity)
         if key not in self._engines:
             options = dict(self._options)
             spec = parse(key[0])
@@ -68,6 +159,10 @@ class Patch:
                     built = build(spec, DraftContext(self.model, None, self._load_options, nodes))
                 else:
                     built = self._assisted(assistant, tokenizers, nodes)
+                    self._assistants[identity] = ModuleState(assistant)
+                    if assistant not in self._watched:
+                        self._watched.add(assistant)
+                        weakref.finalize(assistant, _forget, weakref.ref(self), identity).atexit = False
                 undo.callback(built.close)
                 self._engines[key] = Engine(self.model, None, drafter=built, **options)
                 undo.pop_all()
@@ -78,18 +173,31 @@ class Patch:
         if tokenizers is not None:
             own = [Tokenizer.from_transformers(tokenizer) for tokenizer in tokenizers]
         context = DraftContext(self.model, own[0], self._load_options, nodes)
-        return drafting_with(live(assistant)[0], own[1], "assistant", context)
+        return drafting_with(live(assistant, weak=True)[0], own[1], "assistant", context)
 
-    def close(self) -> None:
-        """Give the model its own generate back, and the memory. Calling twice is allowed."""
-        self._module.__dict__.pop(_DOOR, None)
-        if isinstance(self._module.__dict__.get("generate"), MethodType):
-            del self._module.generate
+    def _forget(self, assistant: int) -> None:
+        """Give back what drafts with the assistant of this id; the target is the other engines', too."""
+        self._assistants.pop(assistant, None)
+        for key in [key for key in self._engines if key[1] == assistant]:
+            self._engines.pop(key).drafter.close()
+
+    def _release(self) -> None:
+        self._assistants.clear()
         with ExitStack() as closing:
             closing.callback(self.model.close)
-            for engine in self._engines.values():
-                closing.callback(engine.close)
-            self._engines.clear()
+            while self._engines:
+                closing.callback(self._engines.popitem()[1].close)
+
+    def close(self) -> None:
+        """Give the model its own generate back, and the memory. Calling twice is allowed. Raises ParameterError inside
+        a call of it."""
+        with self.lock:
+            if self.drafting:
+                raise ParameterError("this model's generate is running: undo the patch when it has returned")
+            module = self._module()
+            if module is not None and module.__dict__.pop(_DOOR, None) is not None:
+                module.__dict__.pop("generate", None)
+            self._release()
 
     def __enter__(self) -> Patch:
         return self
@@ -104,14 +212,22 @@ class Patch:
         return type(None), ()
 
 
+def _forget(patch: weakref.ref[Patch], assistant: int) -> None:
+    found = patch()
+    if found is not None:
+        found._forget(assistant)
+
+
 def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
     """Let ``model.generate(...)`` decode speculatively: greedy tokens stay the same, sampled ones as likely as before.
 
     ``model``: a decoder-only transformers model in evaluation mode. ``drafter``: a spec such as "auto" or "ngram", for
     calls that name no ``assistant_model``, ``prompt_lookup_num_tokens`` or ``assistant_early_exit``. ``options``: those
-    of ``EngineOptions`` (size, ...), and ``kv_memory`` in bytes. ``unpatch(model)``, or the result's ``close``, undoes
-    it. Raises ModelError when the model cannot be served exactly, ParameterError, DrafterError.
+    of ``EngineOptions`` (size, ...), and ``kv_memory`` in bytes. Calls that cannot be drafted go to the model's own
+    ``generate``: ``stats(model)`` says which, and why. ``unpatch(model)``, or the result's ``close``, undoes it. Raises
+    ModelError when the model cannot be served exactly, ParameterError, DrafterError.
     """
+    model = _module_of("patch", model)
     unpatch(model)
     found = _open(model, drafter, options)
     model.generate = MethodType(_generate, model)
@@ -120,9 +236,31 @@ def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
 
 def unpatch(model: Any) -> None:
     """Give ``model`` its own ``generate`` back, and the memory. A model that is not patched stays as it is."""
-    found = model.__dict__.get(_DOOR)
+    found = _module_of("unpatch", model).__dict__.get(_DOOR)
     if found is not None:
         found.close()
+
+
+def stats(model: Any) -> PatchStats:
+    """What calls of ``model.generate`` came to since ``patch(model)``. Raises ParameterError for other models."""
+    found = _module_of("stats", model).__dict__.get(_DOOR)
+    if found is None:
+        raise ParameterError(f"this {type(model).__name__} is not patched: call outpace.patch(model) first")
+    assert isinstance(found, Patch)
+    return found.stats
+
+
+def _module_of(function: str, model: Any) -> Any:
+    """The model whose ``generate`` is called in the end. Raises ParameterError where there is none."""
+    if isinstance(model, torch.nn.Module):
+        return unwrapped(model)
+    remedy = "load one with transformers, or use outpace.Engine.load(...).generate(...), which loads it itself"
+    if isinstance(model, str):
+        remedy = f"AutoModelForCausalLM.from_pretrained({model!r}) loads one; outpace.Engine.load({model!r}) needs none"
+    elif isinstance(getattr(model, "model", None), torch.nn.Module):
+        remedy = "give its .model"
+    shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+    raise ParameterError(f"outpace.{function} takes a transformers model in memory, not {shown}: {remedy}")
 
 
 def _open(model: Any, drafter: str = "auto", options: dict[str, Any] | None = None) -> Patch:
@@ -136,35 +274,108 @@ def _open(model: Any, drafter: str = "auto", options: dict[str, Any] | None = No
     return found
 
 
-def _generate(
-    self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, custom_generate: Any = None, **named: Any
-) -> Any:
-    """A patched model's ``generate``; what it is given goes to the model's own, which calls ``generate`` below."""
-    own = partial(type(self).generate, self, inputs, generation_config, *args)
-    if self.__dict__.get(_DOOR) is None or custom_generate is not None:  # a copy; or another's loop is asked for
-        return own(custom_generate=custom_generate, **named)
-    if args:
-        raise ParameterError("a patched generate takes what follows generation_config by name")
-    given = {name: named.pop(name, None) for name in ("streamer", "assistant_model", "assistant_tokenizer")}
-    if named.get("past_key_values") is not None:
-        raise _unserved("past_key_values")
-    tokenizer = named.pop("tokenizer", None)
-    if tokenizer is not None and (stops := named.pop("stop_strings", None)) is not None:
-        criteria = StoppingCriteriaList(named.get("stopping_criteria") or [])
-        named["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stops)])
-    return own(custom_generate=partial(generate, **given, text_tokenizer=tokenizer), **named)
+def _generate(self: Any, *args: Any, **named: Any) -> Any:
+    """A patched model's ``generate``: drafted, or else the model's own with the very same arguments."""
+    own = type(self).generate
+    patched = self.__dict__.get(_DOOR)
+    if patched is None:  # a copy
+        return own(self, *args, **named)
+    with patched.lock:
+        call = _Call(patched)
+        random = torch.get_rng_state()
+        try:
+            return call.drafted(own, inspect.signature(own).bind(self, *args, **named))
+        except Exception as error:
+            # Before the engine has begun nothing of the call is used up. Mistakes raise the same again below.
+            if call.begun or (call.prepared and not isinstance(error, OutpaceError)):
+                raise
+            reason = error.reason if isinstance(error, NotDraftedError) else str(error)
+        torch.set_rng_state(random)
+        answer = own(self, *args, **named)
+        patched.count_own(reason)
+        return answer
 
 
-def _unserved(what: str) -> ParameterError:
-    return ParameterError(f"{what} is not served by outpace: leave it out, or call outpace.unpatch(model) first")
+_generate.__name__ = "generate"  # by which a bound method is pickled: a copy gets the class's own
+
+
+@dataclass
+class _Call:
+    """A call of ``generate`` that is to be drafted. It is the decoding loop, too, that transformers calls with what it
+    has prepared; what transformers keeps from such a loop is given here."""
+
+    patch: Patch
+    streamer: Any = None
+    assistant: Any = None
+    assistant_tokenizer: Any = None
+    tokenizer: Any = None
+    prepared: bool = False  # transformers has checked and prepared the arguments
+    begun: bool = False  # the engine has the requests
+
+    def drafted(self, own: Any, bound: inspect.BoundArguments) -> Any:
+        """What the model's ``own`` generate returns with this call as its decoding loop, and the arguments ``bound``.
+
+        Raises NotDraftedError, or what transformers raises.
+        """
+        (_, model), *arguments = bound.arguments.items()
+        given: dict[str, Any] = {}
+        for name, value in arguments:
+            given |= value if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        if given.get("custom_generate") is generate:
+            del given["custom_generate"]
+        require_known(given)
+        self.streamer, self.assistant = given.pop("streamer", None), given.pop("assistant_model", None)
+        self.assistant_tokenizer, self.tokenizer = given.pop("assistant_tokenizer", None), given.pop("tokenizer", None)
+        if self.tokenizer is not None and (stops := given.pop("stop_strings", None)) is not None:
+            criteria = given.get("stopping_criteria") or []
+            given["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(self.tokenizer, stops)])
+        return own(model, **given, custom_generate=self)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        self.prepared = True
+        config = generation_config
+        require_drafted(model, config, model_kwargs)
+        padding = padding_of(input_ids, model_kwargs)
+        self.patch.follow(model)
+        spec = None
+        if config.assistant_early_exit is not None:  # which of them comes first is transformers' order
+            spec = f"layers:{config.assistant_early_exit}"
+        elif config.prompt_lookup_num_tokens is not None and self.assistant is None:
+            if not config.prompt_lookup_num_tokens > 0:
+                raise NotDraftedError(f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}")
+            longest = f",max={config.max_matching_ngram_size}" if config.max_matching_ngram_size else ""
+            spec = f"ngram:size={min(config.prompt_lookup_num_tokens, _MOST_NODES)}{longest}"
+        both = None if self.assistant_tokenizer is None else (self.tokenizer, self.assistant_tokenizer)
+        engine = self.patch.engine(spec, self.assistant, both)
+        loop = _Loop(engine, input_ids, list(logits_processor), list(stopping_criteria), config, self.streamer, padding)
+        self.patch.drafting = True
+        try:
+            with loop:
+                self.begun = True
+                answer = loop.run()
+        finally:
+            self.patch.drafting = False
+        if config.return_dict_in_generate:
+            for name, cache in caches(model, answer.sequences, model_kwargs).items():
+                answer[name] = cache
+        self.patch.count(loop.results)
+        return answer
 
 
 def generate(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    model: Any = None,
+    input_ids: Any = None,
+    logits_processor: Any = (),
+    stopping_criteria: Any = (),
+    generation_config: Any = None,
     streamer: Any = None,
     assistant_model: Any = None,
     assistant_tokenizer: Any = None,
@@ -175,61 +386,19 @@ def generate(
 
     ``input_ids`` int64 [B, S]; ``logits_processor``, ``stopping_criteria``, ``generation_config`` and ``model_kwargs``
     as transformers prepares them. It hands no ``streamer``, ``assistant_model``, ``assistant_tokenizer`` or
-    ``text_tokenizer`` (the model's own) to a callable, but a patched ``generate`` does. The engine stays with ``model``
-    until ``outpace.unpatch(model)``. Returns int64 [B, S + new], or a GenerateDecoderOnlyOutput. Raises ParameterError
-    for what is not served, by name.
+    ``text_tokenizer`` (the model's own) to a callable: ``functools.partial`` does, or a patched ``generate``. The
+    engine stays with ``model`` until ``outpace.unpatch(model)``. Returns int64 [B, S + new], or a
+    GenerateDecoderOnlyOutput. Raises ParameterError for what is not drafted, by name.
     """
-    config = generation_config
-    _refuse(model, config, model_kwargs)
-    spec = None
-    if config.prompt_lookup_num_tokens is not None and assistant_model is None:
-        longest = f",max={config.max_matching_ngram_size}" if config.max_matching_ngram_size else ""
-        spec = f"ngram:size={min(config.prompt_lookup_num_tokens, _MOST_NODES)}{longest}"
-    elif config.assistant_early_exit is not None:
-        spec = f"layers:{config.assistant_early_exit}"
-    door = _open(model)
-    tokenizers = None if assistant_tokenizer is None else (text_tokenizer, assistant_tokenizer)
-    with door.lock:
-        engine = door.engine(spec, assistant_model, tokenizers)
-        padding = _padding(input_ids, model_kwargs)
-        return _Loop(
-            engine, input_ids, list(logits_processor), list(stopping_criteria), config, streamer, padding
-        ).run()
-
-
-def _refuse(model: Any, config: Any, model_kwargs: dict[str, Any]) -> None:
-    mode = config.get_generation_mode(None)
-    if mode not in _MODES:
-        raise _unserved(f"the generation mode {mode.value}")
-    for name in ("output_attentions", "output_hidden_states", "token_healing"):
-        if getattr(config, name, False):
-            raise _unserved(name)
-    for name, value in model_kwargs.items():
-        cached = name == "past_key_values" and value is not None and value.get_seq_length() > 0
-        if cached or (name not in _USED and value is not None):
-            raise _unserved(name)
-    if model_kwargs.get("synced_gpus"):
-        raise _unserved("synced_gpus")
-    if model.training:
-        raise ParameterError("the model is in training mode, where dropout is on: call model.eval() first")
-
-
-def _padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """How many of each row's first tokens are padding. Raises ParameterError for other masks and positions."""
-    batch, width = input_ids.shape
-    mask = model_kwargs.get("attention_mask")
-    mask = torch.ones((batch, width), dtype=torch.bool) if mask is None else mask.bool().cpu()
-    lengths = mask.sum(1)
-    if mask.shape != (batch, width) or not torch.equal(mask, torch.arange(width)[None] >= width - lengths[:, None]):
-        raise _unserved("an attention_mask that is not left padding")
-    if not int(lengths.min()):
-        raise ParameterError("a prompt is empty: give at least one token that the attention_mask lets through")
-    positions = model_kwargs.get("position_ids")
-    if positions is not None:
-        usual = (mask.long().cumsum(-1) - 1).masked_fill(~mask, 0)
-        if not torch.equal(positions.cpu().expand(batch, -1).masked_fill(~mask, 0), usual):
-            raise _unserved("position_ids that do not count a row's tokens")
-    return [width - int(n) for n in lengths]
+    if not isinstance(model, torch.nn.Module) or generation_config is None:
+        raise ParameterError(
+            "outpace.generate is a decoding loop, for model.generate(..., custom_generate=outpace.generate): "
+            'for text, use outpace.Engine.load("demo").generate("Hello")'
+        )
+    patched = _open(model)
+    with patched.lock:
+        call = _Call(patched, streamer, assistant_model, assistant_tokenizer, text_tokenizer)
+        return call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
 @dataclass
@@ -249,59 +418,79 @@ class _Loop:
     rules: list[Processors | None] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)  # a column each, float32 [B, V]
     logits: list[torch.Tensor] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     column: int = 0  # new columns that are whole
 
     def __post_init__(self) -> None:
         config, (batch, width) = self.config, self.input_ids.shape
         self._keep = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         own = (EosTokenCriteria, MaxLengthCriteria)
-        self._ends = sorted({int(i) for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id})
-        self._longest = min(c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria))
-        self._asked = [c for c in self.criteria if not isinstance(c, own)]
+        self._ends = sorted({int(i) for c in self.criteria if type(c) is EosTokenCriteria for i in c.eos_token_id})
+        self._longest = ceil(min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria))
+        self._asked = StoppingCriteriaList(c for c in self.criteria if type(c) not in own)
         self._new = self._longest - width
-        self._ids = torch.cat([self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)))], dim=1)
+        self._ids = torch.cat(
+            [self.input_ids, self.input_ids.new_zeros((batch, max(self._new, 1)), dtype=torch.int64)], 1
+        )
+        self._requests: dict[int, int] = {}  # the row of each of the engine's requests
         self._rows: list[list[int]] = [[] for _ in range(batch)]  # new tokens; some may be ahead of the columns
         self._over = [False] * batch  # the engine has ended it
         self._done = [False] * batch  # transformers has
 
+    def __enter__(self) -> _Loop:
+        """Give the engine a request a row. Raises OutpaceError for what it does not serve; nothing is used up then."""
+        most = self.engine.model.info.max_length
+        if self._longest > most:
+            raise NotDraftedError(f"max_length={self._longest} where the model's context has {most} positions")
+        rows = range(len(self._rows))
+        seeds = torch.randint(0, 2**62, (len(rows),)).tolist() if self.config.do_sample else [0] * len(rows)
+        with ExitStack() as undo:
+            undo.callback(self._cancel)
+            for row in rows:
+                prompt = self.input_ids[row, self.padding[row] :].cpu().numpy()
+                self._requests[self.engine.add(prompt, self._params(row, seeds[row]))] = row
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for request, row in self._requests.items():
+            if not self._over[row]:
+                self._end(request)
+
+    def _end(self, request: int) -> None:
+        self._over[self._requests[request]] = True
+        self.results += [delta.result for delta in self.engine.cancel(request) if delta.result is not None]
+
     def run(self) -> Any:
-        """What ``generate`` returns. Raises ParameterError where the model's context is too short."""
+        """What ``generate`` returns. Raises what a processor, a criterion or the streamer raises."""
         if self.streamer is not None:
             self.streamer.put(self.input_ids.cpu())
-        requests: dict[int, int] = {}
-        try:
-            self._begin(requests)
-            while not all(self._done):
-                for delta in self.engine.step():
-                    if delta.request in requests:
-                        self._take(requests[delta.request], delta)
-                while not all(self._done) and self._whole():
-                    self._append()
-                self._require_room()
-                for request, row in requests.items():
-                    if self._done[row] and not self._over[row]:
-                        self._over[row] = True
-                        self.engine.cancel(request)
-        finally:
-            for request in requests:
-                self.engine.cancel(request)
+        while not all(self._done):
+            for delta in self.engine.step():
+                if delta.request in self._requests:
+                    self._take(self._requests[delta.request], delta)
+            while not all(self._done) and self._whole():
+                self._append()
+            for request, row in self._requests.items():
+                if self._done[row] and not self._over[row]:
+                    self._end(request)
         if self.streamer is not None:
             self.streamer.end()
         return self._answer()
 
-    def _begin(self, requests: dict[int, int]) -> None:
-        """Add a request a row to the engine, and to ``requests``."""
-        rows = range(len(self._rows))
-        seeds = torch.randint(0, 2**62, (len(rows),)).tolist() if self.config.do_sample else [0] * len(rows)
-        for row in rows:
-            prompt = self.input_ids[row, self.padding[row] :].cpu().numpy()
-            requests[self.engine.add(prompt, self._params(row, seeds[row]))] = row
-
     def _take(self, row: int, delta: Delta) -> None:
         self._rows[row] += delta.token_ids
-        if delta.result is not None:
-            self._over[row] = True
+        if delta.result is None:
+            return
+        self._over[row] = True
+        self.results.append(delta.result)
+        try:
             delta.result.raise_for_error()
+        except RuleError as error:
+            raise (error.__cause__ or error) from None  # a processor's own, as transformers lets it through
 
     def _whole(self) -> bool:
         """Whether every row that goes on has a token for the next column."""
@@ -318,20 +507,11 @@ class _Loop:
         self.column += 1
         full = self.column >= self._new
         self._done = [d or full or token in self._ends for d, token in zip(self._done, tokens, strict=True)]
-        for criterion in self._asked:
-            stops = criterion(self._ids[:, : end + 1], tuple(self.scores) if self.config.output_scores else None)
-            stopped = torch.as_tensor(stops).expand(len(tokens)).tolist()
-            self._done = [d or bool(s) for d, s in zip(self._done, stopped, strict=True)]
+        if self._asked:
+            stopped = self._asked(self._ids[:, : end + 1], tuple(self.scores) if self.config.output_scores else None)
+            self._done = [d or bool(s) for d, s in zip(self._done, stopped.tolist(), strict=True)]
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens))
-
-    def _require_room(self) -> None:
-        for done, over, row in zip(self._done, self._over, self._rows, strict=True):
-            if over and not done and len(row) <= self.column:
-                raise ParameterError(
-                    f"the model's context of {self.engine.model.info.max_length} positions is full before "
-                    f"max_length={self._longest}: lower max_new_tokens or shorten the prompt"
-                )
 
     def _answer(self) -> Any:
         sequences = self._ids[:, : self.input_ids.shape[1] + self.column]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from copy import copy
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from transformers.generation import logits_process as known
 
 from outpace.common.arrays import F32, I32
-from outpace.errors import ParameterError
+from outpace.integrations.transformers_calls import NotDraftedError
 from outpace.params import MIN_TEMPERATURE
 
 # They run the model, or remember what they were called with: a rule sees drafts that may never be committed.
@@ -42,6 +43,8 @@ class Processors:
         after = before.clone()
         for processor in self._processors:
             after = processor(ids, after)
+        if after.shape != before.shape:
+            raise RuntimeError(f"logits processors gave scores of the shape {[*after.shape]}, not {[*before.shape]}")
         if self._keep:
             self.kept[state] = before[0], after[0]
         logits[:] = after[0].float().cpu().numpy()
@@ -50,13 +53,15 @@ class Processors:
 def of_row(processors: list[Any], row: int, width: int) -> list[Any]:
     """What of ``processors`` depends on a row's place in the batch, for ``row`` alone, with its prompts ``width`` wide.
 
-    Raises ParameterError for those that cannot be called on drafts.
+    Raises NotDraftedError for those that cannot be called on drafts.
     """
     found = []
     for processor in processors:
         kind = type(processor).__name__
+        if not callable(processor) or len(inspect.signature(processor.__call__).parameters) != 2:
+            raise NotDraftedError(f"a {kind} as logits processor, which takes more than ids and scores")
         if kind in _REFUSED:
-            raise ParameterError(f"{kind} is not served, since it runs the model or remembers its calls: unpatch first")
+            raise NotDraftedError(f"{kind}, which runs the model or remembers its calls")
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, torch.Tensor):
             processor = copy(processor)

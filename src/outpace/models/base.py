@@ -320,6 +320,9 @@ class Model(Protocol):
         Raises ValueError for a malformed batch, MemoryLimitError when the cache is full.
         """
 
+    def require_unchanged(self) -> None:
+        """Raise ModelError when weights that it was made of have changed since."""
+
     def close(self) -> None:
         """Give back memory and threads. Calling twice is allowed."""
 

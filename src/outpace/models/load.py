@@ -116,9 +116,12 @@ def load(
         return _served(_folder_module(source, options), source.name, tokenizer.eos_ids, options), tokenizer
 
 
-def live(module: Any, tokenizer: Any = None, options: LoadOptions | None = None) -> tuple[Model, Tokenizer | None]:
+def live(
+    module: Any, tokenizer: Any = None, options: LoadOptions | None = None, *, weak: bool = False
+) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer for transformers objects in memory: a PreTrainedModel in evaluation mode, which stays
-    the caller's, and a PreTrainedTokenizer (None: prompts are token ids).
+    the caller's (``weak``: and is neither kept alive nor watched for changes), and a PreTrainedTokenizer (None: prompts
+    are token ids).
 
     Raises ModelError when the model cannot be served exactly; ParameterError for options that say how to load weights.
     """
@@ -126,16 +129,34 @@ def live(module: Any, tokenizer: Any = None, options: LoadOptions | None = None)
     for name in ("dtype", "device", "quantize", "revision", "kv_dtype", "threads"):
         if getattr(options, name) != LoadOptions.__dataclass_fields__[name].default:
             raise ParameterError(Argument(name, getattr(options, name)), " says how to load, but this model is loaded")
+    module = unwrapped(module)
     if options.backend == "native" or not hasattr(module, "get_output_embeddings"):
         raise ModelError(f"a {type(module).__name__} in memory cannot be served: give a transformers PreTrainedModel")
-    if module.training:
+    if module.get_output_embeddings() is None and not module.can_generate():
+        raise ModelError(
+            f"a {type(module).__name__} generates no text: load the checkpoint with AutoModelForCausalLM, which has "
+            f"the head for it"
+        )
+    if any(part.training for part in module.modules()):
         raise ModelError(
             f"this {type(module).__name__} is in training mode, where dropout is on: call its eval() first"
         )
     own = None if tokenizer is None else Tokenizer.from_transformers(tokenizer, module.generation_config)
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     ends = () if own is None else own.eos_ids
-    return _served(module, name, ends, options), own
+    return _served(module, name, ends, options, weak=weak, watched=not weak), own
+
+
+def unwrapped(module: Any) -> Any:
+    """The transformers model within what torch.compile, DataParallel or peft put around it."""
+    while True:
+        children = getattr(module, "_modules", {})
+        inner = children.get("_orig_mod", children.get("module"))
+        if hasattr(module, "get_base_model"):
+            inner = module.get_base_model()
+        if inner is None or inner is module:
+            return module
+        module = inner
 
 
 def estimate(spec: str | Source, options: LoadOptions | None = None) -> MemoryEstimate:
@@ -256,7 +277,8 @@ def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Mo
     if options.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     with _readable(source):
-        return _served(reader.build(gguf, dtype, device), source.name, tokenizer.eos_ids, options), tokenizer
+        module = reader.build(gguf, dtype, device).requires_grad_(False)
+        return _served(module, source.name, tokenizer.eos_ids, options), tokenizer
 
 
 def _folder_module(source: Source, options: LoadOptions) -> Any:
@@ -290,10 +312,10 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
         raise ModelError(
             f"{source.name} has no tensor {missing[0]!r}, so the model is incomplete: get all of its files"
         )
-    return module.to(device)
+    return module.to(device).requires_grad_(False).eval()
 
 
-def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions) -> Model:
+def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions, **lifetime: bool) -> Model:
     from outpace.models.torch.model import TransformersModel
 
     return TransformersModel(
@@ -304,6 +326,7 @@ def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptio
         kv_memory=options.kv_memory,
         strict=options.strict,
         warn=log.warning,
+        **lifetime,
     )
 
 

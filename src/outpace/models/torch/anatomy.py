@@ -5,7 +5,8 @@ One pass with a watching attention function shows every call: which module, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,31 @@ class Anatomy:
     holder: torch.nn.Module  # the module that owns the list of decoder layers ...
     attribute: str  # ... under this name
     layers: torch.nn.ModuleList
-    windows: tuple[int | None, ...]
     scales: tuple[float, ...]
+    forward: Forward
+    sites: tuple[tuple[torch.nn.Module, Site], ...]  # of the attention modules
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(site.window for _, site in self.sites)
+
+
+@contextmanager
+def attending(configs: Sequence[Any], name: str, sites: Sequence[tuple[torch.nn.Module, Site]] = ()) -> Iterator[None]:
+    """Models with these ``configs`` attend by the function registered as ``name``, and as before afterwards: between
+    forwards a module carries nothing of ours, so that two can serve it, and whoever copies or changes it meets none."""
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        for module, site in sites:
+            module.__dict__["_outpace"] = site
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+        for module, _ in sites:
+            module.__dict__.pop("_outpace", None)
 
 
 class Watch:
@@ -129,11 +153,9 @@ def max_length(config: Any) -> tuple[int, str | None]:
     return longest, None
 
 
-def dissect(model: Any, longest: int, tokens: torch.Tensor) -> Anatomy:
-    """Run ``model`` once on ``tokens`` [1, n] with a watching attention, judge what it does, and mark its modules.
-
-    Afterwards every attention module carries a ``Site`` and the model's attention is Outpace's. Raises ModelError.
-    """
+def dissect(model: Any, configs: Sequence[Any], longest: int, tokens: torch.Tensor) -> Anatomy:
+    """Run ``model``, which has these ``configs``, once on ``tokens`` [1, n] with a watching attention, and judge what
+    it does. Raises ModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -145,9 +167,8 @@ def dissect(model: Any, longest: int, tokens: torch.Tensor) -> Anatomy:
     ALL_MASK_ATTENTION_FUNCTIONS.register(watching, watch.mask)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
-        model.set_attn_implementation(watching)
-        model(input_ids=tokens, position_ids=positions, use_cache=False)
-        model.set_attn_implementation(NAME)
+        with attending(configs, watching):
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)  # there is no public way to unregister
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)
@@ -163,7 +184,7 @@ def _judge(model: Any, watch: Watch) -> Anatomy:
     if len({id(call.module) for call in calls}) < len(calls):
         raise ModelError("some of its layers share one attention module")
     holder, attribute, layers = _layers(model, [call.module for call in calls])
-    shared = Forward()
+    shared, sites = Forward(), list[tuple[torch.nn.Module, Site]]()
     for i, call in enumerate(calls):
         for name, value in call.extras.items():
             unset = value is None or value is False or (name == "dropout" and value == 0.0)
@@ -172,11 +193,9 @@ def _judge(model: Any, watch: Watch) -> Anatomy:
                 raise ModelError(f"its attention has an extra that is not supported: {_extra(name)}")
         if not getattr(call.module, "is_causal", True):
             raise ModelError("its attention is not causal")
-        call.module._outpace = Site(shared, i, watch.window(call))
-    model._outpace_forward = shared
-    shapes, sites = tuple(call.shape for call in calls), [call.module._outpace for call in calls]
-    windows, scales = tuple(site.window for site in sites), tuple(call.scale for call in calls)
-    return Anatomy(shapes, calls[0].dtype, holder, attribute, layers, windows, scales)
+        sites.append((call.module, Site(shared, i, watch.window(call))))
+    shapes, scales = tuple(call.shape for call in calls), tuple(call.scale for call in calls)
+    return Anatomy(shapes, calls[0].dtype, holder, attribute, layers, scales, shared, tuple(sites))
 
 
 def _extra(name: str) -> str:

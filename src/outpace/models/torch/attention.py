@@ -288,7 +288,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Set on every attention module as ``_outpace``."""
+    """Set on an attention module as ``_outpace`` while a forward runs through it."""
 
     forward: Forward
     layer: int

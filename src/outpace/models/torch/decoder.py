@@ -18,6 +18,7 @@ from outpace.models import families
 from outpace.models.families import KEYS, OUTER, SPELLINGS
 from outpace.models.torch import attention
 from outpace.models.torch.attention import Plan
+from outpace.models.torch.state import hooked
 
 REPACKED = (torch.float32, torch.bfloat16)
 TOKENS = 8  # the width that weights are repacked for
@@ -27,17 +28,17 @@ class Projection:
     """One product with the rows of several linear modules, in their order."""
 
     def __init__(self, modules: Sequence[torch.nn.Linear]) -> None:
-        weights, biases = [m.weight for m in modules], [m.bias for m in modules if m.bias is not None]
+        weights, biases = [m.weight.detach() for m in modules], [m.bias for m in modules if m.bias is not None]
         self.rows = [len(weight) for weight in weights]
         self._bias = torch.cat(list(biases)) if biases else None
         self._packed: Tensor | None = None
-        weight = weights[0].detach() if len(weights) == 1 else torch.cat(list(weights))
+        weight = _together(weights)
         mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
         if weight.device.type == "cpu" and weight.dtype in REPACKED and mkldnn:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
             return
         self._weight = weight
-        if len(modules) > 1:  # the modules read the same memory
+        if weight.data_ptr() != weights[0].data_ptr():  # the modules read the same memory
             for module, part in zip(modules, weight.split(self.rows), strict=True):
                 module.weight.data = part
 
@@ -51,6 +52,18 @@ class Projection:
             return F.linear(x, self._weight, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
+
+
+def _together(weights: Sequence[Tensor]) -> Tensor:
+    """``weights`` [rows, H] as one, without a copy where they lie one behind the other, as those of a module do that
+    is served already."""
+    first, whole = weights[0], torch.Size((sum(len(weight) for weight in weights), weights[0].shape[1]))
+    ends = [weight.data_ptr() + weight.numel() * weight.element_size() for weight in weights]
+    behind = all(weight.data_ptr() == end for weight, end in zip(weights[1:], ends[:-1], strict=True))
+    one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    if behind and one and all(weight.is_contiguous() for weight in weights):
+        return first.as_strided(whole, first.stride(), first.storage_offset())
+    return torch.cat(list(weights))
 
 
 class _Norm:
@@ -197,9 +210,9 @@ def described(module: Any) -> bool:
         return False
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "quantization_config", None) is not None:
         return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    changed = hooked(module) or any("forward" in vars(m) for m in module.modules())
     inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]
     plain = all(type(m) is torch.nn.Linear or type(m).__module__.startswith("transformers.models.") for m in inside)
     plain &= all(type(p) is torch.nn.Parameter and type(p.data) is Tensor for p in module.parameters())
     one = len({p.device for p in module.parameters()}) == 1
-    return plain and one and not hooked and type(module.get_output_embeddings()) is torch.nn.Linear
+    return plain and one and not changed and type(module.get_output_embeddings()) is torch.nn.Linear

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from outpace.common.fair_lock import FairLock
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError
 from outpace.models.base import Batch, Model, ModelInfo
-from outpace.models.torch.anatomy import dissect, max_length
-from outpace.models.torch.attention import NAME, Forward, Plan, counts, plan
+from outpace.models.torch.anatomy import attending, dissect, max_length
+from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, described
 from outpace.models.torch.graphs import Graphs
@@ -24,6 +25,11 @@ from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.parts import TorchParts, find
 from outpace.models.torch.probe import Reference, agree
+from outpace.models.torch.state import ModuleState
+
+
+# By module: several models may serve one, each for an engine, and a forward through the module's own code marks it.
+_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, FairLock] = weakref.WeakKeyDictionary()
 
 
 class TransformersModel(Model):
@@ -41,55 +47,41 @@ class TransformersModel(Model):
         kv_block: int = BLOCK,
         graphs: bool | None = None,
         strict: bool = False,
+        weak: bool = False,
+        watched: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Take over ``module``, a PreTrainedModel, after proving that it can be served exactly.
+        """Serve ``module``, a PreTrainedModel in evaluation mode, after proving that it can be served exactly.
 
-        Its own forward works in between: it attends in its own way whenever it does not run here.
+        It stays as it is: between forwards it carries nothing of ours, its own forward works, and others may serve it.
+        ``weak``: do not keep it alive; once it is gone, forwards raise ModelError. ``watched``: its owner may change
+        it, so ``require_unchanged`` compares it with what was read.
 
         ``longest``: the most positions of a row, if less than the model's. ``kv_memory``: hard bound in bytes, taken in
         blocks of ``kv_block`` positions. ``graphs``: run small forwards in fixed shapes, which a card replays as CUDA
         graphs (None: on a card), where they prove right. ``strict``: a token's bits depend on nothing that is computed
         beside it, which is proven at load. ``warn`` is called with what had to be limited. Weights are
         read here: what changes in them later does not count. Raises ModelError with the reason when the model cannot be
-        served exactly; the module is then, as after ``close``, what it was.
+        served exactly.
         """
-        self.lock = FairLock()
-        self._restore = _as_it_is(module)
-        try:
-            self._take(module, name, eos_ids, longest, kv_memory, kv_block, graphs, strict, warn)
-        except BaseException:
-            self._restore.close()
-            raise
-
-    def _take(
-        self,
-        module: Any,
-        name: str,
-        eos_ids: Sequence[int],
-        longest: int | None,
-        kv_memory: int | None,
-        kv_block: int,
-        graphs: bool | None,
-        strict: bool,
-        warn: Callable[[str], None],
-    ) -> None:
-        module.requires_grad_(False).eval()
-        self._module = module
+        self.lock = _LOCKS.setdefault(module, FairLock())
+        self._weak, self._strong = weakref.ref(module), None if weak else module
         configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
-        self._own_attention = [(config, config._attn_implementation) for config in configs.values()]
+        self._configs = list(configs.values())
         self._device = next(module.parameters()).device
         config = module.config.get_text_config(decoder=True)
         claimed, reason = max_length(config)
         if reason is not None:
             warn(f"{name}: {reason}")
-        parameters = inspect.signature(module.forward).parameters
+        parameters = _parameters(module)
         self._keeps_logits = "logits_to_keep" in parameters
         self._short: dict[int, torch.nn.ModuleList] = {}
         self._parts: TorchParts | None = None
         try:
             if getattr(module.config, "is_encoder_decoder", False):
                 raise ModelError("it is an encoder-decoder model")
+            if any(part._compiled_call_impl is not None for part in module.modules()):
+                raise ModelError("it is compiled (model.compile()): load it again, and do not compile it")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
             if strict and any("expert" in part for part, _ in module.named_modules()):
@@ -101,16 +93,13 @@ class TransformersModel(Model):
                 raise ModelError(
                     f"its weights lie {where}: load it on one device, or run `outpace export vllm` for several cards"
                 )
-            with torch.inference_mode():
+            with _plainly(self._device):
                 reference = Reference.of(module, config.vocab_size, self._device)
-                anatomy = dissect(module, claimed, reference.tokens[:1])
+                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1])
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
-        finally:
-            self._attend_as_before()
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
-        self._forward: Forward = module._outpace_forward
         self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
         self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
@@ -128,10 +117,12 @@ class TransformersModel(Model):
             weight_bytes=sum(weights.values()),
             kv_bytes_per_position=self.kv.bytes_per_position,
         )
-        self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
+        # Not as a caller's inference mode would have it: the module's weights may come to lie in what is made here.
+        with torch.inference_mode(False), torch.no_grad():
+            self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
         try:
             trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-            with torch.inference_mode():
+            with _plainly(self._device):
                 agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
         except (OutpaceError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
@@ -144,7 +135,7 @@ class TransformersModel(Model):
                 for kv in (trial, self.kv)
             )
             try:
-                with torch.inference_mode():
+                with _plainly(self._device):
                     agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
                 break
             except (OutpaceError, RuntimeError) as error:
@@ -154,6 +145,7 @@ class TransformersModel(Model):
                 warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
             finally:
                 fixed.close()
+        self._state = ModuleState(module) if watched else None
 
     @property
     def card(self) -> str | None:
@@ -172,10 +164,15 @@ class TransformersModel(Model):
             tokens = np.arange(8, dtype=np.int32) * 13 % self.info.vocab_size
             trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
             batch = Batch.pack([trial.alloc()], [tokens], [0], [True])
-            with torch.inference_mode():
+            with _plainly(self._device):
                 module, layers = self._live(), self._anatomy.layers
                 self._parts = find(self.info.name, module, layers, lambda: self._run(batch, trial, None).on_device)
         return self._parts
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError where the module is no longer what was proven and read, as far as ``ModuleState`` sees."""
+        if self._state is not None and not self._state.same(self._live()):
+            raise ModelError(f"{self.info.name} has changed since this engine read its weights: make a new engine")
 
     def forward(self, batch: Batch) -> TorchOutput:
         """Run the batch; see ``Model.forward``. When it fails, every row is as long as it was. Raises ValueError."""
@@ -184,13 +181,18 @@ class TransformersModel(Model):
             raise ValueError(
                 f"position {int(batch.position.max())} is beyond {self.info.name}'s {self.info.max_length} positions"
             )
-        with self.lock, torch.inference_mode():
+        with self.lock, _plainly(self._device):
             return self._run(batch, self.kv, self._own, self.graphs)
 
+    @property
+    def _module(self) -> Any:
+        return self._weak()
+
     def _live(self) -> Any:
-        if self._module is None:
+        module = self._module
+        if module is None or not self._configs:
             raise ModelError(f"{self.info.name} is closed: load it again")
-        return self._module
+        return module
 
     def _run(self, batch: Batch, kv: TorchKV, own: OwnDecoder | None, graphs: Graphs | None = None) -> TorchOutput:
         layers = self.info.layers if batch.layers is None else batch.layers
@@ -226,13 +228,11 @@ class TransformersModel(Model):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As ``OwnDecoder.__call__``, by transformers' own modules."""
         hidden_states: dict[int, torch.Tensor] = {}
-        wanted = planned.wanted
+        wanted, anatomy = planned.wanted, self._anatomy
         with ExitStack() as undo:
-            self._forward.plan = planned
-            undo.callback(setattr, self._forward, "plan", None)
-            undo.callback(self._attend_as_before)
-            for config, _ in self._own_attention:
-                config._attn_implementation = NAME
+            undo.callback(setattr, anatomy.forward, "plan", None)
+            anatomy.forward.plan = planned
+            undo.enter_context(attending(self._configs, NAME, anatomy.sites))
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
@@ -243,7 +243,7 @@ class TransformersModel(Model):
                     self._anatomy.layers[layer].register_forward_hook(_keep_output(hidden_states, layer)).remove
                 )
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
-            logits = self._module(
+            logits = self._live()(
                 input_ids=planned.tokens[None],
                 position_ids=planned.positions[None],
                 use_cache=False,
@@ -262,10 +262,6 @@ class TransformersModel(Model):
             )
         return features
 
-    def _attend_as_before(self) -> None:
-        for config, own in self._own_attention:
-            config._attn_implementation = own
-
     def _shorten(self, layers: int, undo: ExitStack) -> None:
         """Let the model see only its first so many layers until ``undo`` runs."""
         holder, name = self._anatomy.holder, self._anatomy.attribute
@@ -275,36 +271,36 @@ class TransformersModel(Model):
         setattr(holder, name, self._short[layers])
 
     def close(self) -> None:
-        """Forget the weights and the cache, and give the module back as it was. Calling twice is allowed."""
+        """Forget the weights and the cache. Calling twice is allowed."""
         self.kv.close()
         if self.graphs is not None:
             self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
-        self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList())
+        self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList(), sites=())
         self._short.clear()
-        self._own_attention.clear()
-        self._module = None
-        self._restore.close()
+        self._configs.clear()
+        self._strong = None
 
 
-def _as_it_is(module: Any) -> ExitStack:
-    """What gives ``module`` its own attention, mode and gradients back."""
-    undo, attention = ExitStack(), module.config._attn_implementation
-    undo.callback(module.train, module.training)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            undo.callback(parameter.requires_grad_, True)
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Without gradients, and in the weights' own types: a caller's autocast would mix others in."""
+    with ExitStack() as modes:
+        if torch.is_autocast_enabled(device.type):
+            modes.enter_context(torch.autocast(device.type, enabled=False))
+        modes.enter_context(torch.inference_mode())
+        yield
 
-    def restore() -> None:
-        if module.config._attn_implementation != attention:
-            module.set_attn_implementation(attention)
-        for part in module.modules():
-            for name in ("_outpace", "_outpace_forward"):
-                part.__dict__.pop(name, None)
 
-    undo.callback(restore)
-    return undo
+def _parameters(module: Any) -> set[str]:
+    """What its forward takes by name. A wrapper's own signature, ``(*args, **kwargs)``, says nothing: the class's does,
+    and where that says nothing either, the proof decides."""
+    for forward in (module.forward, type(module).forward):
+        found = inspect.signature(forward).parameters
+        if "input_ids" in found:
+            return set(found)
+    return {"position_ids"}
 
 
 def _keep_output(into: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:

@@ -64,7 +64,7 @@ class TorchParts:
         after = self.after_head
         if after is None:
             raise ModelError(f"{self.name} changes its head's logits in a way that is not known here")
-        weight, bias = self.head.weight, self.head.bias
+        weight, bias = self.head.weight.detach(), None if self.head.bias is None else self.head.bias.detach()
         if ids is not None and len(ids) < len(weight):
             (index,) = uploaded(weight.device, ids)
             weight, bias = weight[index], None if bias is None else bias[index]
