@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import ceil
-from threading import RLock
+from threading import Lock, RLock
 from types import MethodType, TracebackType
 from typing import Any
 

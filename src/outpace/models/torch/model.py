@@ -27,7 +27,6 @@ from outpace.models.torch.parts import TorchParts, find
 from outpace.models.torch.probe import Reference, agree
 from outpace.models.torch.state import ModuleState
 
-
 # By module: several models may serve one, each for an engine, and a forward through the module's own code marks it.
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, FairLock] = weakref.WeakKeyDictionary()
 
