@@ -138,6 +138,25 @@ with make() as engine:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_for_transformers_says_what_to_install() -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+import outpace
+for name in ("generate", "patch", "stats"):
+    try:
+        getattr(outpace, name)("Hello")
+    except outpace.OutpaceError as error:
+        assert isinstance(error, ImportError)
+        assert f"outpace.{name} is for transformers models and needs torch: " in str(error), error
+        assert 'Engine.load("demo").generate("Hello") needs neither' in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_person_sees_of_values() -> None:
     with make() as engine:
         result = engine.generate("abab", max_tokens=40, ignore_eos=True)

@@ -58,6 +58,8 @@ def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, An
         raise NotDraftedError(f"the generation mode {mode.value}")
     if config.prefill_chunk_size is not None:
         raise NotDraftedError("prefill_chunk_size")
+    if not isinstance(config.use_cache, bool):  # transformers 5.17 reads the wrong tokens then
+        raise NotDraftedError(f"use_cache={config.use_cache}")
     for name in _LOOPS_OWN:
         if getattr(config, name, False):
             raise NotDraftedError(name)
