@@ -13,10 +13,11 @@ import numpy as np
 from outpace.common.arrays import I32
 from outpace.control.adaptive import AUTO_SIZE
 from outpace.drafters.base import Drafter
+from outpace.engine.keywords import EngineKeywords, RequestKeywords
 from outpace.engine.request import Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.models.base import ModelInfo
-from outpace.params import ACCEPTANCES, PARAMETERS, Acceptance, Prompt, SamplingParams, refusal
+from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
 
 if TYPE_CHECKING:
     from outpace.models.text.tokenizer import Tokenizer
@@ -65,6 +66,12 @@ class EngineOptions:
         return checked_size(self.size)
 
 
+def engine_options(keywords: Mapping[str, Any], call: str = "Engine") -> EngineOptions:
+    """``keywords`` of ``call``, or the defaults. Raises ParameterError."""
+    check_keywords(keywords, (*EngineKeywords.__annotations__, "drafter", "kv_memory"), call)
+    return EngineOptions(**keywords)
+
+
 def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> SamplingParams:
     """``params``, or the defaults, with ``keywords`` in their places. Raises ParameterError."""
     if params is not None and not isinstance(params, SamplingParams):
@@ -72,9 +79,7 @@ def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> Samp
         raise ParameterError(
             Argument("params", params), " is no SamplingParams: give one, or keywords such as ", example
         )
-    unknown = keywords.keys() - PARAMETERS.keys()
-    if unknown:
-        raise refusal(unknown, of_request=True)
+    check_keywords(keywords, RequestKeywords.__annotations__, "a request")
     return (params or SamplingParams()).with_(**keywords)
 
 

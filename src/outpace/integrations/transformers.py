@@ -11,18 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from outpace.common.units import parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.forward.model import drafting_with
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
-from outpace.engine.intake import EngineOptions
+from outpace.engine.intake import engine_options
+from outpace.engine.keywords import EngineKeywords
 from outpace.engine.results import Delta
 from outpace.errors import ParameterError
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
@@ -47,7 +49,8 @@ class Patch:
         options = {"prefix_rows": 0, "max_rows": 64, **options}
         memory = options.pop("kv_memory", None)
         self._module, self._drafter, self._options = module, drafter, options
-        limit = spare_memory(str(module.device), 0) if memory is None else memory
+        limit = spare_memory(str(module.device), 0) if memory is None else parse_bytes(memory)
+        engine_options(options, "outpace.patch")
         self._load_options = LoadOptions(kv_memory=limit)
         self.model: Model = live(module, None, self._load_options)[0]
         self._engines: dict[Any, Engine] = {}
@@ -61,7 +64,7 @@ class Patch:
             spec = parse(key[0])
             if spec.size is not None:
                 options["size"] = spec.size
-            nodes = EngineOptions(**options).nodes
+            nodes = engine_options(options).nodes
             with ExitStack() as undo:
                 if assistant is None:
                     built = build(spec, DraftContext(self.model, None, self._load_options, nodes))
@@ -103,16 +106,19 @@ class Patch:
         return type(None), ()
 
 
-def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
+def patch(
+    model: Any, *, drafter: str = "auto", kv_memory: int | str | None = None, **options: Unpack[EngineKeywords]
+) -> Patch:
     """Let ``model.generate(...)`` decode speculatively: greedy tokens stay the same, sampled ones as likely as before.
 
     ``model``: a decoder-only transformers model in evaluation mode. ``drafter``: a spec such as "auto" or "ngram", for
-    calls that name no ``assistant_model``, ``prompt_lookup_num_tokens`` or ``assistant_early_exit``. ``options``: those
-    of ``EngineOptions`` (size, ...), and ``kv_memory`` in bytes. ``unpatch(model)``, or the result's ``close``, undoes
-    it. Raises ModelError when the model cannot be served exactly, ParameterError, DrafterError.
+    calls that name no ``assistant_model``, ``prompt_lookup_num_tokens`` or ``assistant_early_exit``. ``kv_memory``: a
+    bound in bytes, or such as "2GiB". ``options``: those of ``EngineOptions`` (size, ...). ``unpatch(model)``, or the
+    result's ``close``, undoes it. Raises ModelError when the model cannot be served exactly, ParameterError,
+    DrafterError.
     """
     unpatch(model)
-    found = _open(model, drafter, options)
+    found = _open(model, drafter, {**options, "kv_memory": kv_memory})
     model.generate = MethodType(_generate, model)
     return found
 
