@@ -22,6 +22,8 @@ from tests.toy import ToyModel, ToyTokenizer
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
+from pathlib import Path
+
 import numpy as np
 
 import outpace
@@ -50,6 +52,7 @@ RIGHT = (
     "engine.generate('Hi', logit_bias={3: -1}, bad_words=['x', [1]], stop='x', resume=[3])",
     *(f"{make}, top_k=3, rules=[early])" for make in PARAMS),
     *(f"{make}, size=4, max_rows=2, acceptance='coupled', kv_memory=2**30)" for make in OPENED),
+    "Engine.load(Path('model.gguf'), drafter=Path('eagle'), drafters=['ngram', Path('store')])",
     "engine.generate([1, 2, 3], errors='return')",
     "engine.generate(engine.encode('Hi'))",
     "engine.generate(np.array([1, 2]))",

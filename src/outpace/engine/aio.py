@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.engine import Engine
 from outpace.engine.request import Request
@@ -59,8 +60,8 @@ class AsyncEngine:
         cls,
         model: Any = "demo",
         *,
-        drafter: str | None = "auto",
-        drafters: Sequence[str] = (),
+        drafter: StrPath | None = "auto",
+        drafters: Sequence[StrPath] = (),
         tokenizer: Any = None,
         **options: Unpack[EngineLoadKeywords],
     ) -> AsyncEngine:

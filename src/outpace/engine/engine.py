@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
@@ -101,16 +102,17 @@ class Engine:
         cls,
         model: Any = "demo",
         *,
-        drafter: str | None = "auto",
-        drafters: SequenceOf[str] = (),
+        drafter: StrPath | None = "auto",
+        drafters: SequenceOf[StrPath] = (),
         tokenizer: Any = None,
         **options: Unpack[EngineLoadKeywords],
     ) -> Engine:
         """Load a model by name, folder or file, with its tokenizer and drafters.
 
         ``model``: "demo", a Hugging Face id, a folder, or a .gguf file; or a transformers model in memory, with its
-        ``tokenizer`` (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
-        "model:PATH" (docs/drafters.md); "none" or None decodes plainly. ``drafters``: more that requests may choose.
+        ``tokenizer`` or that one's folder (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
+        "model:PATH" (docs/drafters.md), or the ``Path`` of a trained drafter, a datastore or a draft model; "none" or
+        None decodes plainly. ``drafters``: more that requests may choose.
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
         """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from outpace.common.files import StrPath
 from outpace.common.habits import HOMES
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
@@ -29,9 +31,9 @@ log = logging.getLogger(__name__)
 def load_engines(
     make: Callable[..., E],
     model: Any,
-    drafters: Sequence[str],
+    drafters: Sequence[StrPath],
     options: Mapping[str, Any],
-    more: Sequence[str] = (),
+    more: Sequence[StrPath] = (),
 ) -> list[E]:
     """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
     ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``.
@@ -49,14 +51,14 @@ def load_engines(
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
     beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
-    if isinstance(model, str):
+    if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
             raise ParameterError("a tokenizer goes with a model in memory: one that is loaded by name has its own")
         found = resolve(model, load_options)
         source: Source | None = found
         device, weights = _announce(found, beside, load_options)
     else:
-        source, device, weights = None, str(model.device), 0
+        source, device, weights = None, str(getattr(model, "device", "cpu")), 0
     limit = load_options.kv_memory if load_options.kv_memory is not None else spare_memory(device, weights)
     load_options = replace(load_options, kv_memory=limit)
     if len(specs) > 1:  # used in turn: what one keeps would be another's loss

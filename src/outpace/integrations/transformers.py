@@ -18,6 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from outpace.common.files import StrPath
 from outpace.common.units import parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.forward.model import drafting_with
@@ -45,7 +46,7 @@ class Patch:
     """What ``patch`` returns: engines over one model, made as calls ask for drafters. ``close`` undoes the patch; under
     ``with`` it is undone at the end."""
 
-    def __init__(self, module: Any, drafter: str, options: dict[str, Any]) -> None:
+    def __init__(self, module: Any, drafter: StrPath, options: dict[str, Any]) -> None:
         options = {"prefix_rows": 0, "max_rows": 64, **options}
         memory = options.pop("kv_memory", None)
         self._module, self._drafter, self._options = module, drafter, options
@@ -107,7 +108,7 @@ class Patch:
 
 
 def patch(
-    model: Any, *, drafter: str = "auto", kv_memory: int | str | None = None, **options: Unpack[EngineKeywords]
+    model: Any, *, drafter: StrPath = "auto", kv_memory: int | str | None = None, **options: Unpack[EngineKeywords]
 ) -> Patch:
     """Let ``model.generate(...)`` decode speculatively: greedy tokens stay the same, sampled ones as likely as before.
 
@@ -130,7 +131,7 @@ def unpatch(model: Any) -> None:
         found.close()
 
 
-def _open(model: Any, drafter: str = "auto", options: dict[str, Any] | None = None) -> Patch:
+def _open(model: Any, drafter: StrPath = "auto", options: dict[str, Any] | None = None) -> Patch:
     found = model.__dict__.get(_DOOR)
     if found is None:
         parse(drafter)

@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from outpace.common.files import write_bytes
+from outpace.common.files import StrPath, write_bytes
 
 _WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 820, 22, 8, 230, 240, 48
 # Text, quiet text, other bars, our bars: as the page's style has them, or fixed for a picture in a README.
@@ -80,7 +80,7 @@ def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> st
     return "\n".join(parts) + "\n"
 
 
-def write(path: Path, title: str, sections: Sequence[Section]) -> None:
+def write(path: StrPath, title: str, sections: Sequence[Section]) -> None:
     """Write a page. Raises OSError."""
     colours, style = (
         files("outpace.measure.view").joinpath(name).read_text("utf-8") for name in ("colours.css", "page.css")
@@ -101,4 +101,4 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
             rows += [f"<td>{'</td><td>'.join(map(escape, line))}</td>" for line in section.lines]
             parts.append(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>")
         parts.append("</section>")
-    write_bytes(path, "\n".join([*parts, "</body></html>\n"]).encode())
+    write_bytes(Path(path), "\n".join([*parts, "</body></html>\n"]).encode())

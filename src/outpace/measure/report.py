@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import StrPath
 from outpace.errors import ParameterError
 from outpace.measure.page import Bar, Section
 
@@ -138,8 +139,9 @@ _READERS: Mapping[str, tuple[str, _Reader]] = {  # by a field that only this kin
 }
 
 
-def read(path: Path) -> Result:
+def read(path: StrPath) -> Result:
     """A file that a benchmark wrote. Raises ParameterError."""
+    path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         kind, reader = next(found for field, found in _READERS.items() if field in value)
