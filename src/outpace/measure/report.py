@@ -151,7 +151,8 @@ def read(path: StrPath) -> Result:
             f"{path} is no result of peers, serving, invariance, prove, scores or outpace bench"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ParameterError(f"{path} cannot be read ({error!r}): give what a benchmark wrote with --json") from error
+        remedy = "give what outpace bench --json or a benchmark wrote"
+        raise ParameterError(f"{path} cannot be read ({error!r}): {remedy}") from error
 
 
 def sections(results: Sequence[Result]) -> list[Section]:

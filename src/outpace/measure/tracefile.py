@@ -136,7 +136,7 @@ def lines(path: StrPath) -> tuple[dict[str, Any], list[dict[str, Any]], str | No
         whole = Path(path).read_bytes()
     except OSError as error:
         raise ParameterError(
-            f"{path} cannot be read ({error.strerror or error}): give a file that --trace wrote"
+            f"{path} cannot be read ({error.strerror or error}): give a file that outpace generate --trace wrote"
         ) from error
     *complete, rest = whole.split(b"\n")
     cut = None if not rest else f"the last line is cut off after {len(rest)} bytes"
