@@ -26,6 +26,8 @@ def parse(text: StrPath) -> DrafterSpec:
     DrafterError that lists what there is."""
     if isinstance(text, os.PathLike):
         return _of_path(Path(text))
+    if not isinstance(text, str):
+        raise DrafterError(f"a drafter is named by a text such as 'ngram', or by a path, and {text!r} is neither")
     parts = tuple(_parse_one(part) for part in _split(text))
     if len(parts) == 1:
         if parts[0].flag("fallback", False):

@@ -37,6 +37,8 @@ def prepared_many(
     """A request a prompt. Raises ParameterError, and what ``prepare`` raises."""
     if isinstance(prompts, str):
         raise ParameterError("generate_many takes a list of prompts, and this is one text: use generate")
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise ParameterError(f"the prompts are a {type(prompts).__name__}: give a list of prompts")
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise ParameterError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one each")

@@ -169,6 +169,7 @@ class Engine:
             name, nodes, adaptive = "none", 0, False
         else:
             self.drafters[name].check_acceptance(acceptance)
+        intake.checked_flags(raw=raw, reuse_prefix=reuse_prefix, verify_resume=verify_resume)
         intake.checked_serving(deadline, priority, cache_scope, owner)
         tokens = self.encode(prompt, raw=raw)
         intake.check_params(params, info, self.tokenizer)

@@ -17,7 +17,7 @@ from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.intake import EngineOptions
 from outpace.engine.keywords import EngineKeywords, OwnKeywords
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.models.load import Source, estimate, live, load, resolve
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadKeywords, LoadOptions
@@ -47,6 +47,8 @@ def load_engines(
     check_keywords(options, HOMES["Engine.load"], "Engine.load")
     engine_options = {name: options[name] for name in EngineKeywords.__annotations__ if name in options}
     load_options = LoadOptions(**{name: options[name] for name in LoadKeywords.__annotations__ if name in options})
+    if isinstance(more, (str, os.PathLike)):
+        raise ParameterError(Argument("drafters", more), " is a single one: give a list")
     specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]

@@ -7,8 +7,8 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,7 +207,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     except ModelError as error:
         refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
         if options.backend == "native":
-            raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
+            raise ModelError(error, ": ", *_instead(source, gguf, options)) from error
         need_torch(source.name, error)
         if explain:
             log.info("%s; using transformers", error)
@@ -217,6 +217,16 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
     return "native"
+
+
+def _instead(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[str | Argument, ...]:
+    """What to do about an option that keeps the native backend from a model; where none does: the other backend."""
+    for name, usual in (("dtype", replace(options, dtype="auto")), ("device", replace(options, device="auto"))):
+        if usual != options:
+            with suppress(ModelError):
+                _backend_for(source, gguf, usual)
+                return "leave out ", Argument(name, getattr(options, name))
+    return "use ", Argument("backend", "transformers")
 
 
 def need_torch(name: str, why: ModelError | None = None) -> None:
@@ -346,7 +356,9 @@ def _torch(options: LoadOptions) -> Any:
 def _device(torch: Any, options: LoadOptions) -> Any:
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch_device(torch, options.device, "use auto, cpu or cuda")
+    return torch_device(
+        torch, options.device, "use auto, cpu or cuda" if torch.cuda.is_available() else "use auto or cpu"
+    )
 
 
 def torch_device(torch: Any, name: str, remedy: str) -> Any:

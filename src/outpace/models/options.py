@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
+from outpace.common.parameter import Flag
 from outpace.errors import Argument, ParameterError
 
 Backend = Literal["auto", "native", "transformers"]
@@ -59,6 +60,12 @@ class LoadOptions:
         ):
             if value not in known:
                 raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
+        for name in ("strict", "trust_remote_code", "allow_pickle", "offline"):
+            Flag().checked(name, getattr(self, name))  # a text such as "no" would be true
+        for name in ("device", "revision"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name, value) != ("revision", None):
+                raise ParameterError(Argument(name, value), " is no text: give one, or leave it out")
         for name in ("threads", "max_length", "kv_memory"):
             number = getattr(self, name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
