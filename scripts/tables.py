@@ -1,25 +1,33 @@
-"""Tables in docs that are made from the code: ``python scripts/tables.py`` writes them, ``--check`` compares.
+"""What is made from the code's definitions: ``python scripts/tables.py`` writes it, ``--check`` compares.
 
-A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+A table stands in a page of the docs between ``<!-- table: NAME -->`` and ``<!-- end -->``. A class of typed keywords
+(Python's type checkers compute nothing) stands in a module, below a docstring that names this script.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import partial
-from inspect import Parameter
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import get_args
+from textwrap import wrap
+from typing import Any, get_args
 
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command
 from outpace.common.option import Spelling
 from outpace.drafters.catalogue import METHODS
-from outpace.params import PARAMETERS
+from outpace.engine.engine import Engine
+from outpace.engine.intake import EngineOptions
+from outpace.models.options import LoadOptions
+from outpace.params import PARAMETERS, SamplingParams
 
 DOCS = Path(__file__).parents[1] / "docs"
+OWN = ("on_step", "cost")  # parameters of Engine that Engine.load hands on
+SOURCE = Path(__file__).parents[1] / "src" / "outpace"
 _BETWEEN = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -99,25 +107,91 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def _fields(kind: type[Any]) -> dict[str, str]:
+    """The types of a dataclass's fields, as they are written; ``keyword`` in the metadata: what is taken by name."""
+    return {field.name: field.metadata.get("keyword", field.type) for field in fields(kind)}
+
+
+def _named(function: Callable[..., Any]) -> dict[str, str]:
+    """The types of a function's parameters that are given by name, as they are written."""
+    own = signature(function).parameters.values()
+    return {p.name: p.annotation.replace("SequenceOf", "Sequence") for p in own if p.kind is Parameter.KEYWORD_ONLY}
+
+
+def keywords() -> Mapping[tuple[str, str], Mapping[str, str]]:
+    """Module and name of each class of typed keywords, with the types of its names."""
+    own = _named(Engine.__init__)
+    return {
+        ("params.py", "SamplingKeywords"): _fields(SamplingParams),
+        ("models/options.py", "LoadKeywords"): _fields(LoadOptions),
+        ("engine/keywords.py", "EngineKeywords"): _fields(EngineOptions),
+        ("engine/keywords.py", "OwnKeywords"): {name: own[name] for name in OWN},
+        ("engine/keywords.py", "OwnRequestKeywords"): _named(Engine.prepare),
+    }
+
+
+def typed(source: str, name: str, types: Mapping[str, str]) -> str:
+    """``source`` with the body of its class ``name`` made anew."""
+    head = rf'(class {name}\(.*\):\n    """[^"]*"""\n)(?:\n(?:    \w+: .*\n)+)?'
+    body = "".join(f"    {key}: {kind}\n" for key, kind in types.items())
+    written, count = re.subn(head, lambda found: f"{found[1]}\n{body}", source)
+    assert count == 1, name
+    return written
+
+
+def homes() -> dict[str, list[str]]:
+    """Who takes which keywords, but for sampling parameters."""
+    load = [name for name in signature(Engine.load).parameters if name != "options"]
+    options = [each.name for kind in (LoadOptions, EngineOptions) for each in fields(kind)]
+    many, one, request = (_named(method) for method in (Engine.generate_many, Engine.generate, Engine.prepare))
+    return {
+        "Engine.generate_many": [name for name in many if name not in one],
+        "Engine.generate, generate_many or stream": list(one),
+        "Engine.load": [*load, *options, *OWN],
+        "a request (Engine.generate, stream or add)": list(request),
+    }
+
+
+def with_homes(source: str) -> str:
+    """``source`` of habits.py with ``HOMES`` made anew."""
+    lines = []
+    for home, names in homes().items():
+        text = " ".join(f'"{name}",' for name in names)
+        lines += [f'    "{home}": (', *(f"        {line}" for line in wrap(text, 110)), "    ),"]
+    written, count = re.subn(
+        r"(HOMES: [^\n]*\n).*?(}  # fmt: skip)", rf"\g<1>{chr(10).join(lines)}\n\2", source, flags=re.S
+    )
+    assert count == 1
+    return written
+
+
 def filled(page: str) -> str:
     """The page with every table made anew. Raises KeyError for a table that there is none of."""
     return _BETWEEN.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
 
 
 def stale() -> dict[Path, str]:
-    """Pages whose tables are not the code's, with what they should be."""
-    pages = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
-    return {path: filled(page) for path, page in pages.items() if filled(page) != page}
+    """Files that are not what the definitions give, with what they should be."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    made = {path: filled(page) for path, page in texts.items()}
+    for (module, name), types in keywords().items():
+        path = SOURCE / module
+        texts.setdefault(path, path.read_text(encoding="utf-8"))
+        made[path] = typed(made.get(path, texts[path]), name, types)
+    path = SOURCE / "common" / "habits.py"
+    texts[path] = path.read_text(encoding="utf-8")
+    made[path] = with_homes(texts[path])
+    return {path: text for path, text in made.items() if text != texts[path]}
 
 
 def main() -> int:
     found = stale()
     if "--check" in sys.argv:
         for path in found:
-            print(f"{path.name} has a table that is not the code's: run python scripts/tables.py", file=sys.stderr)
+            print(f"{path.name} is not what the code defines: run python scripts/tables.py", file=sys.stderr)
         return 1 if found else 0
-    for path, page in found.items():
-        path.write_text(page, encoding="utf-8")
+    for path, text in found.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

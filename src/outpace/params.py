@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 from outpace.common import habits
 from outpace.common.parameter import (
@@ -27,14 +27,17 @@ from outpace.common.parameter import (
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from outpace.common.arrays import F32, I32, U32
 
 log = logging.getLogger(__name__)
 
 Acceptance = Literal["coupled", "rejection", "typical"]
 ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection", "typical")
-Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
+Message = Mapping[str, Any]
+Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]"
 
 MIN_TEMPERATURE = 1e-3
 
@@ -83,6 +86,8 @@ class GrammarRule(LogitRule, Protocol):
         """
 
 
+Rule = LogitRule | Callable[[Any, Any], Any]  # a function of ids and logits, a transformers LogitsProcessor
+
 T = TypeVar("T")
 
 
@@ -95,9 +100,7 @@ def _by_known_names(cls: type[T]) -> type[T]:
     def __init__(self: Any, *unnamed: Any, **given: Any) -> None:
         if unnamed:
             raise ParameterError(f"SamplingParams takes its parameters by name: give {unnamed[0]!r} one")
-        unknown = given.keys() - set(known)
-        if unknown:
-            raise refusal(unknown)
+        check_keywords(given, known, "SamplingParams")
         plain(self, **given)
 
     type.__setattr__(cls, "__init__", __init__)
@@ -172,7 +175,7 @@ class SamplingParams:
         option=("--bad-word",), request="bad_words", config="bad_words_ids",
         aliases=("banned_tokens", "banned_strings"),
     )  # fmt: skip
-    rules: Sequence[LogitRule] = defined((), Rules(), "logits", "Changes of the logits, in order.", none="off")
+    rules: Sequence[Rule] = defined((), Rules(), "logits", "Changes of the logits, in order.", none="off")
     seed: int | None = defined(
         None, Integer(0, 2**64 - 1, "None draws one"), "noise",
         "The same seed gives the same tokens. None draws one, which the result reports.",
@@ -268,15 +271,13 @@ class SamplingParams:
         """``stop`` as a tuple."""
         return tuple(self.stop)
 
-    def with_(self, **changes: Any) -> SamplingParams:
+    def with_(self, **changes: Unpack[SamplingKeywords]) -> SamplingParams:
         """A copy with ``changes``, fields by name, validated anew. Raises ParameterError."""
-        unknown = changes.keys() - PARAMETERS.keys()
-        if unknown:
-            raise refusal(unknown)
+        check_keywords(changes, PARAMETERS, "SamplingParams")
         return replace(self, **changes)
 
     @classmethod
-    def from_model(cls, source: Any, **overrides: Any) -> SamplingParams:
+    def from_model(cls, source: Any, **overrides: Unpack[SamplingKeywords]) -> SamplingParams:
         """What a model's own generation_config.json recommends, with ``overrides`` on top.
 
         ``source``: the model's folder, that file, its content, a Hugging Face id that was downloaded, or a ModelInfo
@@ -301,7 +302,7 @@ class SamplingParams:
         return out
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any], rules: Sequence[LogitRule] = ()) -> SamplingParams:
+    def from_dict(cls, value: Mapping[str, Any], rules: Sequence[Rule] = ()) -> SamplingParams:
         """The parameters of ``value``, which ``to_dict`` gave, with the ``rules`` given again. Raises ParameterError
         when they are not those."""
         given = dict(value)
@@ -320,9 +321,42 @@ PARAMETERS: Mapping[str, Parameter] = definitions(SamplingParams)
 SamplingParams.__doc__ = "\n".join(
     (SamplingParams.__doc__ or "", *(f"    ``{name}``: {known.meaning}" for name, known in PARAMETERS.items()))
 )
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """Fields of ``SamplingParams`` as keywords. Written by scripts/tables.py."""
+
+    temperature: float
+    top_n_sigma: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_tokens: Sequence[int] | None
+    bad_words: Sequence[str | Sequence[int]]
+    rules: Sequence[Rule]
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_ids: Sequence[int]
+    include_stop: bool
+    ignore_eos: bool
+    skip_special_tokens: bool
+    n: int
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: int | None
+
+
 FILTERS = tuple(name for name, parameter in PARAMETERS.items() if parameter.stage == "filter")
 
 
-def refusal(unknown: Collection[str], *, of_request: bool = False) -> ParameterError:
-    """The error for parameters that there are none of, with what stands for the first of them here."""
-    return habits.refusal(unknown, PARAMETERS, of_request=of_request)
+def check_keywords(given: Iterable[str], takes: Collection[str], call: str) -> None:
+    """Raise ParameterError for the first of ``given`` that ``call`` does not take, with what stands for it here."""
+    unknown = sorted(set(given) - set(takes))
+    if unknown:
+        raise habits.refusal(unknown[0], takes, call, PARAMETERS)

@@ -190,7 +190,7 @@ def test_a_row_that_outgrows_the_draft_model_is_read_from_its_middle_on() -> Non
 
 def test_rejection_is_refused_by_name() -> None:
     tokenizer = bpe("a")
-    with pytest.raises(DrafterError, match=r"model:toy has another tokenizer .* use acceptance=coupled, or"):
+    with pytest.raises(DrafterError, match=r"model:toy has another tokenizer .* use acceptance='coupled', or"):
         Engine(ToyModel(EOS + 1), tokenizer, drafter=drafter(ToyModel(EOS + 1)), size=4, acceptance="rejection")
     engine = Engine(ToyModel(EOS + 1), tokenizer, drafter=drafter(ToyModel(EOS + 1)), size=4)
     with pytest.raises(DrafterError, match="another tokenizer"):

@@ -501,7 +501,7 @@ def test_help_lists_every_drafter(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_every_argument_in_a_message_is_spelled_as_an_option() -> None:
-    from outpace.cli.options import spell
+    from outpace.cli.app import chosen
     from outpace.errors import Argument
 
     for argument, expected in (
@@ -513,7 +513,9 @@ def test_every_argument_in_a_message_is_spelled_as_an_option() -> None:
         (Argument("model", "a b"), "--model 'a b'"),
         (Argument("allowed_tokens", [1]), "allowed_tokens=[1]"),
     ):
-        assert spell(argument) == expected
+        assert chosen(["generate", "hi"]).spell(argument) == expected
+    assert chosen(["train", "eagle"]).spell(Argument("steps", 3)) == "--steps 3"
+    assert chosen(["train", "eagle"]).spell(Argument("max_tokens", 0)) == "max_tokens=0"
 
 
 def test_a_system_message_is_heard(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,12 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     return command(name).parse("outpace", rest)
 
 
+def chosen(arguments: Sequence[str]) -> Command:
+    """The command that a command line, which ``parse`` took, is of."""
+    name, rest = choose("outpace", arguments, NAMES, _help)
+    return command(name).chosen("outpace", rest)
+
+
 def _help() -> str:
     about = "Speculative decoding of language models: the same tokens, sooner."
     example = "outpace generate 'Why is the sky blue?' --compare"

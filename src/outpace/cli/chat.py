@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
-from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, spell, system_message
+from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
 from outpace.common.files import write_json
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
@@ -60,7 +60,7 @@ def run(
                     continue
                 result = chat.talk.say(text, params, show=not common.prints_json, drafter=chat.drafter)
             except OutpaceError as error:  # the turn was refused; the conversation goes on without it
-                print(f"outpace: {error.spelled(spell)} (or /reset)", file=sys.stderr)
+                print(f"outpace: {error.spelled(COMMAND.spell)} (or /reset)", file=sys.stderr)
                 continue
             chat.last = result
             turns.append(_report(result))

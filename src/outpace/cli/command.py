@@ -11,6 +11,7 @@ import difflib
 import inspect
 import logging
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from outpace.common.habits import OTHER_OPTIONS, SAME_OPTIONS
 from outpace.common.option import spelling_of
+from outpace.errors import Argument
 
 
 class Interrupted(Exception):
@@ -56,6 +58,20 @@ class Command:
         """The heading of the dataclass whose field it is."""
         kinds = (kind for kind in hints.values() if is_dataclass(kind) and field in {f.name for f in fields(kind)})
         return getattr(next(kinds, None), "GROUP", "")
+
+    def spell(self, argument: Argument) -> str:
+        """An argument as this command spells it: ``max_tokens=0`` is ``--max-tokens 0``. What is no option stays."""
+        names = {field: spelling_of(hint)[1].names for field, hint, _ in self.options()}  # type: ignore[union-attr]
+        option = next((name for name in names.get(argument.name, ()) if name.startswith("--")), None)
+        if option is None or argument.value is False or argument.value is None:
+            return str(argument)
+        if not argument.has_value or argument.value is True:
+            return option
+        return f"{option} {shlex.quote(str(argument.value))}"
+
+    def chosen(self, program: str, arguments: Sequence[str]) -> Command:
+        """The command that ``arguments`` are of."""
+        return self
 
     def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
         """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
@@ -98,10 +114,14 @@ class Group:
 
     def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
         """See Command.parse."""
+        return self.chosen(program, arguments).parse(f"{program} {self.name}", arguments[1:])
+
+    def chosen(self, program: str, arguments: Sequence[str]) -> Command:
+        """The command that ``arguments`` are of. Raises as ``choose``."""
         program = f"{program} {self.name}"
         known = {command.name: command for command in self.commands}
-        chosen, rest = choose(program, arguments, known, lambda: overview(program, self.about, self.example, known))
-        return known[chosen].parse(program, rest)
+        name, _ = choose(program, arguments, known, lambda: overview(program, self.about, self.example, known))
+        return known[name]
 
 
 def choose(

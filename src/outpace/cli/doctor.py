@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from outpace import _fast
 from outpace.cli.command import Command
-from outpace.cli.options import Common, Load, spell
+from outpace.cli.options import Common, Load
 from outpace.common.installing import install
 from outpace.common.option import option
 from outpace.errors import OutpaceError
@@ -91,7 +91,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for
-        message = error.spelled(spell) if isinstance(error, OutpaceError) else str(error)
+        message = error.spelled(COMMAND.spell) if isinstance(error, OutpaceError) else str(error)
         return {"name": load.model, "ok": False, "error": message or type(error).__name__}
     return {
         "name": load.model,

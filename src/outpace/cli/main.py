@@ -44,9 +44,7 @@ def _run(debug: bool) -> int:
         if debug:
             raise
         if isinstance(error, OutpaceError):
-            from outpace.cli.options import spell
-
-            return _fail(error.spelled(spell), 2)
+            return _fail(_spelled(error), 2)
         if isinstance(error, UsageError):
             return _fail(f"{error} (see --help)", 2) if str(error) else 2
         if isinstance(error, MemoryError):
@@ -54,6 +52,15 @@ def _run(debug: bool) -> int:
         if isinstance(error, OSError):
             return _fail(f"{error}: check the file, its permissions and the disk", 2)
         return _fail(f"internal error, {type(error).__name__}: {error}: please report what --debug shows", 70)
+
+
+def _spelled(error: OutpaceError) -> str:
+    from outpace.cli.app import chosen
+
+    try:
+        return error.spelled(chosen(sys.argv[1:]).spell)
+    except OutpaceError:  # this very error: the command's module could not be imported
+        return str(error)
 
 
 def _command() -> Callable[[], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -247,24 +246,3 @@ def _bias(text: str) -> tuple[int, float]:
     except ValueError:
         name = Argument("logit_bias", text)
         raise ParameterError(name, " is malformed: write a token id and a number, like 42=-1.5") from None
-
-
-_ELSEWHERE = (  # options of single commands
-    "n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard", "url", "against", "concurrency",
-    "host", "port", "queue", "cors", "drain", "request_timeout", "max_body", "max_n", "max_logprobs", "max_rows",
-    "prefill_delay", "step_stretch", "model_memory", "share", "most_load", "least", "replay_share", "held_out", "gain",
-    "poll", "cores", "bandwidth", "card",
-)  # fmt: skip
-
-
-def spell(argument: Argument) -> str:
-    """An argument as the command line spells it: ``max_tokens=0`` is ``--max-tokens 0``. What has no option stays."""
-    shared = {f.name: f.name for kind in (Load, Draft) for f in fields(kind)}
-    sampling = {name: parameter.option[0].removeprefix("--") for name, parameter in _OPTIONS.items()}
-    options = shared | sampling | {name: name for name in _ELSEWHERE}
-    if argument.name not in options or argument.value is False or argument.value is None:
-        return str(argument)
-    option = "--" + options[argument.name].replace("_", "-")
-    if not argument.has_value or argument.value is True:
-        return option
-    return f"{option} {shlex.quote(str(argument.value))}"

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from outpace.errors import ParameterError
 
+StrPath = str | os.PathLike[str]  # what a public call takes where it takes a path
+
 
 def check_writable(path: Path) -> None:
     """Raise ParameterError now if ``path`` could not be written later."""

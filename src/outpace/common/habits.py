@@ -19,11 +19,25 @@ _NO_FILTER = (
     "top_k, top_p, min_p or top_n_sigma: this filter is not offered (a transformers LogitsProcessor in rules=[...] "
     "can do it)"
 )
-_ENGINE = "an argument of Engine.add, generate and stream, not of SamplingParams"
-OF_REQUESTS = (  # keywords of Engine.generate and stream beside the sampling parameters
-    "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline", "priority",
-    "owner", "resume", "verify_resume", "errors",
-)  # fmt: skip
+HOMES: Mapping[str, tuple[str, ...]] = {  # who takes which keywords; written by scripts/tables.py
+    "Engine.generate_many": (
+        "progress",
+    ),
+    "Engine.generate, generate_many or stream": (
+        "errors",
+    ),
+    "Engine.load": (
+        "model", "drafter", "drafters", "tokenizer", "backend", "dtype", "device", "threads", "max_length",
+        "kv_memory", "kv_dtype", "quantize", "strict", "revision", "trust_remote_code", "allow_pickle", "offline",
+        "size", "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch", "prefix_rows", "on_step",
+        "cost",
+    ),
+    "a request (Engine.generate, stream or add)": (
+        "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline",
+        "priority", "owner", "resume", "verify_resume",
+    ),
+}  # fmt: skip
+_REQUEST = "a request (Engine.generate, stream, add, or SamplingParams)"
 
 ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words than a parameter's own aliases
     "max_length": "max_tokens, which counts the answer alone (the whole context: Engine.load(max_length=...))",
@@ -45,30 +59,37 @@ ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words th
     "stream": "Engine.stream",
     "echo": "prompt_logprobs, and the prompt that you have",
     "truncate_prompt_tokens": "nothing: shorten the prompt",
-    **dict.fromkeys(OF_REQUESTS, _ENGINE),
-    "num_speculative_tokens": "Engine.load(size=N)",
-    "num_assistant_tokens": "Engine.load(size=N)",
+    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "Engine.load(size=N)"),
     "prompt_lookup_num_tokens": 'Engine.load(drafter="ngram", size=N)',
-    "assistant_model": 'Engine.load(drafter="model:ID")',
+    **dict.fromkeys(("assistant_model", "draft_model", "speculative_model"), 'Engine.load(drafter="model:ID")'),
+    **dict.fromkeys(("model_path", "model_id", "pretrained_model_name_or_path"), "Engine.load(model), without a name"),
+    **dict.fromkeys(("n_ctx", "max_model_len", "max_seq_len", "context_length"), "Engine.load(max_length=N)"),
+    **dict.fromkeys(("n_threads", "num_threads", "nthreads"), "Engine.load(threads=N)"),
+    "torch_dtype": 'Engine.load(dtype="float32")',
+    "device_map": 'Engine.load(device="cuda")',
+    "load_in_8bit": 'Engine.load(quantize="int8")',
+    **dict.fromkeys(("load_in_4bit", "quantization", "quantization_config"), 'Engine.load(quantize="int4")'),
+    "gpu_memory_utilization": 'Engine.load(kv_memory="2GiB")',
+    **dict.fromkeys(("max_num_seqs", "max_batch_size", "n_parallel"), "Engine.load(max_rows=N)"),
+    "cache_type_k": 'Engine.load(kv_dtype="int8")',
+    "local_files_only": "Engine.load(offline=True)",
 }
 
 
-def refusal(
-    unknown: Collection[str], parameters: Mapping[str, Parameter], *, of_request: bool = False
-) -> ParameterError:
-    """The error for parameters that there are none of, with what stands for the first of them here.
-
-    ``of_request``: they were given to a request, which takes ``OF_REQUESTS``, too.
-    """
-    what, own = ("a request", OF_REQUESTS) if of_request else ("SamplingParams", ())
-    aliases = {alias: name for name, parameter in parameters.items() for alias in parameter.names}
-    elsewhere = {name: text for name, text in (aliases | dict(ELSEWHERE)).items() if name not in own}
-    name = sorted(unknown)[0]
-    if name in elsewhere:
-        return ParameterError(f"{what} has no {name}: use {elsewhere[name]}")
-    close = difflib.get_close_matches(name, [*parameters, *own, *elsewhere], 1)
-    hint = f": did you mean {elsewhere.get(close[0], close[0])}?" if close else ""
-    return ParameterError(f"{what} has no {name}{hint or ': it takes ' + ', '.join([*parameters, *own])}")
+def refusal(name: str, takes: Collection[str], call: str, parameters: Mapping[str, Parameter]) -> ParameterError:
+    """The error for the keyword ``name``, which ``call`` does not take: who takes it, what stands for it, or which
+    keyword is spelled much like it. ``takes``: what ``call`` does take; ``parameters``: of requests, by name."""
+    homes = {own: home for home, names in HOMES.items() for own in names} | dict.fromkeys(parameters, _REQUEST)
+    meanings = {own: f"{own}, which {home} takes" for own, home in homes.items()} | {own: own for own in takes}
+    meanings |= {alias: meanings[own] for own, parameter in parameters.items() for alias in parameter.names}
+    meanings = {**ELSEWHERE, **meanings}
+    if name in homes and name not in ELSEWHERE:
+        return ParameterError(f"{call} has no {name}: {homes[name]} takes it")
+    if name in meanings:
+        return ParameterError(f"{call} has no {name}: use {ELSEWHERE.get(name, meanings[name])}")
+    close = difflib.get_close_matches(name, takes, 1) or difflib.get_close_matches(name, meanings, 1, 0.75)
+    hint = f": did you mean {meanings[close[0]]}?" if close else f": it takes {', '.join(takes)}"
+    return ParameterError(f"{call} has no {name}{hint}")
 
 
 # -- options of llama.cpp's, mlx-lm's and vLLM's command lines --------------------------------------------------------

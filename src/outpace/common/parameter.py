@@ -94,7 +94,7 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     ids = tuple(ids)
     for token in ids:
         if not _is_integer(token, 0, TOKEN_IDS):
-            raise ParameterError(Argument(name), f" has {token!r}, which is no token id: give ids, not text")
+            raise ParameterError(Argument(name), f" has {token!r}, which is no token id: give whole numbers from 0 on")
     return tuple(int(token) for token in ids)
 
 

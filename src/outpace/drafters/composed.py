@@ -17,7 +17,7 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import F64, I32
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
-from outpace.errors import DrafterError
+from outpace.errors import Argument, DrafterError
 from outpace.exact.drafts import Draft, Drafts, Verdict, merge
 from outpace.params import Acceptance
 
@@ -83,7 +83,8 @@ class ComposedDrafter(Drafter):
         if acceptance == "rejection" and len(drawing) > 1:
             raise DrafterError(
                 f"{self.name}: {' and '.join(drawing)} both sample, with the same noise, so rejection would not be "
-                "exact: keep one of them, or use acceptance=coupled"
+                "exact: keep one of them, or use ",
+                Argument("acceptance", "coupled"),
             )
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:

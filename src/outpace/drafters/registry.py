@@ -6,19 +6,28 @@ The methods that there are stand in catalogue.py; nothing here names one.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
+from outpace.common.files import StrPath
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.catalogue import AUTO, COMMON, METHODS
+from outpace.drafters.lookup.segment_files import MANIFEST
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 
 
-def parse(text: str) -> DrafterSpec:
-    """Parse and check a spec. Raises DrafterError that lists what there is."""
+def parse(text: StrPath) -> DrafterSpec:
+    """Parse and check a spec; an ``os.PathLike`` leads to a trained drafter, a datastore or a draft model. Raises
+    DrafterError that lists what there is."""
+    if isinstance(text, os.PathLike):
+        return _of_path(Path(text))
+    if not isinstance(text, str):
+        raise DrafterError(f"a drafter is named by a text such as 'ngram', or by a path, and {text!r} is neither")
     parts = tuple(_parse_one(part) for part in _split(text))
     if len(parts) == 1:
         if parts[0].flag("fallback", False):
@@ -33,6 +42,15 @@ def parse(text: str) -> DrafterSpec:
         )
     options = {"size": asked.pop()} if asked else {}
     return DrafterSpec(text, "+".join(part.name for part in parts), None, options, parts)
+
+
+def _of_path(path: Path) -> DrafterSpec:
+    from outpace.drafters.learned.checkpoint import method_of
+
+    if not path.exists():
+        raise DrafterError(f"{path} does not exist: check the path, or name a method: {', '.join(METHODS)}")
+    name = "retrieval" if (path / MANIFEST).is_file() else method_of(path) or "model"
+    return DrafterSpec(f"{name}:{path}", name, str(path), {})
 
 
 def _split(text: str) -> list[str]:

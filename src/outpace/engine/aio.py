@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.engine import Engine
 from outpace.engine.request import Request
@@ -25,6 +26,9 @@ from outpace.engine.statistics import Stats
 from outpace.engine.watch import Watch
 from outpace.errors import OutpaceError
 from outpace.params import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from outpace.engine.keywords import EngineLoadKeywords, RequestKeywords
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +57,17 @@ class AsyncEngine:
 
     @classmethod
     async def load(
-        cls, model: Any = "demo", *, drafter: str | None = "auto", drafters: Sequence[str] = (), **options: Any
+        cls,
+        model: Any = "demo",
+        *,
+        drafter: StrPath | None = "auto",
+        drafters: Sequence[StrPath] = (),
+        tokenizer: Any = None,
+        **options: Unpack[EngineLoadKeywords],
     ) -> AsyncEngine:
         """``Engine.load`` off the event loop, with the same arguments and errors."""
-        return cls(await asyncio.to_thread(Engine.load, model, drafter=drafter, drafters=drafters, **options))
+        load = partial(Engine.load, model, drafter=drafter, drafters=drafters, tokenizer=tokenizer, **options)
+        return cls(await asyncio.to_thread(load))
 
     @property
     def engine(self) -> Engine:
@@ -74,7 +85,12 @@ class AsyncEngine:
         return await asyncio.to_thread(self._engine.encode, prompt, raw=raw, add_special_tokens=add_special_tokens)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Delta]:
         """``Engine.stream``: deltas of one request as they come, with the same arguments and errors."""
         raises = checked_errors(errors)
@@ -98,7 +114,12 @@ class AsyncEngine:
         return running
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[RequestKeywords],
     ) -> Result:
         """``Engine.generate``: run one request with one sample to its end, with the same arguments and errors."""
         prepared = await asyncio.to_thread(prepared_one, self._engine.prepare, prompt, params, options)
@@ -111,7 +132,7 @@ class AsyncEngine:
         *,
         errors: Errors = "raise",
         progress: bool | None = None,
-        **options: Any,
+        **options: Unpack[RequestKeywords],
     ) -> list[Result]:
         """``Engine.generate_many``: results in the order of the prompts, with the same arguments and errors."""
         prepared = await asyncio.to_thread(prepared_many, self._engine.prepare, prompts, params, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,9 @@ from outpace.params import Prompt, SamplingParams
 Prepare = Callable[..., Prepared]  # Engine.prepare
 
 
-def prepared_one(prepare: Prepare, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]) -> Prepared:
+def prepared_one(
+    prepare: Prepare, prompt: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
+) -> Prepared:
     """One request with one sample. Raises ParameterError, and what ``prepare`` raises."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         raise ParameterError(f"generate takes one prompt, and this is a list of {len(prompt)}: use generate_many")
@@ -30,11 +32,13 @@ def prepared_many(
     prepare: Prepare,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> list[Prepared]:
     """A request a prompt. Raises ParameterError, and what ``prepare`` raises."""
     if isinstance(prompts, str):
         raise ParameterError("generate_many takes a list of prompts, and this is one text: use generate")
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise ParameterError(f"the prompts are a {type(prompts).__name__}: give a list of prompts")
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise ParameterError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one each")

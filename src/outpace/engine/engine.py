@@ -13,9 +13,10 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
@@ -25,7 +26,6 @@ from outpace.engine import intake
 from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.core import Core
 from outpace.engine.drafting import Drafting
-from outpace.engine.intake import EngineOptions
 from outpace.engine.pace import Pace
 from outpace.engine.request import Request, Size, StepRecord
 from outpace.engine.results import Delta, Errors, Result
@@ -41,9 +41,10 @@ from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
 from outpace.models.text.token_bytes import token_texts
-from outpace.params import Acceptance, Prompt, SamplingParams
+from outpace.params import Acceptance, Prompt, SamplingKeywords, SamplingParams
 
 if TYPE_CHECKING:
+    from outpace.engine.keywords import EngineKeywords, EngineLoadKeywords, RequestKeywords
     from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -71,10 +72,10 @@ class Engine:
         kv_memory: int | None = None,
         cost: Cost | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
-        **options: Any,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.options = EngineOptions(**options)
+        self.options = intake.engine_options(options)
         self._lock = model.lock  # of all that a step touches
         self.drafter = drafter or NoDrafter()
         own = {} if isinstance(self.drafter, NoDrafter) else {self.drafter.name: self.drafter}
@@ -105,23 +106,30 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: Any = "demo", *, drafter: str | None = "auto", drafters: SequenceOf[str] = (), **options: Any
+        cls,
+        model: Any = "demo",
+        *,
+        drafter: StrPath | None = "auto",
+        drafters: SequenceOf[StrPath] = (),
+        tokenizer: Any = None,
+        **options: Unpack[EngineLoadKeywords],
     ) -> Engine:
         """Load a model by name, folder or file, with its tokenizer and drafters.
 
         ``model``: "demo", a Hugging Face id, a folder, or a .gguf file; or a transformers model in memory, with its
-        ``tokenizer`` (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
-        "model:PATH" (docs/drafters.md); "none" or None decodes plainly. ``drafters``: more that requests may choose.
+        ``tokenizer`` or that one's folder (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
+        "model:PATH" (docs/drafters.md), or the ``Path`` of a trained drafter, a datastore or a draft model; "none" or
+        None decodes plainly. ``drafters``: more that requests may choose.
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
         """
         from outpace.engine.load import load_engines
 
-        return load_engines(cls, model, [drafter or "none"], options, more=drafters)[0]
+        return load_engines(cls, model, [drafter or "none"], {"tokenizer": tokenizer, **options}, more=drafters)[0]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> int:
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]) -> int:
         """Queue a request and return its id. It runs when ``step`` is called. Arguments and errors as in ``prepare``;
         when it raises, nothing was queued."""
         return self.submit(self.prepare(prompt, params, **options))
@@ -143,7 +151,7 @@ class Engine:
         owner: str = "",
         resume: SequenceOf[int] | SequenceOf[SequenceOf[int]] | None = None,
         verify_resume: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Prepared:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
 
@@ -170,6 +178,7 @@ class Engine:
             name, nodes, adaptive = "none", 0, False
         else:
             self.drafters[name].check_acceptance(acceptance)
+        intake.checked_flags(raw=raw, reuse_prefix=reuse_prefix, verify_resume=verify_resume)
         intake.checked_serving(deadline, priority, cache_scope, owner)
         tokens = self.encode(prompt, raw=raw, add_special_tokens=add_special_tokens)
         intake.check_params(params, info, self.tokenizer)
@@ -293,7 +302,12 @@ class Engine:
     # -- conveniences ------------------------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[RequestKeywords],
     ) -> Iterator[Delta]:
         """Deltas of one request as they come. Closing the iterator cancels it. ``prompt``, ``params`` and ``options``:
         as in ``prepare``.
@@ -317,7 +331,12 @@ class Engine:
             self._forget([prepared])
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, errors: Errors = "raise", **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[RequestKeywords],
     ) -> Result:
         """Run one request with one sample to its end: ``engine.generate("Hi", max_tokens=8)``.
 
@@ -335,7 +354,7 @@ class Engine:
         *,
         errors: Errors = "raise",
         progress: bool | None = None,
-        **options: Any,
+        **options: Unpack[RequestKeywords],
     ) -> list[Result]:
         """Run requests together; results in the order of ``prompts``, and of the samples within one.
 

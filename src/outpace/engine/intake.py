@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.common.arrays import I32
+from outpace.common.parameter import Flag
 from outpace.control.adaptive import AUTO_SIZE
 from outpace.drafters.base import Drafter
+from outpace.engine.keywords import EngineKeywords, RequestKeywords
 from outpace.engine.request import Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.models.base import ModelInfo
-from outpace.params import ACCEPTANCES, PARAMETERS, Acceptance, Prompt, SamplingParams, refusal
+from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
 
 if TYPE_CHECKING:
     from outpace.models.text.tokenizer import Tokenizer
@@ -65,6 +67,12 @@ class EngineOptions:
         return checked_size(self.size)
 
 
+def engine_options(keywords: Mapping[str, Any], call: str = "Engine") -> EngineOptions:
+    """``keywords`` of ``call``, or the defaults. Raises ParameterError."""
+    check_keywords(keywords, (*EngineKeywords.__annotations__, "drafter", "kv_memory"), call)
+    return EngineOptions(**keywords)
+
+
 def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> SamplingParams:
     """``params``, or the defaults, with ``keywords`` in their places. Raises ParameterError."""
     if params is not None and not isinstance(params, SamplingParams):
@@ -72,9 +80,7 @@ def sampling(params: SamplingParams | None, keywords: Mapping[str, Any]) -> Samp
         raise ParameterError(
             Argument("params", params), " is no SamplingParams: give one, or keywords such as ", example
         )
-    unknown = keywords.keys() - PARAMETERS.keys()
-    if unknown:
-        raise refusal(unknown, of_request=True)
+    check_keywords(keywords, RequestKeywords.__annotations__, "a request")
     return (params or SamplingParams()).with_(**keywords)
 
 
@@ -132,6 +138,8 @@ def resumed(
     given: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams, acceptance: Acceptance, vocab_size: int
 ) -> list[list[int]]:
     """What every sample is resumed after. Raises ParameterError for what cannot be, but by rules and ends."""
+    if not isinstance(given, (Sequence, np.ndarray)):
+        raise ParameterError(Argument("resume", given), " is no list: give the ids that this request has produced")
     each: list[Any] = [given] if params.n == 1 and not (len(given) and isinstance(given[0], Sequence)) else list(given)
     if len(each) != params.n or not all(isinstance(own, (Sequence, np.ndarray)) for own in each):
         raise ParameterError(
@@ -184,7 +192,7 @@ def limit_of(tokens: I32, params: SamplingParams, info: ModelInfo, most_position
 def check_params(params: SamplingParams, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
     """Raise ParameterError for what this engine cannot honour."""
     if params.stop_strings and tokenizer is None:
-        raise ParameterError("stop strings need a tokenizer, and this engine has none: use stop_ids")
+        raise ParameterError("stop strings need a tokenizer, and this engine has none: use ", Argument("stop_ids"))
     check_ids(Argument("stop_ids"), np.asarray(params.stop_ids, np.int32), info.vocab_size)
 
 
@@ -204,7 +212,7 @@ def size_of(given: Size | None, most: int, adaptive: bool) -> tuple[int, bool]:
     """The most nodes a step, and whether the policy chooses, for what a request asked of an engine with ``most``."""
     if given is None:
         return most, adaptive
-    nodes = checked_size(given)
+    nodes = checked_size(given, most, adaptive)
     if given == "auto":
         if not adaptive:
             raise ParameterError(
@@ -218,13 +226,14 @@ def size_of(given: Size | None, most: int, adaptive: bool) -> tuple[int, bool]:
     return nodes, False
 
 
-def checked_size(size: Size) -> int:
-    """The most nodes that ``size`` allows a step."""
+def checked_size(size: Size, most: int = MOST_NODES, adaptive: bool = True) -> int:
+    """The most nodes that ``size`` allows a step. ``most``, ``adaptive``: what the error says is possible."""
     if isinstance(size, str) and size == "auto":
         return AUTO_SIZE
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 0 <= size <= MOST_NODES:
         raise ParameterError(
-            Argument("size", size), " is out of range: draft 0 (plain decoding) to 63 tokens a step, or auto"
+            Argument("size", size),
+            f" is out of range: draft 0 (plain decoding) to {most} tokens a step{', or auto' if adaptive else ''}",
         )
     return int(size)
 
@@ -233,6 +242,12 @@ def checked_acceptance(acceptance: Acceptance) -> Acceptance:
     if acceptance not in ACCEPTANCES:
         raise ParameterError(Argument("acceptance", acceptance), f" is unknown: use one of {', '.join(ACCEPTANCES)}")
     return acceptance
+
+
+def checked_flags(**flags: object) -> None:
+    """Raise ParameterError for one that is neither True nor False: a text such as "no" would be true."""
+    for name, value in flags.items():
+        Flag().checked(name, value)
 
 
 def checked_serving(deadline: float | None, priority: int, cache_scope: str, owner: str) -> None:

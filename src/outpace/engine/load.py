@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from outpace.common.files import StrPath
+from outpace.common.habits import HOMES
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.intake import EngineOptions
-from outpace.errors import ParameterError
+from outpace.engine.keywords import EngineKeywords, OwnKeywords
+from outpace.errors import Argument, ParameterError
 from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
 from outpace.models.memory import spare_memory
-from outpace.models.options import LoadOptions
+from outpace.models.options import LoadKeywords, LoadOptions
+from outpace.params import check_keywords
 
 E = TypeVar("E")
 
 log = logging.getLogger(__name__)
 
-ENGINE_OPTIONS = tuple(field.name for field in fields(EngineOptions))
-OWN = ("on_step", "cost")  # of the engine, passed through as they are
-
 
 def load_engines(
     make: Callable[..., E],
     model: Any,
-    drafters: Sequence[str],
-    options: dict[str, Any],
-    more: Sequence[str] = (),
+    drafters: Sequence[StrPath],
+    options: Mapping[str, Any],
+    more: Sequence[StrPath] = (),
 ) -> list[E]:
     """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
     ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``.
@@ -42,18 +44,16 @@ def load_engines(
     tokenizer = options.pop("tokenizer", None)
     if options.get("kv_memory") is not None:
         options = {**options, "kv_memory": parse_bytes(options["kv_memory"])}
-    known = {field.name for field in fields(LoadOptions)}
-    for name in options:
-        if name not in known and name not in (*ENGINE_OPTIONS, *OWN):
-            takes = ", ".join((*sorted(known), *ENGINE_OPTIONS, *OWN))
-            raise ParameterError(f"{name!r} is no option of Engine.load: it takes {takes}")
-    engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
-    load_options = LoadOptions(**{name: value for name, value in options.items() if name in known})
+    check_keywords(options, HOMES["Engine.load"], "Engine.load")
+    engine_options = {name: options[name] for name in EngineKeywords.__annotations__ if name in options}
+    load_options = LoadOptions(**{name: options[name] for name in LoadKeywords.__annotations__ if name in options})
+    if isinstance(more, (str, os.PathLike)):
+        raise ParameterError(Argument("drafters", more), " is a single one: give a list")
     specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
     beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
-    if isinstance(model, str):
+    if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
             raise ParameterError("a tokenizer goes with a model in memory: one that is loaded by name has its own")
         found = resolve(model, load_options)
@@ -74,7 +74,7 @@ def load_engines(
             context = DraftContext(target, tokenizer, load_options, one.nodes, one.acceptance)
             built = [_closed_by(undo, build(each, context)) for each in (spec, *others)]
             named = {drafter.name: drafter for drafter in built[1:] if drafter.name != "none"}
-            rest = {name: options[name] for name in OWN if name in options}
+            rest = {name: options[name] for name in OwnKeywords.__annotations__ if name in options}
             engine = make(target, tokenizer, drafter=built[0], drafters=named, kv_memory=limit, **own, **rest)
             engines.append(engine)
         undo.pop_all()

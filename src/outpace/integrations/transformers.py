@@ -15,17 +15,20 @@ from dataclasses import dataclass, field
 from math import ceil
 from threading import Lock, RLock
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from outpace.common.files import StrPath
+from outpace.common.units import parse_bytes
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.forward.model import drafting_with
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
-from outpace.engine.intake import EngineOptions
+from outpace.engine.intake import engine_options
+from outpace.engine.keywords import EngineKeywords
 from outpace.engine.results import Delta, Result
 from outpace.engine.statistics import Stats, pooled
 from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError
@@ -83,13 +86,14 @@ class Patch:
     """What ``patch`` returns: engines over one model, made as calls ask for drafters. ``close`` undoes the patch; under
     ``with`` it is undone at the end."""
 
-    def __init__(self, module: Any, drafter: str, options: dict[str, Any]) -> None:
+    def __init__(self, module: Any, drafter: StrPath, options: dict[str, Any]) -> None:
         options = {"prefix_rows": 0, "max_rows": 64, **options}
         memory = options.pop("kv_memory", None)
+        engine_options(options, "outpace.patch")
         self._module, self._drafter, self._options = weakref.ref(module), drafter, options
-        limit = spare_memory(str(module.device), 0) if memory is None else memory
+        limit = spare_memory(str(module.device), 0) if memory is None else parse_bytes(memory)
         self._load_options = LoadOptions(kv_memory=limit)
-        self._engines: dict[tuple[str, int], Engine] = {}  # by the drafter's spec and the assistant's id
+        self._engines: dict[tuple[StrPath, int], Engine] = {}  # by the drafter's spec and the assistant's id
         self._assistants: dict[int, ModuleState] = {}  # by id
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # assistants that have a finalizer
         self._state: ModuleState | None = None  # of the module, as the engines have it
@@ -153,7 +157,7 @@ class Patch:
             spec = parse(key[0])
             if spec.size is not None:
                 options["size"] = spec.size
-            nodes = EngineOptions(**options).nodes
+            nodes = engine_options(options).nodes
             with ExitStack() as undo:
                 if assistant is None:
                     built = build(spec, DraftContext(self.model, None, self._load_options, nodes))
@@ -218,18 +222,20 @@ def _forget(patch: weakref.ref[Patch], assistant: int) -> None:
         found._forget(assistant)
 
 
-def patch(model: Any, *, drafter: str = "auto", **options: Any) -> Patch:
+def patch(
+    model: Any, *, drafter: StrPath = "auto", kv_memory: int | str | None = None, **options: Unpack[EngineKeywords]
+) -> Patch:
     """Let ``model.generate(...)`` decode speculatively: greedy tokens stay the same, sampled ones as likely as before.
 
     ``model``: a decoder-only transformers model in evaluation mode. ``drafter``: a spec such as "auto" or "ngram", for
-    calls that name no ``assistant_model``, ``prompt_lookup_num_tokens`` or ``assistant_early_exit``. ``options``: those
-    of ``EngineOptions`` (size, ...), and ``kv_memory`` in bytes. Calls that cannot be drafted go to the model's own
-    ``generate``: ``stats(model)`` says which, and why. ``unpatch(model)``, or the result's ``close``, undoes it. Raises
-    ModelError when the model cannot be served exactly, ParameterError, DrafterError.
+    calls that name no ``assistant_model``, ``prompt_lookup_num_tokens`` or ``assistant_early_exit``. ``kv_memory``: a
+    bound in bytes, or such as "2GiB". ``options``: those of ``EngineOptions`` (size, ...). Calls that cannot be drafted
+    go to the model's own ``generate``: ``stats(model)`` says which, and why. ``unpatch(model)``, or the result's
+    ``close``, undoes it. Raises ModelError when the model cannot be served exactly, ParameterError, DrafterError.
     """
     model = _module_of("patch", model)
     unpatch(model)
-    found = _open(model, drafter, options)
+    found = _open(model, drafter, {**options, "kv_memory": kv_memory})
     model.generate = MethodType(_generate, model)
     return found
 
@@ -263,7 +269,7 @@ def _module_of(function: str, model: Any) -> Any:
     raise ParameterError(f"outpace.{function} takes a transformers model in memory, not {shown}: {remedy}")
 
 
-def _open(model: Any, drafter: str = "auto", options: dict[str, Any] | None = None) -> Patch:
+def _open(model: Any, drafter: StrPath = "auto", options: dict[str, Any] | None = None) -> Patch:
     with _OPENING:
         found = model.__dict__.get(_DOOR)
         if found is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outpace.common.files import StrPath
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow, encode_turns
 from outpace.params import SamplingParams
@@ -24,10 +25,10 @@ TEXTS = ("text", "answer", "completion", "prompt")  # fields of a JSON line that
 _BEGINS = b'{"id": '  # every line that ``write_answers`` writes
 
 
-def sequences(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
+def sequences(files: Sequence[StrPath], tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
     """Token ids of what ``files`` hold: of a JSON line its ``token_ids``, or else its texts and turns; of other files
     pieces of their text. Raises ParameterError that names the file and line."""
-    for path in files:
+    for path in map(Path, files):
         try:
             with path.open(encoding="utf-8") as file:
                 if path.suffix in (".jsonl", ".ndjson"):
@@ -64,7 +65,7 @@ def _line(where: str, line: str, tokenizer: Tokenizer, vocab_size: int) -> Itera
 def write_answers(
     engine: Engine,
     rows: Sequence[PromptRow],
-    out: Path,
+    out: StrPath,
     params: SamplingParams,
     together: int,
     done: Callable[[int], None],
@@ -76,6 +77,7 @@ def write_answers(
     of a line: that line is cut off, and ``say`` is called. Prompts that do not fit are left out. Raises ParameterError
     for a file of something else, which stays as it is.
     """
+    out = Path(out)
     known = resume(out, say)
     done(len(known))
     todo: list[tuple[PromptRow, list[int]]] = []

@@ -37,7 +37,7 @@ def facts(engine: Described, load: LoadOptions | None = None) -> dict[str, Any]:
     model = engine.model
     info = model.info
     served = info.backend in BACKENDS  # a toy is not: it has no files
-    options = load or LoadOptions(backend=info.backend if served else "auto")
+    options = load or LoadOptions(backend=info.backend if info.backend in BACKENDS else "auto")
     return {
         "outpace": __version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

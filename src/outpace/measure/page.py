@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from outpace.common.files import write_bytes
+from outpace.common.files import StrPath, write_bytes
 
 _WIDTH, _BAR, _GAP, _TOP, _LEAST = 820, 22, 8, 48, 200  # _LEAST: of the longest bar, where labels leave less
 _LETTER = 0.6  # of a font's size: about what a letter takes
@@ -95,7 +95,7 @@ def _long(text: str, size: int) -> int:
     return int(len(text) * size * _LETTER)
 
 
-def write(path: Path, title: str, sections: Sequence[Section]) -> None:
+def write(path: StrPath, title: str, sections: Sequence[Section]) -> None:
     """Write a page. Raises OSError."""
     colours, style = (
         files("outpace.measure.view").joinpath(name).read_text("utf-8") for name in ("colours.css", "page.css")
@@ -116,4 +116,4 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
             rows += [f"<td>{'</td><td>'.join(map(escape, line))}</td>" for line in section.lines]
             parts.append(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>")
         parts.append("</section>")
-    write_bytes(path, "\n".join([*parts, "</body></html>\n"]).encode())
+    write_bytes(Path(path), "\n".join([*parts, "</body></html>\n"]).encode())

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.common.files import check_writable, write_bytes
+from outpace.common.files import StrPath, check_writable, write_bytes
 from outpace.common.installing import install
 from outpace.errors import MissingExtraError, ParameterError
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 
 
-def check(path: Path) -> None:
+def check(path: StrPath) -> None:
     """Raise ParameterError or MissingExtraError now if ``draw`` could not write ``path`` later."""
+    path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ParameterError(f"{path} is neither a .png nor an .svg: give the picture a name that ends so")
     check_writable(path)
@@ -27,7 +28,7 @@ def check(path: Path) -> None:
         raise MissingExtraError(f"a plot needs matplotlib: {install('outpace[plot]')}")
 
 
-def draw(path: Path, value: Mapping[str, Any]) -> None:
+def draw(path: StrPath, value: Mapping[str, Any]) -> None:
     """Draw ``value``, which ``bench --json`` writes. Raises OSError."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -60,8 +61,8 @@ def draw(path: Path, value: Mapping[str, Any]) -> None:
     save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: StrPath) -> None:
     """Write a figure. Raises OSError."""
-    buffer = io.BytesIO()
+    path, buffer = Path(path), io.BytesIO()
     figure.savefig(buffer, format=path.suffix.lower()[1:], dpi=130)
     write_bytes(path, buffer.getvalue())

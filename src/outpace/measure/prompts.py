@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.common.files import StrPath
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ class PromptRow:
     messages: tuple[Message, ...] = ()  # what is to be answered, if more than a first turn; ``turns`` has the last one
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
+def read_prompts(path: StrPath, limit: int | None = None) -> list[PromptRow]:
     """The rows of ``path``; with ``limit``, so many of them, spread evenly. Raises ParameterError with the line."""
+    path = Path(path)
     if limit is not None and limit < 1:
         raise ParameterError(Argument("limit", limit), " is out of range: give at least 1")
     try:

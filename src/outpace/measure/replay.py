@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
-from outpace.errors import MemoryLimitError, ParameterError
+from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.measure.compare import NEAR_TIE, promises_tokens
@@ -353,5 +353,5 @@ def model_name(trace: Trace) -> str:
     """The model that the trace's header names. Raises ParameterError."""
     name = trace.header.get("model", {}).get("name")
     if not name:
-        raise ParameterError(f"{trace.name} does not name its model: give one with --model")
+        raise ParameterError(f"{trace.name} does not name its model: give one as ", Argument("model"))
     return str(name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import StrPath
 from outpace.errors import ParameterError
 from outpace.measure.page import Bar, Section
 
@@ -162,8 +163,9 @@ _READERS: Mapping[str, tuple[str, _Reader]] = {  # by a field that only this kin
 }
 
 
-def read(path: Path) -> Result:
+def read(path: StrPath) -> Result:
     """A file that a benchmark wrote. Raises ParameterError."""
+    path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         kind, reader = next(found for field, found in _READERS.items() if field in value)
@@ -173,7 +175,8 @@ def read(path: Path) -> Result:
             f"{path} is no result of peers, serving, invariance, prove, scores or outpace bench"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ParameterError(f"{path} cannot be read ({error!r}): give what a benchmark wrote with --json") from error
+        remedy = "give what outpace bench --json or a benchmark wrote"
+        raise ParameterError(f"{path} cannot be read ({error!r}): {remedy}") from error
 
 
 def sections(results: Sequence[Result]) -> list[Section]:

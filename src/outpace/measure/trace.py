@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from outpace.common.arrays import I32
-from outpace.common.files import check_writable
+from outpace.common.files import StrPath, check_writable
 from outpace.engine.text import TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft
@@ -62,7 +62,7 @@ class Traceable(Described, Protocol):
 
 @contextmanager
 def tracing(
-    engine: Traceable, path: Path, *, load: LoadOptions | None = None, scores: bool = False
+    engine: Traceable, path: StrPath, *, load: LoadOptions | None = None, scores: bool = False
 ) -> Iterator[TraceWriter]:
     """Trace what ``engine`` does inside into ``path``. ``load``: how its model was loaded. ``scores``: at the end,
     compute by how much each output token won (one more prefill of every answer), for ``outpace explain``.
@@ -92,13 +92,13 @@ class TraceWriter:
 
     def __init__(
         self,
-        path: Path,
+        path: StrPath,
         facts: Mapping[str, Any],
         tokenizer: Spells | None = None,
         request: Callable[[int], Request] | None = None,
     ) -> None:
-        check_writable(path)
-        self.path = path
+        self.path = Path(path)
+        check_writable(self.path)
         self._tokenizer, self._request = tokenizer, request
         self._spelling = None if tokenizer is None else Spelling(tokenizer)
         self._requests: dict[int, Request] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import StrPath
 from outpace.errors import ParameterError
 from outpace.params import PARAMETERS, SamplingParams
 
@@ -129,13 +130,13 @@ class Trace:
         return {key: [t for _, row in rows for t in row.output] for key, rows in self.rows().items()}
 
 
-def lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+def lines(path: StrPath) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
     """A trace's header, its other lines, and what is cut off. Raises ParameterError for any other file or version."""
     try:
-        whole = path.read_bytes()
+        whole = Path(path).read_bytes()
     except OSError as error:
         raise ParameterError(
-            f"{path} cannot be read ({error.strerror or error}): give a file that --trace wrote"
+            f"{path} cannot be read ({error.strerror or error}): give a file that outpace generate --trace wrote"
         ) from error
     *complete, rest = whole.split(b"\n")
     cut = None if not rest else f"the last line is cut off after {len(rest)} bytes"
@@ -163,7 +164,7 @@ def lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]
     return header, others, cut
 
 
-def read(path: Path) -> Trace:
+def read(path: StrPath) -> Trace:
     """A trace from its file. Raises ParameterError."""
     header, others, cut = lines(path)
     requests: list[TracedRequest] = []
@@ -185,7 +186,7 @@ def read(path: Path) -> Trace:
                 margins[line["q"], line.get("n", 0)] = tuple(float(m) for m in line["margins"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ParameterError(f"{path} has a line that is no trace's ({error!r}): trace the run again") from error
-    return Trace(path.name, header, tuple(requests), tuple(steps), tuple(results), texts, margins, cut)
+    return Trace(Path(path).name, header, tuple(requests), tuple(steps), tuple(results), texts, margins, cut)
 
 
 def _request(value: Mapping[str, Any]) -> TracedRequest:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outpace.common.files import cache_dir
+from outpace.common.files import StrPath, cache_dir
 from outpace.common.installing import install
 from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
@@ -55,13 +56,17 @@ class MemoryEstimate:
     device: str = "cpu"
 
 
-def resolve(spec: str, options: LoadOptions | None = None) -> Source:
+def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
     """Find ``spec``: demo, demo-gemma, a .gguf file, a folder, a Hugging Face id, or a GGUF file in such a repository,
-    by its quantisation ("user/repo:Q4_K_M"); what is not cached is downloaded.
+    by its quantisation ("user/repo:Q4_K_M"); what is not cached is downloaded. An ``os.PathLike`` is a file or folder.
 
     Raises ModelError with the remedy when it cannot be found.
     """
     options = options or LoadOptions()
+    if isinstance(spec, os.PathLike):
+        if (there := _at(os.fspath(spec))) is None:
+            raise ModelError(f"{spec} does not exist: check the path, or give a model's name as text")
+        return there
     if not spec:
         raise ModelError(
             "the model's name is empty: give demo, a folder, a .gguf file, a Hugging Face id or user/repo:Q4_K_M"
@@ -70,16 +75,9 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
         return Source(spec, "gguf", demo.smollm2())
     if spec == "demo-gemma":
         return Source(spec, "gguf", demo.gemma(cache_dir()))
+    if (there := _at(spec)) is not None:
+        return there
     path = Path(spec).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            refuse_images(spec, path, None)
-            raise ModelError(f"{spec} has no config.json: give a Hugging Face model folder or a .gguf file")
-        return Source(spec, "folder", path)
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
-        return Source(spec, "gguf", path)
     if options.revision is None and ":" not in spec:
         refuse_misspelt(spec)
     if is_name(spec):
@@ -94,8 +92,23 @@ def resolve(spec: str, options: LoadOptions | None = None) -> Source:
     )
 
 
+def _at(spec: str) -> Source | None:
+    """The model that lies at the path ``spec``; None where nothing does. Raises ModelError for what is no model."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            refuse_images(spec, path, None)
+            raise ModelError(f"{spec} has no config.json: give a Hugging Face model folder or a .gguf file")
+        return Source(spec, "folder", path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
+        return Source(spec, "gguf", path)
+    return None
+
+
 def load(
-    spec: str | Source, options: LoadOptions | None = None, *, beside: Model | None = None
+    spec: StrPath | Source, options: LoadOptions | None = None, *, beside: Model | None = None
 ) -> tuple[Model, Tokenizer]:
     """The model and its tokenizer, ready to serve; ``spec`` as ``resolve`` takes it, or what it returned.
 
@@ -120,8 +133,8 @@ def live(
     module: Any, tokenizer: Any = None, options: LoadOptions | None = None, *, weak: bool = False
 ) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer for transformers objects in memory: a PreTrainedModel in evaluation mode, which stays
-    the caller's (``weak``: and is neither kept alive nor watched for changes), and a PreTrainedTokenizer (None: prompts
-    are token ids).
+    the caller's (``weak``: and is neither kept alive nor watched for changes), and a PreTrainedTokenizer or its folder
+    (None: prompts are token ids).
 
     Raises ModelError when the model cannot be served exactly; ParameterError for options that say how to load weights.
     """
@@ -130,8 +143,15 @@ def live(
         if getattr(options, name) != LoadOptions.__dataclass_fields__[name].default:
             raise ParameterError(Argument(name, getattr(options, name)), " says how to load, but this model is loaded")
     module = unwrapped(module)
-    if options.backend == "native" or not hasattr(module, "get_output_embeddings"):
-        raise ModelError(f"a {type(module).__name__} in memory cannot be served: give a transformers PreTrainedModel")
+    if not hasattr(module, "get_output_embeddings"):
+        models = "a name, a folder, a .gguf file, or a transformers PreTrainedModel"
+        raise ModelError(f"a {type(module).__name__} is no model: give {models}")
+    if options.backend == "native":
+        raise ParameterError(
+            Argument("backend", "native"),
+            " does not serve a model in memory: use ",
+            Argument("backend", "transformers"),
+        )
     if module.get_output_embeddings() is None and not module.can_generate():
         raise ModelError(
             f"a {type(module).__name__} generates no text: load the checkpoint with AutoModelForCausalLM, which has "
@@ -141,7 +161,15 @@ def live(
         raise ModelError(
             f"this {type(module).__name__} is in training mode, where dropout is on: call its eval() first"
         )
-    own = None if tokenizer is None else Tokenizer.from_transformers(tokenizer, module.generation_config)
+    own: Tokenizer | None = None
+    if isinstance(tokenizer, (str, os.PathLike)):
+        own = Tokenizer.from_folder(tokenizer, trust_remote_code=options.trust_remote_code)
+    elif hasattr(tokenizer, "save_pretrained"):
+        own = Tokenizer.from_transformers(tokenizer, module.generation_config)
+    elif tokenizer is not None:
+        raise ParameterError(
+            f"a {type(tokenizer).__name__} is no tokenizer: give a transformers PreTrainedTokenizer or its folder"
+        )
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     ends = () if own is None else own.eos_ids
     return _served(module, name, ends, options, weak=weak, watched=not weak), own
@@ -159,7 +187,7 @@ def unwrapped(module: Any) -> Any:
         module = inner
 
 
-def estimate(spec: str | Source, options: LoadOptions | None = None) -> MemoryEstimate:
+def estimate(spec: StrPath | Source, options: LoadOptions | None = None) -> MemoryEstimate:
     """What loading ``spec`` would take, from headers alone. Raises ModelError."""
     options = options or LoadOptions()
     source = spec if isinstance(spec, Source) else resolve(spec, options)
@@ -200,7 +228,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     except ModelError as error:
         refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
         if options.backend == "native":
-            raise ModelError(error, ": use ", Argument("backend", "transformers")) from error
+            raise ModelError(error, ": ", *_instead(source, gguf, options)) from error
         need_torch(source.name, error)
         if explain:
             log.info("%s; using transformers", error)
@@ -210,6 +238,16 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
     return "native"
+
+
+def _instead(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[str | Argument, ...]:
+    """What to do about an option that keeps the native backend from a model; where none does: the other backend."""
+    for name, usual in (("dtype", replace(options, dtype="auto")), ("device", replace(options, device="auto"))):
+        if usual != options:
+            with suppress(ModelError):
+                _backend_for(source, gguf, usual)
+                return "leave out ", Argument(name, getattr(options, name))
+    return "use ", Argument("backend", "transformers")
 
 
 def need_torch(name: str, why: ModelError | None = None) -> None:
@@ -341,7 +379,9 @@ def _torch(options: LoadOptions) -> Any:
 def _device(torch: Any, options: LoadOptions) -> Any:
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch_device(torch, options.device, "use auto, cpu or cuda")
+    return torch_device(
+        torch, options.device, "use auto, cpu or cuda" if torch.cuda.is_available() else "use auto or cpu"
+    )
 
 
 def torch_device(torch: Any, name: str, remedy: str) -> Any:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal, TypedDict, get_args
 
+from outpace.common.parameter import Flag
 from outpace.errors import Argument, ParameterError
 
-BACKENDS = ("auto", "native", "transformers")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
-QUANTIZE = ("int8", "int4")
+Backend = Literal["auto", "native", "transformers"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "bfloat16", "float32", "int8"]
+Quantize = Literal["int8", "int4"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+DTYPES: tuple[DType, ...] = get_args(DType)
+KV_DTYPES: tuple[KVDType, ...] = get_args(KVDType)
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 
 def _offline() -> bool:
@@ -31,14 +37,14 @@ class LoadOptions:
     code that comes with the model; ``allow_pickle``: read weights that are not safetensors, which can run code.
     """
 
-    backend: str = "auto"
-    dtype: str = "auto"
+    backend: Backend = "auto"
+    dtype: DType = "auto"
     device: str = "auto"
     threads: int | None = None
     max_length: int | None = None
-    kv_memory: int | None = None
-    kv_dtype: str = "auto"
-    quantize: str | None = None
+    kv_memory: int | None = field(default=None, metadata={"keyword": "int | str | None"})  # "2GiB" is parsed
+    kv_dtype: KVDType = "auto"
+    quantize: Quantize | None = None
     strict: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
@@ -54,8 +60,32 @@ class LoadOptions:
         ):
             if value not in known:
                 raise ParameterError(Argument(name, value), f" is not known: use one of {', '.join(known)}")
+        for name in ("strict", "trust_remote_code", "allow_pickle", "offline"):
+            Flag().checked(name, getattr(self, name))  # a text such as "no" would be true
+        for name in ("device", "revision"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name, value) != ("revision", None):
+                raise ParameterError(Argument(name, value), " is no text: give one, or leave it out")
         for name in ("threads", "max_length", "kv_memory"):
             number = getattr(self, name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 limits = " is out of range: give a whole number of at least 1, or leave it out"
                 raise ParameterError(Argument(name, number), limits)
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Fields of ``LoadOptions`` as keywords. Written by scripts/tables.py."""
+
+    backend: Backend
+    dtype: DType
+    device: str
+    threads: int | None
+    max_length: int | None
+    kv_memory: int | str | None
+    kv_dtype: KVDType
+    quantize: Quantize | None
+    strict: bool
+    revision: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+    offline: bool

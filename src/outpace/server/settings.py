@@ -72,9 +72,7 @@ class ServerSettings:
                 raise ParameterError(Argument(name, value), " is out of range: give seconds above 0")
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-                raise ParameterError(
-                    Argument("api_key"), " is unusable: give 8 or more ASCII characters without spaces"
-                )
+                raise ParameterError("an API key is unusable: give 8 or more ASCII characters without spaces")
         for origin in self.cors:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ParameterError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.common.arrays import I32, repeated_tail
+from outpace.common.files import StrPath
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.training import folder as folders
 
@@ -69,12 +69,12 @@ class Answers:
     folder's answers these are.
     """
 
-    def __init__(self, path: Path, meta: Mapping[str, Any], columns: Columns, index: I64) -> None:
-        self.path, self.meta, self.columns, self.index = path, meta, columns, index
+    def __init__(self, path: StrPath, meta: Mapping[str, Any], columns: Columns, index: I64) -> None:
+        self.path, self.meta, self.columns, self.index = Path(path), meta, columns, index
         self.target: Mapping[str, Any] = meta["target"]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Answers:
+    def open(cls, path: StrPath) -> Answers:
         """Read a folder; one that is still being made, as far as it has come.
 
         Raises DataError that names the file and the remedy.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from outpace.common.arrays import F32
+from outpace.common.files import StrPath
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.checkpoint import Checkpoint, arrays_of, put_files
@@ -48,7 +49,7 @@ def verifier_of(source: Source, name: str | None) -> Verifier:
 
 
 def to_speculators(
-    path: str | Path,
+    path: StrPath,
     checkpoint: Checkpoint,
     rows: TargetRows,
     verifier: Verifier | None = None,
@@ -65,7 +66,7 @@ def to_speculators(
     checkpoints.put(Path(path), _whole(checkpoint, rows), "own", verifier or Verifier(), dtype, tokens)
 
 
-def to_eagle3(path: str | Path, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
+def to_eagle3(path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
     """Write ``eagle`` in the flat layout of EAGLE-3's authors (``midlayer.*``). Raises as ``write`` does."""
     config = checkpoint.config
     if not isinstance(config, EagleConfig):
@@ -77,7 +78,7 @@ def to_eagle3(path: str | Path, checkpoint: Checkpoint, rows: TargetRows, *, dty
     put_files(Path(path), arrays, layouts.to_flat_eagle(config, dtype), None, dtype)
 
 
-def to_medusa(path: str | Path, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
+def to_medusa(path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
     """Write ``medusa`` as vLLM reads it, the head included. Raises as ``write`` does."""
     if not isinstance(checkpoint.config, MedusaConfig):
         raise ParameterError(f"the layout of Medusa is for the method medusa, and this is {checkpoint.method}")
@@ -85,7 +86,7 @@ def to_medusa(path: str | Path, checkpoint: Checkpoint, rows: TargetRows, *, dty
 
 
 def to_vllm(
-    path: str | Path, checkpoint: Checkpoint, rows: TargetRows, verifier: Verifier | None = None, *, tokens: int = 4,
+    path: StrPath, checkpoint: Checkpoint, rows: TargetRows, verifier: Verifier | None = None, *, tokens: int = 4,
     dtype: str = "bfloat16",
 ) -> dict[str, Any]:  # fmt: skip
     """Write a folder that vLLM serves with, and say its ``--speculative-config``. Raises as ``write`` does.

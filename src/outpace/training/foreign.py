@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.common.files import StrPath
 from outpace.errors import DataError
 from outpace.training.data import Answer
 from outpace.training.writer import Writer
@@ -17,7 +18,7 @@ OPTIONS = {"made by": "import"}
 
 
 def import_answers(
-    files: Sequence[Path],
+    files: Sequence[StrPath],
     writer: Writer,
     *,
     temperature: float = 0.0,
@@ -34,7 +35,7 @@ def import_answers(
     new = known = 0
     vocabulary = int(writer.meta["target"]["vocab_size"])
     with writer:
-        for path in files:
+        for path in map(Path, files):
             for where, line in _lines(path, say):
                 answer = _answer(where, line, vocabulary, temperature)
                 if max_length is not None and len(answer.tokens) > max_length:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.common.arrays import F32, I32
+from outpace.common.files import StrPath
 from outpace.common.units import format_bytes
 from outpace.errors import Argument, DataError, NotFiniteError, ParameterError
 from outpace.models.base import Batch
@@ -120,8 +121,8 @@ class Cache:
     a folder that keeps others.
     """
 
-    def __init__(self, path: Path, layers: Sequence[int] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: StrPath, layers: Sequence[int] | None = None) -> None:
+        self.path = path = Path(path)
         self.answers = Answers.open(path)
         meta = self.answers.meta
         count = int(meta["target"]["layers"])
@@ -210,9 +211,9 @@ class Cache:
         return int(offsets[-1] - offsets[first])
 
 
-def check_room(path: Path, size: int, what: str) -> None:
+def check_room(path: StrPath, size: int, what: str) -> None:
     """Raises DataError when ``size`` more bytes are not free where ``path`` lies."""
-    free = folders.free_space(path)
+    free = folders.free_space(Path(path))
     if size > free:
         raise DataError(
             f"{what} would take {format_bytes(size)}, and {format_bytes(free)} are free on the disk of {path}: "

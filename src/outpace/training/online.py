@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.common.files import locked
+from outpace.common.files import StrPath, locked
 from outpace.errors import DataError
 from outpace.models.processors import usable_cores
 from outpace.training import folder as folders
@@ -68,12 +68,12 @@ class Round:
 
 
 def run_round(
-    data: Path,
-    drafter: Path,
-    out: Path,
+    data: StrPath,
+    drafter: StrPath,
+    out: StrPath,
     options: OnlineOptions,
     *,
-    replay: Path | None = None,
+    replay: StrPath | None = None,
     model: str | None = None,
     threads: int | None = None,
     pace: Callable[[], None] = lambda: None,
@@ -85,7 +85,8 @@ def run_round(
     """
     options.check()
     begun, cpu = time.perf_counter(), time.process_time()
-    versions = Versions(out)
+    data, replay = Path(data), None if replay is None else Path(replay)
+    versions = Versions(Path(out))
     start = versions.newest or drafter
     work = versions.folder / "work"
     shutil.rmtree(work, ignore_errors=True)
@@ -96,7 +97,7 @@ def run_round(
         held_out=options.held_out, judged=options.judged, seed=options.seed,
     )  # fmt: skip
     run = Run(work / "data", work / "best", loop_options, model, threads, say=say, pace=pace, split=_split)
-    with open_run(run, EagleOptions(start=str(start))) as loop:
+    with open_run(run, EagleOptions(start=os.fspath(start))) as loop:
         before = loop.simulate().tokens_per_step
         say(f"{before:.3f} tokens a step on held-out recorded answers before this round")
         loop.at.best = before + options.gain
@@ -116,9 +117,9 @@ def run_round(
 
 
 def watch(
-    data: Path,
-    drafter: Path,
-    out: Path,
+    data: StrPath,
+    drafter: StrPath,
+    out: StrPath,
     options: OnlineOptions,
     *,
     rounds: int | None = None,
@@ -131,6 +132,7 @@ def watch(
     done: list[Round] = []
     pace = Pace(options.share, options.most_load, options.poll)
     known: frozenset[str] = frozenset()  # what the last round saw
+    data, out = Path(data), Path(out)
     with locked(Versions(out).folder / "lock"):  # a second process waits
         while rounds is None or len(done) < rounds:
             keys, new = _fresh(data, known)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outpace.common.files import StrPath
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import ARITHMETIC, difference, identity
 from outpace.models.options import LoadOptions
@@ -43,7 +44,7 @@ class Recorder:
 
     def __init__(
         self,
-        path: Path,
+        path: StrPath,
         *,
         model: str,
         load: Mapping[str, Any],
@@ -53,6 +54,7 @@ class Recorder:
     ) -> None:
         if most < 1:
             raise ParameterError(Argument("most", most), " is out of range: give at least 1 token")
+        path = Path(path)
         self.path, self._most, self._every = path, most, every
         self._kept: dict[tuple[str, str], Answer] = {}  # by digests of prompt and answer, the oldest first
         self.tokens = 0
@@ -141,7 +143,7 @@ def write_answers(path: Path, answers: list[Answer], fingerprint: str | None) ->
 @contextmanager
 def recording(
     engine: Engine,
-    path: Path,
+    path: StrPath,
     *,
     model: str,
     load: LoadOptions,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.common.files import write_json
-from outpace.errors import DataError
+from outpace.errors import Argument, DataError
 
 HISTORY = "online.json"
 
@@ -28,7 +28,9 @@ class Versions:
         self.folder = self.link.parent / f".{self.link.name}.versions"
         ours = self.link.is_symlink() and self.link.resolve().parent == self.folder.resolve()
         if (self.link.exists() or self.link.is_symlink()) and not ours:
-            raise DataError(f"{link} is there and is no drafter that was tuned online: give another folder as --out")
+            raise DataError(
+                f"{link} is there and is no drafter that was tuned online: give another folder as ", Argument("out")
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @property

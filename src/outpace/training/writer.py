@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.common.files import StrPath
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import ARITHMETIC, difference
 from outpace.training import folder as folders
@@ -29,7 +30,7 @@ class Writer:
 
     def __init__(
         self,
-        path: Path,
+        path: StrPath,
         *,
         model: str,
         target: Mapping[str, Any],
@@ -40,6 +41,7 @@ class Writer:
     ) -> None:
         if shard < 1:
             raise ParameterError(Argument("shard", shard), " is out of range: give at least 1 answer")
+        path = Path(path)
         self.path, self._shard, self._every = path, shard, every
         self._fingerprint = target.get("fingerprint")
         if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / folders.META).exists())):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from outpace.common.arrays import I32
 from outpace.drafters.base import DraftContext, DraftCost, Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.spec import DrafterSpec
-from outpace.errors import DrafterError
+from outpace.errors import Argument, DrafterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.params import Acceptance
 
@@ -52,8 +52,8 @@ class LookaheadDrafter(Drafter):
     def check_acceptance(self, acceptance: Acceptance) -> None:
         if acceptance == "rejection":
             raise DrafterError(
-                "lookahead drafts from the target's own choices, so under rejection it would not be exact: "
-                "use acceptance=coupled"
+                "lookahead drafts from the target's own choices, so under rejection it would not be exact: use ",
+                Argument("acceptance", "coupled"),
             )
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:

@@ -19,7 +19,7 @@ from outpace.drafters.base import DrafterNeeds, RowView, levels
 from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import OwnCache
 from outpace.drafters.forward.synced_text import SyncedText
-from outpace.errors import DrafterError, ModelError
+from outpace.errors import Argument, DrafterError, ModelError
 from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -66,7 +66,9 @@ class TranslatedDrafter(ChainDrafter):
         if acceptance == "rejection":
             raise DrafterError(
                 f"{self.name} has another tokenizer than the target, so it has no probabilities of the target's tokens "
-                "for rejection to compare: use acceptance=coupled, or a draft model with the target's vocabulary"
+                "for rejection to compare: use ",
+                Argument("acceptance", "coupled"),
+                ", or a draft model with the target's vocabulary",
             )
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:

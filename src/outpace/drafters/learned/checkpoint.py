@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outpace.common.files import write_json
+from outpace.common.files import StrPath, write_json
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.configs import (
     Config,
@@ -77,7 +77,7 @@ class Checkpoint:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(path: str | Path) -> Checkpoint:
+def read(path: StrPath) -> Checkpoint:
     """The checkpoint in a folder. Raises ModelError that names the file, the problem and the remedy."""
     folder = Path(path)
     if not folder.is_dir():
@@ -101,6 +101,14 @@ def read(path: str | Path) -> Checkpoint:
         raise own.fail(f"its method is {own.get('method')!r}, but its layout is of {method!r}: export it again")
     tensors = _tensors(facts, described, found, head_needed=_head_needed(own, described))
     return Checkpoint(method, described, tensors, _object(own, "target"), _object(own, "recipe"))
+
+
+def method_of(path: StrPath) -> str | None:
+    """The method of the drafter that a folder holds; None where it holds none that can be read."""
+    try:
+        return read(path).method
+    except ModelError:
+        return None
 
 
 def _quantized(tensor: StoredTensor) -> StoredTensor:
@@ -153,7 +161,7 @@ def stranger(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None) -
 
 
 def write(
-    path: str | Path,
+    path: StrPath,
     method: str,
     config: Config,
     tensors: Mapping[str, Any],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
 from outpace.drafters.learned.checkpoint import (
     Checkpoint,
@@ -41,7 +42,7 @@ MOST_BRANCH, MOST_LEVELS = 16, 63
 
 def eagle(spec: DrafterSpec, context: DraftContext) -> EagleDrafter:
     """``eagle:PATH``, or the drafter that comes with Outpace. Raises as ``load_eagle``."""
-    path: str | Path = _path(spec)
+    path: StrPath = _path(spec)
     if path in shipped.NAMES:
         path = shipped.located(context.target.info, context.options)
     options = {name: spec.integer(name, None) for name in ("branch", "levels")}
@@ -49,7 +50,7 @@ def eagle(spec: DrafterSpec, context: DraftContext) -> EagleDrafter:
 
 
 def load_eagle(
-    path: str | Path,
+    path: StrPath,
     context: DraftContext,
     *,
     name: str | None = None,
@@ -88,7 +89,7 @@ class _Renewal:
     """Gives a network the weights that its folder has now, where they are not those that it was loaded with."""
 
     def __init__(
-        self, path: str | Path, context: DraftContext, quantize: str | None, name: str, loaded: Checkpoint
+        self, path: StrPath, context: DraftContext, quantize: str | None, name: str, loaded: Checkpoint
     ) -> None:
         self._path, self._context, self._quantize, self._name = Path(path), context, quantize, name
         self._config, self._d2t = loaded.config, loaded.tensors["d2t"]
@@ -146,7 +147,7 @@ def medusa(spec: DrafterSpec, context: DraftContext) -> MedusaDrafter:
     return made
 
 
-def _fitting(method: str, path: str | Path, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
+def _fitting(method: str, path: StrPath, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
     """The checkpoint in a folder, as it is used beside the target; what its user should know of it."""
     name, info = f"{method}:{path}", context.target.info
     checkpoint = read(path)

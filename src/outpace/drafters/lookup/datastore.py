@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.common.files import replacing, write_json
-from outpace.drafters.lookup.segment_files import I64, Arrays, open_arrays, read_manifest
+from outpace.common.files import StrPath, replacing, write_json
+from outpace.drafters.lookup.segment_files import I64, MANIFEST, Arrays, open_arrays, read_manifest
 from outpace.errors import Argument, DrafterError
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ END = -1  # stands between sequences: nothing is matched or continued across it
 SEGMENT = 4_000_000  # tokens; building one takes about 40 bytes a token
 _BITS, _KEYED = 21, 3  # of a token in a key; tokens in a key
 MOST_TOKENS = (1 << _BITS) - 1  # of a vocabulary
-_MANIFEST = "datastore.json"
 _FORMAT = 1
 
 
@@ -45,10 +44,10 @@ class Datastore:
     ``arrays``: tokens, order and keys of its segments. ``files``: where they lie.
     """
 
-    def __init__(self, path: str | os.PathLike[str], vocabulary: str | None = None) -> None:
+    def __init__(self, path: StrPath, vocabulary: str | None = None) -> None:
         """``vocabulary``: the target's fingerprint, or None to trust that it fits."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path / _MANIFEST, _FORMAT)
+        self.manifest = read_manifest(self.path / MANIFEST, _FORMAT)
         if vocabulary is not None and self.manifest["vocabulary"] != vocabulary:
             raise DrafterError(
                 f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
@@ -77,7 +76,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def build(
-    path: str | os.PathLike[str],
+    path: StrPath,
     sequences: Iterable[Sequence[int]],
     *,
     vocabulary: str,
@@ -114,9 +113,9 @@ def build(
         if add:
             for file in sorted(work.iterdir()):
                 os.replace(file, target / file.name)
-            write_json(target / _MANIFEST, manifest)  # only now are the new segments part of it
+            write_json(target / MANIFEST, manifest)  # only now are the new segments part of it
         else:
-            write_json(work / _MANIFEST, manifest)
+            write_json(work / MANIFEST, manifest)
             os.replace(work, target)
     except OSError as error:
         raise DrafterError(f"{target} cannot be written ({error}): check the folder and the disk") from error

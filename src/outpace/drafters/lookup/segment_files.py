@@ -17,6 +17,8 @@ from outpace.errors import DrafterError
 I64 = npt.NDArray[np.int64]
 Arrays = tuple[I32, I32, I64]  # tokens, order and keys of a segment
 
+MANIFEST = "datastore.json"
+
 # What numpy.save writes for one axis, and nothing else that a .npy file may have.
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(..)\{'descr': '(<i[48])', 'fortran_order': False, 'shape': \((\d{1,10}),\), \} *\n", re.DOTALL

@@ -6,7 +6,6 @@ requests; that is off unless asked for, since one user's answers then show in ho
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32
-from outpace.common.files import write_bytes
+from outpace.common.files import StrPath, write_bytes
 from outpace.drafters.base import DraftContext, LookupDrafter
 from outpace.drafters.lookup.datastore import END
 from outpace.drafters.spec import DrafterSpec
@@ -96,7 +95,7 @@ class SuffixDrafter(LookupDrafter):
             self.save(self._file)
             self._file = None
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the history to ``path``, all of it or nothing. Raises DrafterError."""
         tokens = self._kept().tokens()
         body = tokens.astype("<i4").tobytes()
@@ -108,7 +107,7 @@ class SuffixDrafter(LookupDrafter):
                 f"suffix: {path} cannot be written ({error.strerror}): give a folder that can"
             ) from error
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: StrPath) -> None:
         """Replace the history by what ``save`` wrote. Raises DrafterError; then the history is as it was."""
         history = self._kept()
         try:

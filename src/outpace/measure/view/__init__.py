@@ -16,21 +16,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import StrPath
 from outpace.measure.tracefile import lines
 from outpace.params import PARAMETERS
 
 
-def page(path: Path, *, scripts: Sequence[str] = ()) -> str:
+def page(path: StrPath, *, scripts: Sequence[str] = ()) -> str:
     """The page for the trace at ``path``. ``scripts``: run after the page's own (its tests). Raises ParameterError."""
+    name = Path(path).name
     header, others, cut = lines(path)
-    data = _inert({"name": path.name, "cut": cut, "header": header, "lines": [shown(line) for line in others]})
-    return _filled(f"{path.name}: an Outpace trace", data, scripts, "'none'")
+    data = _inert({"name": name, "cut": cut, "header": header, "lines": [shown(line) for line in others]})
+    return _filled(f"{name}: an Outpace trace", data, scripts, "'none'")
 
 
-def pages(paths: Sequence[Path]) -> str:
+def pages(paths: Sequence[StrPath]) -> str:
     """Pages side by side, each in a frame of its own; where one shows a token, the others show it, too. Raises
     ParameterError."""
     inner = [page(path) for path in paths]
+    titles = [html.escape(Path(path).name) for path in paths]
     style = "html,body{height:100%;margin:0}body{display:flex;gap:2px}iframe{flex:1;border:0;min-width:0}"
     script = (
         "const frames_ = [...document.querySelectorAll('iframe')];\n"
@@ -43,10 +46,10 @@ def pages(paths: Sequence[Path]) -> str:
     styles = f"{_hash(style)} {_hash(colours() + _file('page.css'))}"
     scripts = f"{_hash(_file('page.js'))} {_hash(script)}"
     policy = f"default-src 'none'; style-src {styles}; script-src {scripts}; base-uri 'none'"
-    names = " and ".join(html.escape(path.name) for path in paths)
+    names = " and ".join(titles)
     bodies = "".join(
-        f'<iframe title="{html.escape(path.name)}" srcdoc="{html.escape(text)}"></iframe>'
-        for path, text in zip(paths, inner, strict=True)
+        f'<iframe title="{title}" srcdoc="{html.escape(text)}"></iframe>'
+        for title, text in zip(titles, inner, strict=True)
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -107,8 +110,9 @@ def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
     return "".join(out)
 
 
-def write(path: Path, out: Path, *others: Path, scripts: Sequence[str] = ()) -> None:
+def write(path: StrPath, out: StrPath, *others: StrPath, scripts: Sequence[str] = ()) -> None:
     """Write the page, whole or not at all; ``others``: traces to show beside it. Raises ParameterError or OSError."""
+    out = Path(out)
     text = pages([path, *others]) if others else page(path, scripts=scripts)
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

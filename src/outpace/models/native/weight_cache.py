@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace import _fast
-from outpace.common.files import cache_dir
+from outpace.common.files import StrPath, cache_dir
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.common.version import __version__
 from outpace.errors import ParameterError
@@ -74,13 +74,13 @@ def limit() -> int:
         raise ParameterError("OUTPACE_WEIGHT_CACHE_LIMIT: ", error) from error
 
 
-def place(name: str, files: Sequence[Path], target: str) -> Place | None:
+def place(name: str, files: Sequence[StrPath], target: str) -> Place | None:
     """Where the weights that ``files`` make are kept; None where the cache is off or would not pay."""
     where = folder()
     if where is None:
         return None
     try:
-        found = [(path.resolve(), path.stat()) for path in files]
+        found = [(path.resolve(), path.stat()) for path in map(Path, files)]
     except OSError as error:
         log.info("%s: the packed weights are not kept, since the model's file has gone: %s", name, error)
         return None
@@ -137,10 +137,10 @@ def keep(where: Place, packer: packed.Packer) -> None:
     )  # fmt: skip
 
 
-def entries(where: Path) -> list[Entry]:
+def entries(where: StrPath) -> list[Entry]:
     """The files of a cache, the last used first."""
     found = []
-    for path in where.glob(f"*{_SUFFIX}"):
+    for path in Path(where).glob(f"*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # another process may be clearing up
             stat = path.stat()
             try:
@@ -152,9 +152,9 @@ def entries(where: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.used, reverse=True)
 
 
-def clear(where: Path) -> int:
+def clear(where: StrPath) -> int:
     """Delete all files, also those that others use: they keep what they have mapped. Bytes freed. Raises OSError."""
-    freed = 0
+    where, freed = Path(where), 0
     for path in [*where.glob(f"*{_SUFFIX}"), *where.glob(f".*{_SUFFIX}.*.tmp")]:
         with suppress(FileNotFoundError):
             freed += path.stat().st_size

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.common.files import cache_dir, write_bytes, write_json
+from outpace.common.files import StrPath, cache_dir, write_bytes, write_json
 from outpace.errors import Argument, ParameterError
 from outpace.models.text import byte_level
 from outpace.models.text import folder as folders
@@ -96,8 +96,9 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    def from_folder(cls, folder: StrPath, *, trust_remote_code: bool = False) -> Tokenizer:
         """From a Hugging Face folder: tokenizer.json, or older files that can be converted. Raises ModelError."""
+        folder = Path(folder)
         fast, texts = folders.load(folder, trust_remote_code=trust_remote_code)
         bos = texts.get("bos_token")
         return cls(
@@ -117,12 +118,13 @@ class Tokenizer:
             tokenizer.save_pretrained(folder)
             if generation_config is not None:
                 generation_config.save_pretrained(folder)
-            own = cls.from_folder(Path(folder))
+            own = cls.from_folder(folder)
         own.name = tokenizer.name_or_path or type(tokenizer).__name__
         return own
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: StrPath) -> None:
         """Write the files from which ``from_folder`` makes this tokenizer again. Raises OSError."""
+        folder = Path(folder)
         write_bytes(folder / "tokenizer.json", self._fast.to_str().encode("utf-8"))
         config: dict[str, Any] = dict(self._template_tokens)
         if self._templates is not None:

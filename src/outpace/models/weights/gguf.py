@@ -8,7 +8,6 @@ before anything of that size is made. It may shrink while it is open: see ``File
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from outpace import _fast
 from outpace.common.arrays import F32
+from outpace.common.files import StrPath
 from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
@@ -146,7 +146,7 @@ class GGUFFile:
             )
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
+    def open(cls, path: StrPath) -> GGUFFile:
         """Open a file and read its header. Raises ModelError that names the file and what is wrong with it."""
         return cls(FileBytes(Path(path)))
 

@@ -36,6 +36,11 @@ _QUANTISATION = re.compile(
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
+_OFFLINE = (
+    ", and no network is to be used: leave out ", Argument("offline", True), " and HF_HUB_OFFLINE, or download it first"
+)  # fmt: skip
+
+
 def label(name: str) -> str:
     """The quantisation that a file's name tells; where it tells none, the name without the ending and the shard."""
     stem = _SHARD.sub("", PurePosixPath(name).stem)
@@ -58,9 +63,7 @@ def from_hub(spec: str, *, revision: str | None, allow_pickle: bool, offline: bo
         raise ModelError(f"{spec!r} is neither a file, a folder nor a Hugging Face id: check the spelling") from error
     except LocalEntryNotFoundError as error:
         if offline:
-            raise ModelError(
-                f"{spec} is not in the local cache, and HF_HUB_OFFLINE is set: unset it, or download the model first"
-            ) from error
+            raise ModelError(f"{spec} is not in the local cache", *_OFFLINE) from error
     try:
         return Path(snapshot_download(spec, **request))
     except Exception as error:
@@ -156,10 +159,7 @@ def from_name(
             return found[0]
     if offline:
         there = ", ".join(v.label for v in variants(files) if _cached(repo, commit, v))
-        raise ModelError(
-            f"{name} is not in the local cache ({there or 'nothing of this repository is'}), and no network "
-            "is to be used: leave out --offline and HF_HUB_OFFLINE, or download it first"
-        )
+        raise ModelError(f"{name} is not in the local cache ({there or 'nothing of this repository is'})", *_OFFLINE)
     try:
         commit, files = _ask(repo, revision)
         variant = _choose(name, repo, wanted, files)
