@@ -105,14 +105,16 @@ class OwnDecoder:
         self._heads = int(config.num_attention_heads)
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
         eps = float(getattr(config, KEYS["eps"][1]))
+
+        def factor(name: str) -> float:
+            return float(getattr(config, KEYS[name][1])) if name in family.scales else 1.0
+
         self._embedding, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
-        scale = 1.0 if family.width_scales_embedding else getattr(config, KEYS["embedding_scale"][1], 1.0)
-        self._embedding_scale = float(scale)  # beyond what the embedding's module does
-        self._residual = float(getattr(config, KEYS["residual_scale"][1], 1.0))
-        self._divisor = float(getattr(config, KEYS["logit_divisor"][1], 1.0))
+        self._embedding_scale = factor("embedding_scale")  # beyond what the embedding's module does
+        self._residual, self._divisor = factor("residual_scale"), factor("logit_divisor")
         kinds = getattr(config, "layer_types", None) or []
         self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(windows)
-        self._rotated = getattr(config, "no_rope_layers", None) or [1] * len(windows)
+        self._rotated = config.no_rope_layers if family.unrotated_every else [1] * len(windows)
         self._layers = [_Layer(module, i, family, eps) for i in range(len(windows))]
         self._norm = _Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
         self._head = Projection([module.get_output_embeddings()])
