@@ -18,7 +18,7 @@ from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _MOST_LAYERS = 1 << 12
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
 REFUSED = {
@@ -135,7 +135,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
     activation = facts.get(family.activation_key)
-    if _ACTIVATIONS.get(str(activation)) != family.activation:
+    if ACTIVATIONS.get(str(activation)) != family.activation:
         raise facts.fail(f"its activation {activation!r} is not supported")
     for key in family.refuses:
         if facts.get(key):

@@ -114,9 +114,7 @@ class Family:
     query_scalar: bool = False  # config.json has query_pre_attn_scalar^-0.5 for head_dim^-0.5
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
     refuses: tuple[str, ...] = ()  # keys of ``decoder.REFUSED`` that its config.json may have
-    absent: Mapping[str, Any] = field(
-        default_factory=dict
-    )   # what a config.json leaves out, beyond ``ABSENT``
+    absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.common.allocator import huge
 from outpace.models import families
+from outpace.models.decoder import ACTIVATIONS
 from outpace.models.families import KEYS, OUTER, SPELLINGS
 from outpace.models.torch import attention
 from outpace.models.torch.attention import Plan
@@ -187,7 +188,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [N, heads, d], the first values of each rotated half against half."""
     width = cos.shape[-1]
     turned = x[..., :width]
-    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin)
+    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin).to(x.dtype)  # OLMo's tables are float32
     return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
 
 
@@ -195,9 +196,11 @@ def described(module: Any) -> bool:
     """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain layers and weights, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
-    if family is None or getattr(config, "final_logit_softcapping", None):
+    if family is None or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias"):
         return False
-    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "quantization_config", None) is not None:
+    if ACTIVATIONS.get(str(getattr(config, family.activation_key))) != family.activation:
+        return False  # the proof does not tell two forms of GELU from each other
+    if getattr(config, "quantization_config", None) is not None:
         return False
     hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
     inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]
