@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,10 @@ from outpace.errors import ModelError
 from outpace.models.base import Batch
 from outpace.models.families import FAMILIES, Family
 from outpace.models.native.model import load_native
+from outpace.models.torch import gguf as torch_gguf
 from outpace.models.torch.model import TransformersModel
+from outpace.models.weights.gguf import GGUFFile
+from tests.exported import export
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -29,7 +33,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
-    "gemma3": {"query_pre_attn_scalar": 11, "sliding_window": 9},
+    "gemma3": {"query_pre_attn_scalar": 11, "sliding_window": 9, "sliding_window_pattern": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                 "logits_scaling": 2.0},
     "phi3": {"original_max_position_embeddings": 64},
@@ -198,3 +202,136 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: Family, spa
                 f"{what}: torch has another model than transformers'"
             )
     assert served > (4 if sparse else 50)
+
+
+GGUF = [family for family in FAMILIES if family.gguf is not None]
+PATTERN = "attention.sliding_window_pattern"
+UNCHANGED = {  # keys of the specification that change no logit of a decoder
+    "classifier.output_labels", "decoder_start_token_id", "pooling_type", "rope.scaling.finetuned",
+    "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size",
+}  # fmt: skip
+VALUES: dict[str, list[Any]] = {
+    "attention.causal": [False], "rope.scaling.type": ["yarn", "longrope", "no such"], "tensor_data_layout": ["x"],
+    "attention.sliding_window": [5], "attention.sliding_window_pattern": [3, np.array([True, False, False, True])],
+    "rope.dimension_count": [4], "rope.dimension_sections": [np.array([2, 1, 1])], "context_length": [50],
+    "attention.head_count": [2, np.array([4, 2, 4, 4])], "attention.head_count_kv": [1, np.array([2, 1, 2, 2])],
+    "block_count": [3], "attention.layer_norm_rms_epsilon": [0.1],
+}  # fmt: skip
+
+
+def specification() -> list[str]:
+    """The keys behind the architecture's name, in gguf-py and in llama.cpp's readers of old files."""
+    found = ["rope.scale_linear"]
+    places: list[type] = [gguf.constants.Keys]
+    for place in places:
+        for value in vars(place).values():
+            if isinstance(value, type):
+                places.append(value)
+            elif isinstance(value, str) and value.startswith("{arch}."):
+                found.append(value.removeprefix("{arch}.").replace("{dense}", "dense_2"))
+    assert len(found) > 90
+    return sorted(found)
+
+
+def exported(family: Family, path: Path, transformers_type: str = "", **more: Any) -> Any:
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    sizes = SIZES | MORE.get(family.name, {}) | ({"query_pre_attn_scalar": 8} if family.query_scalar else {}) | more
+    config = transformers.AutoConfig.for_model(transformers_type or family.transformers, **sizes)
+    model = perturbed(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    assert family.gguf is not None
+    export(model, family.gguf, path)
+    return model
+
+
+def answers(path: Path, family: Family, changes: dict[str, Any]) -> list[F32 | str]:
+    """Of both backends, from a file with other metadata."""
+    file = GGUFFile.open(path)
+    file.metadata |= {f"{family.gguf}.{key}": value for key, value in changes.items()}
+    found = [answer(lambda: load_native(file, kv_dtype="float32", threads=1))]
+    cpu = torch.device("cpu")
+    found.append(answer(lambda: TransformersModel(torch_gguf.build(file, torch.float32, cpu), name="tiny")))
+    return found
+
+
+@pytest.mark.parametrize("family", GGUF, ids=lambda family: family.name)
+def test_no_key_of_a_gguf_file_is_ignored(family: Family, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    plain = logits(exported(family, path))
+    for ours in answers(path, family, {}):
+        assert not isinstance(ours, str) and same(ours, plain), ours  # noqa: PT018
+    there = GGUFFile.open(path).metadata
+    for key in specification():
+        now = there.get(f"{family.gguf}.{key}")
+        for value in VALUES.get(key, [2, 0.37] if now is None else [2 * now]):
+            what = f"{family.gguf}.{key}={value}"
+            native_answer, torch_answer = answers(path, family, {key: value})
+            if isinstance(native_answer, str) or isinstance(torch_answer, str):
+                both = f"{what}: {native_answer} / {torch_answer}"
+                assert isinstance(native_answer, str), both
+                assert isinstance(torch_answer, str), both
+                for message in (native_answer, torch_answer):
+                    assert key in message or str(value) in message or "tensor" in message or " must " in message, both
+                continue
+            assert same(native_answer, torch_answer), f"{what}: the backends have different models"
+            if key == "context_length" or key in UNCHANGED:
+                assert same(native_answer, plain), what
+            else:
+                assert not same(native_answer, plain, 1e-4), f"{what} is ignored"
+
+
+@pytest.mark.parametrize("family", GGUF, ids=lambda family: family.name)
+def test_values_that_change_nothing_are_served(family: Family, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    plain = logits(exported(family, path))
+    tries: tuple[dict[str, Any], ...] = (
+        {"attention.causal": True, "attention.clamp_kqv": 0.0, "expert_count": 0, "expert_used_count": 0},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scaling.finetuned": True},
+        {"rope.scaling.factor": 0.0, "rope.scale_linear": 8.0},
+        {"rope.scaling.attn_factor": 1.0, "use_parallel_residual": False, "attention.scale": 0.0, "logit_scale": 0.0},
+        {"final_logit_softcapping": 0.0, "rope.scale_linear": 1.0, "attention.sliding_window": 64, "vocab_size": 90},
+    )
+    for changes in tries:
+        if family.scales and "attention.scale" in changes:
+            continue
+        if f"{family.gguf}.attention.sliding_window" in GGUFFile.open(path).metadata:
+            changes.pop("attention.sliding_window", None)
+        for ours in answers(path, family, changes):
+            assert not isinstance(ours, str) and same(ours, plain), (changes, ours)  # noqa: PT018
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_a_factor_without_a_type_is_linear(architecture: str, tmp_path: Path) -> None:
+    """As llama.cpp reads it, under its old name, too."""
+    family = next(family for family in FAMILIES if family.gguf == architecture)
+    linear: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    if len(family.ropes) > 1:
+        linear = {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    path = tmp_path / "m.gguf"
+    expected = logits(exported(family, path, rope_parameters=linear))
+    file = GGUFFile.open(path)
+    typed = {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.rope.scaling.factor": 4.0}
+    assert typed.items() <= file.metadata.items()
+    none = dict.fromkeys(("rope.scaling.type", "rope.scaling.factor"))
+    for changes in ({}, {"rope.scaling.type": None}, {**none, "rope.scale_linear": 4.0}):
+        for ours in answers(path, family, changes):
+            assert not isinstance(ours, str) and same(ours, expected), (changes, ours)  # noqa: PT018
+
+
+def test_windows_of_olmo_3_files(tmp_path: Path) -> None:
+    """Their architecture is olmo2; the pattern may be listed, and only layers that see all are stretched."""
+    family = next(family for family in FAMILIES if family.gguf == "olmo2")
+    linear = {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0}
+    ropes = {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+    for kinds, pattern in (
+        (["sliding_attention"] * 3 + ["full_attention"], None),
+        (["full_attention"] + ["sliding_attention"] * 3, np.array([False, True, True, True])),
+    ):
+        path = tmp_path / "m.gguf"
+        sizes = {"sliding_window": 6, "layer_types": kinds, "rope_parameters": ropes}
+        expected = logits(exported(family, path, "olmo3", **sizes))
+        window = {"attention.sliding_window": 6}
+        for ours in answers(path, family, window if pattern is None else {**window, PATTERN: pattern}):
+            assert not isinstance(ours, str) and same(ours, expected), ours  # noqa: PT018
+    for ours in answers(path, family, {**window, PATTERN: np.array([True])}):
+        assert isinstance(ours, str) and "names 1 of its 4 layers" in ours  # noqa: PT018

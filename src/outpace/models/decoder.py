@@ -76,12 +76,13 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     """
     architecture = gguf.architecture
     facts = Facts(gguf.path.name, gguf.metadata, f"{architecture}.", verdict)
-    family = families.of_gguf(architecture, bool(facts.get(KEYS["window"][_GGUF])))
+    windowed = bool(gguf.metadata.get(f"{architecture}.{KEYS['window'][_GGUF]}"))  # whether the family reads it or not
+    family = families.of_gguf(architecture, windowed)
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
     if facts.get("expert_count", 0):
-        raise facts.fail("it is a mixture of experts")
+        raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
@@ -89,7 +90,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if f"blk.{layers - 1}.{family.layer['q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
-        raise facts.fail("its keys and values differ in width")
+        raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
     factors = [
         gguf.dequantize(name).reshape(-1) if name in gguf.tensors else None
         for name in ("rope_freqs.weight", "rope_factors_short.weight")
