@@ -16,7 +16,9 @@ from outpace.errors import ModelError
 from outpace.models.base import Batch
 from outpace.models.load import estimate, load
 from outpace.models.options import LoadOptions
+from outpace.models.weights.gguf import GGUFFile
 from tests.exported import WORDS, export
+from tests.integration.test_configuration_keys import UNCHANGED, specification
 
 COMMON = {
     "vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -80,6 +82,22 @@ def test_what_would_be_another_model_is_refused(
     path = export(made(family), family, tmp_path / "other.gguf", tokenizer=True, **changes)
     with pytest.raises(ModelError, match=message):
         load(str(path), LoadOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
+    from outpace.models.torch import gguf_others
+
+    file = GGUFFile.open(export(made(family), family, tmp_path / "m.gguf", tokenizer=True))
+    own = dict(file.metadata)
+    shapes = {"feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"}
+    left = [key for key in specification() if f"{family}.{key}" not in own and key not in UNCHANGED | shapes]
+    for key in left:
+        values = {"attention.causal": [False], "rope.scaling.type": ["yarn"], "context_length": [7]}.get(key, [2, 0.37])
+        for value in values:
+            file.metadata = own | {f"{family}.{key}": value}
+            with pytest.raises(ModelError, match=re.escape(key)):
+                gguf_others.build(file, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "rwkv6"])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from outpace.errors import ModelError
+from outpace.models import metadata
 from outpace.models.families import FAMILIES
 from outpace.models.weights.facts import Facts
 from outpace.models.weights.gguf import GGUFFile
@@ -32,16 +33,8 @@ _SAME: dict[str, tuple[str, ...]] = {
     "expert_weights_norm": ("norm_topk_prob",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-_NEUTRAL = {  # and what no configuration that is known here says at all: the value that changes nothing
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "attention.scale": 0.0,
-    "embedding_scale": 1.0,
-    "expert_weights_scale": 1.0,
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-}
+# What the tensors' shapes say as well, which are compared with the configuration's.
+_SHAPES = ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length")
 
 
 def kv_numbers(gguf: GGUFFile) -> int:
@@ -90,6 +83,8 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
 
 def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
     """Put into ``config`` what transformers leaves out. Raises ModelError for what it cannot express."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
     if meta.get("context_length") is not None and hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = meta.whole("context_length")
     config.vocab_size = gguf.info("token_embd.weight").shape[0]
@@ -105,9 +100,13 @@ def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
         configured = next((getattr(config, name) for name in names if hasattr(config, name)), None)
         if meta.get(key) is not None and not _equal(meta.get(key), configured):
             raise _other(meta, key, configured)
-    for key, neutral in _NEUTRAL.items():
-        if not _equal(meta.get(key, neutral), neutral):
-            raise _other(meta, key, neutral)
+    read = GGUF_CONFIG_MAPPING.get(_TYPES.get(gguf.architecture, gguf.architecture), {})
+    for key in (*_SHAPES, *(key for key, name in read.items() if name is not None)):
+        meta.get(key)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    longest = meta.whole("context_length", 1 << 30)
+    metadata.refuse_unread(meta, longest, hidden=config.hidden_size, head_dim=head, rotated=head)
 
 
 def _honour_rope(meta: Facts, config: Any) -> None:
@@ -125,8 +124,12 @@ def _honour_rope(meta: Facts, config: Any) -> None:
         if "partial_rotary_factor" not in rope or int(head * share) != meta.whole("rope.dimension_count"):
             raise _other(meta, "rope.dimension_count", rotated)
         rope["partial_rotary_factor"] = share
-    if meta.get("rope.scaling.type", "none") not in ("none", ""):
+    kind = meta.get("rope.scaling.type", "linear")
+    if kind not in ("none", "", "linear"):
         raise _other(meta, "rope.scaling.type", "none")
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        if kind == "linear" and meta.get(key, 0) not in (0, 1):
+            raise _other(meta, key, 1)
 
 
 def _equal(a: Any, b: Any) -> bool:
