@@ -8,6 +8,7 @@ that is checked here, and what would compute another model is refused by name.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ import torch
 from outpace.errors import ModelError
 from outpace.models import metadata
 from outpace.models.families import FAMILIES
+from outpace.models.refused import RECURRENT
 from outpace.models.weights.facts import Facts
 from outpace.models.weights.gguf import GGUFFile
 
 # What transformers' own names hide: a file's architecture -> their model type.
 _TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 _NO_DECODERS = ("general", "tokenizer", "t5", "umt5")
+_OURS = ("mistral", "gemma3_text")  # transformers' names for files that name a family of ours
 _LARGEST_GEMMA2 = 46  # layers; the one whose attention is scaled by hidden / heads (llama.cpp, LLM_TYPE_27B)
 # Metadata that changes the arithmetic, and where a configuration says the same.
 _SAME: dict[str, tuple[str, ...]] = {
@@ -60,13 +63,19 @@ def _known(gguf: GGUFFile) -> Facts:
 
     kind = _TYPES.get(gguf.architecture, gguf.architecture)
     if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in _NO_DECODERS:
-        own = {family.gguf for family in FAMILIES if family.gguf is not None}
-        known = sorted({*own, *GGUF_SUPPORTED_ARCHITECTURES} - {*_NO_DECODERS})
+        known = sorted(architectures(GGUF_SUPPORTED_ARCHITECTURES))
         raise meta.fail(
             f"the architecture {gguf.architecture!r} is not supported from GGUF (with transformers "
             f"{transformers.__version__}, {', '.join(known)} are): use the original Hugging Face model"
         )
     return meta
+
+
+def architectures(supported: Iterable[str]) -> set[str]:
+    """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
+    files = {name: architecture for architecture, name in _TYPES.items()}
+    own = {family.gguf for family in FAMILIES if family.gguf is not None}
+    return own | {files.get(name, name) for name in supported if name not in (*_NO_DECODERS, *_OURS)} - RECURRENT
 
 
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
