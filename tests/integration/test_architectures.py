@@ -49,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7},
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
+    "qwen2_moe": COMMON  # builds a mask that no layer uses
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "deepseek_v3": COMMON  # keys and values of different widths
     | {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,

@@ -171,8 +171,11 @@ class TransformersModel:
     def _prove(self, own: OwnDecoder | None, reference: Reference) -> None:
         """Raises ModelError or RuntimeError unless its rows and trees give the logits of the module alone."""
         trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
-        with torch.inference_mode():
-            agree(lambda batch: self._run(batch, trial, own), trial, reference)
+        try:
+            with torch.inference_mode():
+                agree(lambda batch: self._run(batch, trial, own), trial, reference)
+        except IndexError as error:
+            raise ModelError("its attention has other keys than those of its tokens (compressed, perhaps)") from error
 
     @property
     def card(self) -> str | None:
