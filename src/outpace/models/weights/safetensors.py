@@ -113,10 +113,10 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         numbered = [match for file in files if (match := _SHARD.fullmatch(file.name))]
-        names = {file.name for file in files}
+        present = {file.name for file in files}
         for stem, count in sorted({(match["stem"], match["count"]) for match in numbered}):
             for i in range(1, int(count) + 1):
-                if (name := f"{stem}-{i:05d}-of-{count}.safetensors") not in names:
+                if (name := f"{stem}-{i:05d}-of-{count}.safetensors") not in present:
                     raise ModelError(
                         f"{folder / name} is missing, one of the {int(count)} shards of this model: get it"
                     )
