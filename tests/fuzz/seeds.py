@@ -168,6 +168,10 @@ def _folder(named: str, kind: str, shards: int) -> Files:
         f"model.{name}.weight": (kind, shape, rng.normal(0.5, 0.2, shape).astype(dtype).tobytes())
         for name, shape in shapes.items()
     }
+    if named.startswith("Qwen2"):
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            zeros = (kind, (rows,), np.zeros(rows, dtype).tobytes())
+            tensors[f"model.layers.0.self_attn.{part}_proj.bias"] = zeros
     config = {
         "architectures": [named], "vocab_size": vocab, "hidden_size": hidden, "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS, "head_dim": _WIDTH, "num_hidden_layers": 1, "intermediate_size": _INNER,

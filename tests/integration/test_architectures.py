@@ -49,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7},
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
+    "qwen2_moe": COMMON  # builds a mask that no layer uses
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "deepseek_v3": COMMON  # keys and values of different widths
     | {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -354,7 +356,7 @@ def t5() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "t5": (t5, "encoder-decoder"),
     "gemma3_text": (
-        lambda: tiny("gemma3_text", use_bidirectional_attention=True), "neither causal nor a sliding window",
+        lambda: tiny("gemma3_text", use_bidirectional_attention=True), "is not causal",
     ),
     "mamba": (lambda: tiny("mamba", state_size=4, expand=2), "recurrent state"),
     "qwen3_next": (
@@ -455,6 +457,6 @@ def test_a_module_stays_as_it_is(family: str) -> None:
         model.close()
     assert [(dict(vars(m)), dict(m._parameters)) for m in module.modules()] == state
     refused = tiny("gemma3_text", use_bidirectional_attention=True)
-    with pytest.raises(ModelError, match="neither causal"):
+    with pytest.raises(ModelError, match="is not causal"):
         TransformersModel(refused, name="m")
     assert refused.config._attn_implementation == "eager"

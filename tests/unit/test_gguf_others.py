@@ -16,7 +16,10 @@ from outpace.errors import ModelError
 from outpace.models.base import Batch
 from outpace.models.load import estimate, load
 from outpace.models.options import LoadOptions
+from outpace.models.refused import RECURRENT
+from outpace.models.weights.gguf import GGUFFile
 from tests.exported import WORDS, export
+from tests.integration.test_configuration_keys import UNCHANGED, specification
 
 COMMON = {
     "vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -82,7 +85,23 @@ def test_what_would_be_another_model_is_refused(
         load(str(path), LoadOptions(device="cpu"))
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "rwkv6"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
+    from outpace.models.torch import gguf_others
+
+    file = GGUFFile.open(export(made(family), family, tmp_path / "m.gguf", tokenizer=True))
+    own = dict(file.metadata)
+    shapes = {"feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"}
+    left = [key for key in specification() if f"{family}.{key}" not in own and key not in UNCHANGED | shapes]
+    for key in left:
+        values = {"attention.causal": [False], "rope.scaling.type": ["yarn"], "context_length": [7]}.get(key, [2, 0.37])
+        for value in values:
+            file.metadata = own | {f"{family}.{key}": value}
+            with pytest.raises(ModelError, match=re.escape(key)):
+                gguf_others.build(file, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "starcoder"])
 def test_a_family_that_nobody_reads_is_named(family: str, tmp_path: Path) -> None:
     path = bare(tmp_path, family)
     for ask in (load, estimate):
@@ -110,3 +129,14 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
         ModelError, match=rf"'gpt2' is not one of .* not installed: {re.escape(install('outpace[torch]'))}"
     ):
         load(str(path))
+
+
+def test_architectures_are_listed_by_the_names_that_files_have(tmp_path: Path) -> None:
+    known = set(gguf.MODEL_ARCH_NAMES.values())
+    with pytest.raises(ModelError) as error:
+        load(str(bare(tmp_path, "bert")), LoadOptions(device="cpu"))
+    listed = re.search(r"transformers [^,]+, (.*) are\)", str(error.value))
+    assert listed is not None
+    names = set(listed[1].split(", "))
+    assert {"llama", "qwen3moe", "gpt-oss", "gemma2"} <= names <= known
+    assert not names & RECURRENT

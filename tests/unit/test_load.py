@@ -260,7 +260,7 @@ def test_wrong_kinds_of_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config.json"):
         resolve(str(tmp_path))
     (tmp_path / "x.bin").touch()
-    with pytest.raises(ModelError, match=r"not a .gguf file"):
+    with pytest.raises(ModelError, match=r"not a GGUF file"):
         resolve(str(tmp_path / "x.bin"))
 
 

@@ -322,7 +322,7 @@ class Model(Protocol):
 
     def require_unchanged(self) -> None:
         """Raise ModelError when weights that it was made of have changed since."""
-        return None
+        return
 
     def close(self) -> None:
         """Give back memory and threads. Calling twice is allowed."""

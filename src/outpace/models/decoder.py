@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outpace.models import families, rope
-from outpace.models.families import KEYS, Family
+import numpy as np
+
+from outpace.models import families, metadata, rope
+from outpace.models.families import BIASES, KEYS, OUTER, Family
 from outpace.models.rope import Rope
+from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, read_config
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _MOST_LAYERS = 1 << 12
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_PIECE = 1 << 24  # bytes that are compared at once
+# Keys of config.json that make another model of it, where the family reads them, and why they are refused.
+REFUSED = {
+    "mlp_bias": "its feed-forward layers have biases",
+    "final_logit_softcapping": "it caps its logits softly",
+    "use_bidirectional_attention": "it attends in both directions",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,8 @@ class Decoder:
     ropes: tuple[Rope, ...]
     layer_rope: tuple[int, ...]  # which table, by layer; -1: none
     windows: tuple[int, ...]  # positions a token sees, itself among them, by layer; 0: all
-    tied: bool
+    biases: tuple[str, ...]  # parts of a layer that have one
+    tied: bool  # the head is the embedding
 
     @property
     def layers(self) -> int:
@@ -65,41 +76,49 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     """
     architecture = gguf.architecture
     facts = Facts(gguf.path.name, gguf.metadata, f"{architecture}.", verdict)
-    family = families.of_gguf(architecture)
+    windowed = bool(gguf.metadata.get(f"{architecture}.{KEYS['window'][_GGUF]}"))  # whether the family reads it or not
+    family = families.of_gguf(architecture, windowed)
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
     if facts.get("expert_count", 0):
-        raise facts.fail("it is a mixture of experts")
+        raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
-    layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF, None)
+    layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
     if f"blk.{layers - 1}.{family.layer['q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
-        raise facts.fail("its keys and values differ in width")
+        raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
     factors = [
         gguf.dequantize(name).reshape(-1) if name in gguf.tensors else None
         for name in ("rope_freqs.weight", "rope_factors_short.weight")
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
-    ropes = [rope.from_gguf(facts, bases[0], head_dim, *factors)]  # what stretches it is meant for layers that see all
-    ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
-    windowed = family.windows is not None and family.windows.flag is None
+    ropes = [rope.from_gguf(facts, bases[0], head_dim, family.rotates_part, *factors)]
+    for base in bases[1:]:  # what stretches rotations is meant for layers that see all
+        ropes.append(Rope(base, rope.inverse_frequencies(base, head_dim), ropes[0].scale))
     wide = layers == family.wide_scalar_layers
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
-    return _decoder(
+    decoder = _decoder(
         facts,
         _GGUF,
         family,
         vocab=embedding[0],
         head_dim=head_dim,
         ropes=ropes,
-        windows=_windows(facts, _GGUF, family, layers) if windowed else [0] * layers,
+        rotated=[not family.unrotated_every or (i + 1) % family.unrotated_every > 0 for i in range(layers)],
+        windows=_gguf_windows(facts, family, layers),
         scale=scalar**-0.5,
+        biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
     )
+    metadata.refuse_unread(
+        facts, decoder.max_length, hidden=decoder.hidden, head_dim=head_dim, rotated=2 * len(ropes[0].frequencies),
+        scale=decoder.attention_scale, bases=bases,
+    )  # fmt: skip
+    return decoder
 
 
 def from_folder(folder: Path, verdict: str) -> Decoder:
@@ -111,22 +130,20 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if family is None:
         known = ", ".join(each.model for each in families.FAMILIES)
         raise facts.fail(f"the architecture {named!r} is not one of {known}")
+    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config}, verdict=verdict)
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
     activation = facts.get(family.activation_key)
-    if activation is not None and _ACTIVATIONS.get(str(activation)) != family.activation:
+    if ACTIVATIONS.get(str(activation)) != family.activation:
         raise facts.fail(f"its activation {activation!r} is not supported")
-    if facts.get("mlp_bias"):
-        raise facts.fail("its feed-forward layers have biases")
-    if facts.get("use_bidirectional_attention"):
-        raise facts.fail("it attends in both directions")
-    layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER, family.head_dim)
-    windows = [0] * layers
-    if family.windows is not None and (family.windows.flag is None or facts.get(family.windows.flag)):
-        windows = _windows(facts, _FOLDER, family, layers)
-    scalar = facts.number("query_pre_attn_scalar", float(head_dim)) if family.query_scalar else float(head_dim)
+    for key in family.refuses:
+        if facts.get(key):
+            raise facts.fail(f"{REFUSED[key]} ({key})")
+    layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
+    rotated = _rotated(facts, family, layers)
+    scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
     return _decoder(
         facts,
         _FOLDER,
@@ -134,15 +151,31 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         vocab=facts.whole("vocab_size"),
         head_dim=head_dim,
         ropes=_folder_ropes(facts, family, head_dim),
-        windows=windows,
+        rotated=rotated,
+        windows=_folder_windows(facts, family, rotated),
         scale=scalar**-0.5,
-        tied=bool(facts.get("tie_word_embeddings", family.tied)),
+        biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
+        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder),
     )
 
 
-def _head_dim(facts: Facts, spelling: int, usual: int | None) -> int:
+def _has_own_head(folder: Path) -> bool:
+    """Whether a folder has a head with other values than its embedding, which then counts whatever config.json says."""
+    _, stored = safetensors.read_folder(folder)
+    embedding, head = (stored.get(f"{OUTER[part][_FOLDER]}.weight") for part in ("embedding", "head"))
+    if embedding is None or head is None:
+        return False
+    if (embedding.type, embedding.shape) != (head.type, head.shape):
+        return True
+    pieces = range(0, head.n_bytes, _PIECE)
+    sizes = (min(_PIECE, head.n_bytes - start) for start in pieces)
+    same = ((embedding.part(at, n) == head.part(at, n)).all() for at, n in zip(pieces, sizes, strict=True))
+    return not all(same)
+
+
+def _head_dim(facts: Facts, spelling: int) -> int:
     hidden, heads = facts.whole(KEYS["hidden"][spelling]), facts.whole(KEYS["heads"][spelling], most=1 << 16)
-    return facts.whole(KEYS["head_dim"][spelling], usual or max(1, hidden // heads), most=1 << 12)
+    return facts.whole(KEYS["head_dim"][spelling], max(1, hidden // heads), most=1 << 12)
 
 
 def _decoder(
@@ -153,8 +186,10 @@ def _decoder(
     vocab: int,
     head_dim: int,
     ropes: Sequence[Rope],
+    rotated: Sequence[bool],
     windows: Sequence[int],
     scale: float,
+    biases: tuple[str, ...],
     tied: bool,
 ) -> Decoder:
     """What both spellings have under names of their own, checked."""
@@ -163,20 +198,18 @@ def _decoder(
         return facts.whole(KEYS[name][spelling], *default)
 
     def factor(name: str, default: float) -> float:
-        return facts.number(KEYS[name][spelling], default) if facts.get(KEYS[name][spelling]) else default
+        if name not in family.scales:
+            return default
+        key = KEYS[name][spelling]
+        return default if spelling == _GGUF and facts.get(key) == 0 else facts.number(key, default)
 
-    if facts.get("attn_logit_softcapping") or facts.get("final_logit_softcapping"):
-        raise facts.fail("it caps its logits softly")
     hidden, heads = whole("hidden"), whole("heads")
     kv_heads = whole("kv_heads", heads)
     if heads % kv_heads or head_dim % 2:
         raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
+    if len({table.scale for table in ropes}) > 1:
+        raise facts.fail("its rotations are scaled differently by layer")
     tables = [int(window > 0 and len(ropes) > 1) for window in windows]
-    rotated = facts.get("no_rope_layers") or [
-        not family.unrotated_every or (i + 1) % family.unrotated_every for i in range(len(windows))
-    ]
-    if not isinstance(rotated, list) or len(rotated) != len(windows):
-        raise facts.fail("no_rope_layers must say for each layer whether it rotates")
     return Decoder(
         family=family,
         vocab=vocab,
@@ -185,7 +218,7 @@ def _decoder(
         kv_heads=kv_heads,
         head_dim=head_dim,
         inner=whole("inner"),
-        eps=facts.number(KEYS["eps"][spelling], *([1e-6] if spelling == _FOLDER else [])),
+        eps=facts.number(KEYS["eps"][spelling]),
         attention_scale=factor("attention_scale", scale),
         embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
         residual_scale=factor("residual_scale", 1.0),
@@ -194,39 +227,85 @@ def _decoder(
         ropes=tuple(ropes),
         layer_rope=tuple(table if turns else -1 for table, turns in zip(tables, rotated, strict=True)),
         windows=tuple(windows),
+        biases=biases,
         tied=tied,
     )
 
 
-def _windows(facts: Facts, spelling: int, family: Family, layers: int) -> list[int]:
-    """Positions that each layer sees, 0: all."""
-    assert family.windows is not None
-    window = facts.whole(KEYS["window"][spelling], 0, least=0)
-    kinds, first = facts.get("layer_types"), facts.get("max_window_layers")
-    if window == 0:
+def _gguf_windows(facts: Facts, family: Family, layers: int) -> list[int]:
+    """Positions that each layer of a GGUF file sees, 0: all."""
+    rule = family.windows
+    if rule is None or rule.flag is not None:
         return [0] * layers
-    if kinds is None:
-        if first is not None:
-            return [window if i >= first else 0 for i in range(layers)]
-        every = facts.whole(KEYS["full_every"][spelling], family.windows.full_every, least=0)
-        return [0 if every and (i + 1) % every == 0 else window for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise facts.fail("layer_types must name full_attention or sliding_attention for each layer")
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    window = facts.whole(KEYS["window"][_GGUF], 0, least=0)
+    if rule.every or window == 0:
+        return [window] * layers
+    pattern = facts.get(KEYS["full_every"][_GGUF])
+    if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:  # which layers have one
+        if len(pattern) != layers:
+            raise facts.fail(f"{facts.prefix}{KEYS['full_every'][_GGUF]} names {len(pattern)} of its {layers} layers")
+        return [window if windowed else 0 for windowed in pattern]
+    every = facts.whole(KEYS["full_every"][_GGUF], rule.full_every, least=0)
+    return [0 if every and (i + 1) % every == 0 else window for i in range(layers)]
+
+
+def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> list[int]:
+    """Positions that each layer of a folder's model sees, 0: all."""
+    rule, layers = family.windows, len(rotated)
+    if rule is None:
+        return [0] * layers
+    there = (rule.flag is None or facts.get(rule.flag)) and facts.get(KEYS["window"][_FOLDER]) is not None
+    window = facts.whole(KEYS["window"][_FOLDER]) if there else 0
+    if rule.every:
+        return [window] * layers
+    kinds = facts.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise facts.fail("layer_types must name full_attention or sliding_attention for each layer")
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    elif rule.flag is not None and not there:
+        windowed = [False] * layers
+    elif rule.first is not None:
+        first = facts.whole(rule.first, least=0)
+        windowed = [i >= first for i in range(layers)]
+    elif rule.unrotated:
+        windowed = [not turns for turns in rotated]
+    else:
+        every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every)
+        windowed = [(i + 1) % every != 0 for i in range(layers)]
+    if any(windowed) and not there:
+        raise facts.fail("some of its layers see a window (layer_types), and sliding_window does not say how long")
+    return [window if each else 0 for each in windowed]
+
+
+def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
+    """Which layers of a folder's model rotate."""
+    if not family.unrotated_every:
+        return [True] * layers
+    listed = facts.get("no_rope_layers")
+    if listed is None:
+        every = facts.whole("no_rope_layer_interval", family.unrotated_every)
+        return [(i + 1) % every != 0 for i in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise facts.fail("no_rope_layers must say for each layer whether it rotates")
+    return [bool(turns) for turns in listed]
 
 
 def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
     """A table for each that the family has."""
-    parameters = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise facts.fail("rope_parameters is not an object")
+    stretch, parameters = facts.part("rope_scaling"), facts.part("rope_parameters")
+    several = len(family.ropes) > 1
     original, longest = facts.get("original_max_position_embeddings"), facts.whole("max_position_embeddings")
     tables = []
     for i, source in enumerate(family.ropes):
-        entries = {"partial_rotary_factor": facts.get("partial_rotary_factor")}
-        entries |= parameters.get(source.layers, parameters if i == 0 else {})
+        entries = {"rope_theta": facts.number(source.config, source.base)}
+        if family.rotates_part:
+            entries["partial_rotary_factor"] = facts.get("partial_rotary_factor")
+        if several:
+            entries |= parameters.part(source.layers).all | (stretch.all if i == 0 else {})
+        else:
+            entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        base = facts.number(source.config, source.base)
-        tables.append(rope.from_config(facts.about(entries), base, head_dim, longest))
+        tables.append(rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest))
     return tables

@@ -8,7 +8,8 @@ half over the whole head, scores scaled by head_dim^-0.5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 Names = Mapping[str, tuple[str, str]]  # a part -> GGUF's name, Hugging Face's
 
@@ -39,6 +40,8 @@ KEYS: Names = {
     "residual_scale": ("residual_scale", "residual_multiplier"),
     "logit_divisor": ("logit_scale", "logits_scaling"),
 }
+
+SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logit_divisor")  # of ``KEYS``
 
 _LAYER: Names = {
     "q": ("attn_q", "self_attn.q_proj"),
@@ -72,20 +75,21 @@ class RopeSource:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which layers see a window where the files give its size. ``full_every``: every so-many-th sees all; 0: none does.
+    """Which layers see a window, where the files give its size."""
 
-    ``flag``: a key of config.json without which there are none, and GGUF files of the family have none.
-    """
-
-    full_every: int = 0
-    flag: str | None = None
+    every: bool = False  # all layers; else config.json's layer_types and GGUF's pattern say which
+    full_every: int = 0  # where they do not say: every so-many-th layer sees all; 0: none does
+    flag: str | None = None  # a key of config.json without which there are none; GGUF files then have none, too
+    first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
+    unrotated: bool = False  # where it does not say, layers without rotation have one
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """An architecture. ``layer``: a layer's tensors by part, norms where it has them.
 
-    Parts of one name are one fused tensor, its rows in the order of ``MATRICES``.
+    Parts of one name are one fused tensor, its rows in the order of ``MATRICES``. What is not named here is not read:
+    transformers passes over such keys of config.json, and a GGUF file that has them is refused (``metadata``).
     """
 
     name: str
@@ -93,7 +97,9 @@ class Family:
     transformers: str  # model_type
     layer: Names
     gguf: str | None = None  # general.architecture; None: its GGUF files name another family
+    windowed: str | None = None  # the family of its GGUF files that have windows, by name
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
+    rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
     unrotated_every: int = 0  # each so many layers one has no rotation
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
@@ -101,24 +107,44 @@ class Family:
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
     activation: str = "silu"  # or "gelu_tanh"
     activation_key: str = "hidden_act"
+    biases: tuple[str, ...] = BIASES  # that a folder's model may have; GGUF files have any of ``BIASES``
+    bias_flag: str | None = "attention_bias"  # the key of config.json without which there are none; None: always
+    scales: tuple[str, ...] = ()  # those of ``SCALES`` that its files may give
     width_scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
     query_scalar: bool = False  # config.json has query_pre_attn_scalar^-0.5 for head_dim^-0.5
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
-    tied: bool = False  # where config.json does not say
-    head_dim: int | None = None  # likewise; None: hidden / heads
+    refuses: tuple[str, ...] = ()  # keys of ``decoder.REFUSED`` that its config.json may have
+    absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
 
+# What every family's config.json may leave out, and the value that it then has.
+ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True),
-    Family("mistral", "MistralForCausalLM", "mistral", {**_LAYER, **_NORMS_BEFORE}, windows=Windows()),
+    Family(
+        "llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True,
+        refuses=("mlp_bias",), absent={"max_position_embeddings": 2048},
+    ),
+    Family(
+        "mistral", "MistralForCausalLM", "mistral", {**_LAYER, **_NORMS_BEFORE}, windows=Windows(every=True), biases=(),
+        absent={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
     Family(
         "qwen2", "Qwen2ForCausalLM", "qwen2", {**_LAYER, **_NORMS_BEFORE}, "qwen2",
-        windows=Windows(flag="use_sliding_window"),
+        windows=Windows(flag="use_sliding_window", first="max_window_layers"), biases=("q", "k", "v"), bias_flag=None,
+        absent={
+            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
+            "max_position_embeddings": 32768,
+        },
     ),
     Family(
         "qwen3", "Qwen3ForCausalLM", "qwen3", {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS}, "qwen3",
-        windows=Windows(flag="use_sliding_window"),
+        windows=Windows(flag="use_sliding_window", first="max_window_layers"),
+        absent={
+            "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28,
+            "max_position_embeddings": 32768,
+        },
     ),
     Family(
         "gemma3", "Gemma3ForCausalLM", "gemma3_text",
@@ -131,11 +157,22 @@ FAMILIES = (
             RopeSource(1e6), RopeSource(1e4, "rope.freq_base_swa", "rope_local_base_freq", "sliding_attention"),
         ),
         windows=Windows(full_every=6), norm_offset=1.0, activation="gelu_tanh", activation_key="hidden_activation",
-        width_scales_embedding=True, query_scalar=True, wide_scalar_layers=62, tied=True, head_dim=256,
+        width_scales_embedding=True, query_scalar=True, wide_scalar_layers=62,
+        refuses=("final_logit_softcapping", "use_bidirectional_attention"),
+        absent={
+            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
     ),
     Family(
-        "olmo2", "Olmo2ForCausalLM", "olmo2", {**_LAYER, **_NORMS_AFTER, **_QK_NORMS}, "olmo2", norms_over_heads=True,
-        windows=Windows(full_every=4),
+        "olmo2", "Olmo2ForCausalLM", "olmo2", {**_LAYER, **_NORMS_AFTER, **_QK_NORMS}, "olmo2", windowed="olmo3",
+        norms_over_heads=True, absent={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    Family(
+        "olmo3", "Olmo3ForCausalLM", "olmo3", {**_LAYER, **_NORMS_AFTER, **_QK_NORMS}, norms_over_heads=True,
+        ropes=(RopeSource(5e5), RopeSource(5e5, layers="sliding_attention")), windows=Windows(full_every=4),
+        absent={"rms_norm_eps": 1e-5, "sliding_window": 4096, "max_position_embeddings": 2048},
     ),
     Family(
         "phi3", "Phi3ForCausalLM", "phi3",
@@ -144,19 +181,33 @@ FAMILIES = (
             **dict.fromkeys(("q", "k", "v"), ("attn_qkv", "self_attn.qkv_proj")),
             **dict.fromkeys(("gate", "up"), ("ffn_up", "mlp.gate_up_proj")),
         },
-        "phi3", windows=Windows(), brings_code=True,
+        "phi3", rotates_part=True, windows=Windows(every=True), biases=(), brings_code=True,
+        absent={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+        },
     ),
-    Family("granite", "GraniteForCausalLM", "granite", {**_LAYER, **_NORMS_BEFORE}, "granite", interleaved=True),
+    Family(
+        "granite", "GraniteForCausalLM", "granite", {**_LAYER, **_NORMS_BEFORE}, "granite", interleaved=True,
+        scales=SCALES, refuses=("mlp_bias",), absent={"attention_multiplier": 1.0, "max_position_embeddings": 2048},
+    ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,
-        ropes=(RopeSource(2e6),), windows=Windows(flag="use_sliding_window"), unrotated_every=4, tied=True,
+        ropes=(RopeSource(2e6),), windows=Windows(flag="use_sliding_window", unrotated=True), unrotated_every=4,
+        refuses=("mlp_bias",),
+        absent={
+            "tie_word_embeddings": True, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
     ),
 )  # fmt: skip
 
 
-def of_gguf(architecture: str) -> Family | None:
-    """The family of GGUF files of this architecture."""
-    return next((family for family in FAMILIES if family.gguf == architecture), None)
+def of_gguf(architecture: str, windowed: bool = False) -> Family | None:
+    """The family of GGUF files of this architecture. ``windowed``: of those that give a window."""
+    family = next((family for family in FAMILIES if family.gguf == architecture), None)
+    if windowed and family is not None and family.windowed is not None:
+        return next(other for other in FAMILIES if other.name == family.windowed)
+    return family
 
 
 def of_class(name: str) -> Family | None:

@@ -18,16 +18,20 @@ from outpace.common.files import StrPath, cache_dir
 from outpace.common.installing import install
 from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
+from outpace.models import decoder as decoders
 from outpace.models import demo, families
 from outpace.models.options import LoadOptions
-from outpace.models.refused import refuse_images, refuse_misspelt
+from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.models.weights.gguf import GGUFFile
+from outpace.models.weights import safetensors, tensors
+from outpace.models.weights.file_bytes import refuse_pointer
+from outpace.models.weights.gguf import GGUFFile, is_gguf
 from outpace.models.weights.hub import from_hub, from_name, is_name
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
 
+_READ = (".json", ".safetensors", ".model", ".bin", ".txt", ".jinja")  # endings of a folder's files that are read
 TORCH_PACKAGES = ("torch", "transformers", "safetensors")
 
 log = logging.getLogger(__name__)
@@ -99,10 +103,14 @@ def _at(spec: str) -> Source | None:
         if not (path / "config.json").is_file():
             refuse_images(spec, path, None)
             raise ModelError(f"{spec} has no config.json: give a Hugging Face model folder or a .gguf file")
+        for file in path.iterdir():
+            if file.is_file() and file.suffix in _READ:
+                refuse_pointer(file, file.stat().st_size)
         return Source(spec, "folder", path)
     if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{spec} is not a .gguf file: give a Hugging Face model folder or a .gguf file")
+        refuse_pointer(path, path.stat().st_size)
+        if not is_gguf(path):
+            raise ModelError(f"{spec} is not a GGUF file: give a Hugging Face model folder or a .gguf file")
         return Source(spec, "gguf", path)
     return None
 
@@ -214,7 +222,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     Raises ModelError when the native one is asked for and cannot serve it.
     """
     if options.backend == "transformers":
-        refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
+        _refuse_for_all(source, gguf)
         need_torch(source.name)
         return "transformers"
     from outpace.models.native import build
@@ -226,9 +234,9 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             raise ModelError(f"{source.name} has no safetensors weights")
         build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype)  # whatever it refuses
     except ModelError as error:
-        refuse_images(source.name, source.path, None if gguf is None else gguf.architecture)
+        _refuse_for_all(source, gguf, error)
         if options.backend == "native":
-            raise ModelError(error, ": ", *_instead(source, gguf, options)) from error
+            raise ModelError(error, ": ", *_instead(source, gguf, options, error)) from error
         need_torch(source.name, error)
         if explain:
             log.info("%s; using transformers", error)
@@ -240,14 +248,34 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
     return "native"
 
 
-def _instead(source: Source, gguf: GGUFFile | None, options: LoadOptions) -> tuple[str | Argument, ...]:
-    """What to do about an option that keeps the native backend from a model; where none does: the other backend."""
+def _instead(
+    source: Source, gguf: GGUFFile | None, options: LoadOptions, error: ModelError
+) -> tuple[str | Argument, ...]:
+    """What to do about an option that keeps the native backend from a model; where none does: the other backend.
+    Raises ModelError where that is not installed."""
     for name, usual in (("dtype", replace(options, dtype="auto")), ("device", replace(options, device="auto"))):
         if usual != options:
             with suppress(ModelError):
                 _backend_for(source, gguf, usual)
                 return "leave out ", Argument(name, getattr(options, name))
+    need_torch(source.name, error)
     return "use ", Argument("backend", "transformers")
+
+
+def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
+    """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
+    architecture = None if gguf is None else gguf.architecture
+    refuse_images(source.name, source.path, architecture)
+    refuse_recurrent(source.name, source.path, architecture)
+    if gguf is None:
+        if list(source.path.glob("*.safetensors")):
+            safetensors.read_folder(source.path)  # damaged and missing files
+    elif families.of_gguf(gguf.architecture) is not None:
+        decoder = decoders.from_gguf(gguf, "cannot be served")
+        if error is not None and tensors.of_gguf(gguf, decoder).unused():
+            raise error
+    elif all(map(find_spec, TORCH_PACKAGES)):
+        _gguf_reader(gguf).kv_numbers(gguf)
 
 
 def need_torch(name: str, why: ModelError | None = None) -> None:
@@ -256,7 +284,7 @@ def need_torch(name: str, why: ModelError | None = None) -> None:
         reason = () if why is None else (why, ", and ")
         raise ModelError(
             *reason,
-            f"the Transformers backend, which would serve {name}, is not installed: {install('outpace[torch]')}",
+            f"the Transformers backend, which knows other models, is not installed: {install('outpace[torch]')}",
         )
 
 

@@ -15,6 +15,22 @@ BUILT_IN = ("demo", "demo-gemma")  # models that need no hub
 _IMAGE_GGUF = frozenset(
     ("clip", "flux", "sd1", "sd3", "sdxl", "aura", "hidream", "cosmos", "ltxv", "hyvid", "wan", "lumina2", "qwen_image")
 )
+# Architectures in GGUF files, and kinds of layers in config.json, with a state that cannot go back to an earlier token.
+RECURRENT = frozenset(
+    (
+        "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h",
+        "nemotron_h_moe", "plamo2", "qwen3next", "qwen35", "qwen35moe", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
+    )
+)  # fmt: skip
+_RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
+_RECURRENT_TYPES = frozenset(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "rwkv", "xlstm", "zamba", "zamba2"))
+# Types of image models of which transformers 5.23 serves the part for text by itself, for where it is not installed.
+TEXT_ALONE = frozenset(
+    (
+        "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "phi4_multimodal", "qwen3_5",
+        "qwen3_5_moe",
+    )
+)  # fmt: skip
 _IMAGE_KEYS = ("vision_config", "image_size", "image_token_id", "image_token_index", "vision_tower", "mm_vision_tower")
 
 
@@ -60,10 +76,27 @@ def refuse_images(name: str, path: Path, architecture: str | None) -> None:
         raise _refusal(name, str((config.get("architectures") or [config.get("model_type")])[0]))
 
 
+def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
+    """Raise ModelError for a model with recurrent layers, which no backend serves; arguments as ``refuse_images``."""
+    config = _read(path / "config.json") if architecture is None else {}
+    config = config.get("text_config") or config
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    found = sorted(_RECURRENT_LAYERS & {str(kind) for kind in kinds}) if isinstance(kinds, list) else []
+    if not found and kinds is None and config.get("model_type") in _RECURRENT_TYPES:
+        found = [str(config["model_type"])]
+    if architecture in RECURRENT:
+        found = [str(architecture)]
+    if found:
+        raise ModelError(
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), whose state cannot go back to an "
+            "earlier token: give a model with attention alone"
+        )
+
+
 def _with_text_alone() -> frozenset[str]:
     """Model types of which transformers serves the part for text by itself."""
     if find_spec("transformers") is None:
-        return frozenset()
+        return TEXT_ALONE
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

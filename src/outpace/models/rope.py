@@ -42,27 +42,38 @@ def inverse_frequencies(base: float, width: int, stretch: F32 | np.float32 = _ON
     return (_ONE / (stretch * powers)).astype(np.float32)
 
 
-def from_config(facts: Facts, base: float, width: int, longest: int) -> Rope:
+def from_config(facts: Facts, width: int, part: bool, longest: int) -> Rope:
     """The table that rope_parameters of config.json describe for heads of ``width``, contexts up to ``longest``.
 
-    Raises ModelError for a kind that is not known.
+    ``part``: a part of a head may be rotated. Raises ModelError for a kind that is not known.
     """
     kind = "longrope" if facts.get("short_factor") else facts.get("rope_type", facts.get("type", "default"))
     if kind not in KINDS:
         raise facts.fail(f"its rope scaling {kind!r} is not supported ({', '.join(KINDS)} are)")
-    width = int(width * facts.number("partial_rotary_factor", 1.0))
-    return KINDS[kind](facts, facts.number("rope_theta", base), width, longest)
+    share = facts.number("partial_rotary_factor", 1.0)
+    if part:
+        width = int(width * share)
+    elif share != 1 and kind != "default":  # transformers leaves it out of plain rotations
+        raise facts.fail(f"its partial_rotary_factor is {share:g}, where its family rotates whole heads")
+    return KINDS[kind](facts, facts.number("rope_theta"), width, longest)
 
 
-def from_gguf(facts: Facts, base: float, width: int, divisors: F32 | None, short: F32 | None) -> Rope:
-    """A GGUF file's table. ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any."""
-    width = facts.whole("rope.dimension_count", width, most=width)
-    stretch, kind = _ONE, facts.get("rope.scaling.type", "none")
-    if kind == "linear":
-        stretch = np.float32(facts.number("rope.scaling.factor"))
-    elif kind not in ("none", "", "longrope"):
+def from_gguf(facts: Facts, base: float, width: int, part: bool, divisors: F32 | None, short: F32 | None) -> Rope:
+    """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated.
+
+    ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any.
+    """
+    rotated = facts.whole("rope.dimension_count", width, most=width)
+    if rotated != width and not part:
+        raise facts.fail(f"its {facts.prefix}rope.dimension_count is {rotated}, where its family rotates all {width}")
+    kind = facts.get("rope.scaling.type", "linear")  # as llama.cpp reads a factor alone
+    factor = facts.get("rope.scaling.factor", facts.get("rope.scale_linear", 1.0)) or 1.0
+    stretch = np.float32(facts.about({"rope.scaling.factor": factor}).number("rope.scaling.factor"))
+    if kind in ("none", ""):
+        stretch = _ONE
+    elif kind not in ("linear", "longrope"):
         raise facts.fail(f"its rope scaling {kind!r} is not supported (linear, llama3 and longrope are)")
-    frequencies = inverse_frequencies(base, width) / stretch
+    frequencies = inverse_frequencies(base, rotated) / stretch
     for name, by in (("rope_freqs.weight", divisors), ("rope_factors_short.weight", short)):
         if by is not None and (by.shape != frequencies.shape or not (by > 0).all()):
             raise facts.fail(f"{name} does not fit its {len(frequencies)} frequencies")
@@ -70,7 +81,9 @@ def from_gguf(facts: Facts, base: float, width: int, divisors: F32 | None, short
         frequencies = frequencies / divisors
     limit = None
     if short is not None:
-        frequencies = inverse_frequencies(base, width, short)
+        if stretch != 1:
+            raise facts.fail("its rotations are stretched twice, by a factor and by rope_factors_short.weight")
+        frequencies = inverse_frequencies(base, rotated, short)
         limit = facts.whole("rope.scaling.original_context_length")
     elif kind == "longrope":
         raise facts.fail("it has no tensor rope_factors_short.weight, so the model is incomplete")

@@ -22,6 +22,9 @@ from outpace.models.weights.tensors import Weights
 _native = _fast.native
 
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
+READ = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip  # types of matrices
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
@@ -46,8 +49,11 @@ def estimate(
     total = 0
     for stored in matrices:
         kept = target == "keep" or stored.type not in _PLAIN
-        if stored.type not in _TYPE_IDS or len(stored.shape) != 2:
-            raise ModelError(f"{weights.name} has a matrix of type {stored.type}, which this backend cannot read")
+        if stored.type not in READ:
+            kinds = ", ".join(READ)
+            raise ModelError(f"{weights.name} {_VERDICT}: it has a matrix of type {stored.type} ({kinds} are read)")
+        if len(stored.shape) != 2:
+            raise ModelError(f"{weights.name} {_VERDICT}: a matrix of it has {len(stored.shape)} dimensions")
         try:
             total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else target)
         except ValueError as error:
@@ -73,7 +79,7 @@ def open_weights(
         raise ParameterError(
             Argument("dtype", dtype), " keeps weights, and ", rounded, " rounds them: give one of the two"
         )
-    if isinstance(path, GGUFFile) or Path(path).suffix.lower() == ".gguf":
+    if isinstance(path, GGUFFile) or Path(path).is_file():
         gguf = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
         model = decoders.from_gguf(gguf, _VERDICT)
         weights = tensors.of_gguf(gguf, model)

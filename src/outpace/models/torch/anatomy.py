@@ -77,7 +77,7 @@ class Watch:
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.calls: list[_Call] = []
-        self.masks: list[tuple[torch.Tensor, int | None]] = []
+        self.masks: list[tuple[torch.Tensor, Callable[..., Any]]] = []
 
     def attend(
         self,
@@ -101,14 +101,14 @@ class Watch:
         self, *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **__: Any
     ) -> torch.Tensor:
         stand_in = torch.zeros((1, 1, q_length, kv_length))
-        self.masks.append((stand_in, window_of(mask_function, self.longest)))
+        self.masks.append((stand_in, mask_function))  # judged where a layer uses it
         return stand_in
 
     def window(self, call: _Call) -> int | None:
         """How far back the call's tokens see; the mask's word counts, the model's own argument where it has none."""
-        for mask, window in self.masks:
+        for mask, function in self.masks:
             if mask is call.mask:
-                return window
+                return window_of(function, self.longest)
         return call.window if call.window is None or call.window < self.longest else None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.common.allocator import huge
 from outpace.models import families
+from outpace.models.decoder import ACTIVATIONS
 from outpace.models.families import KEYS, OUTER, SPELLINGS
 from outpace.models.torch import attention
 from outpace.models.torch.attention import Plan
@@ -118,14 +119,16 @@ class OwnDecoder:
         self._heads = int(config.num_attention_heads)
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
         eps = float(getattr(config, KEYS["eps"][1]))
+
+        def factor(name: str) -> float:
+            return float(getattr(config, KEYS[name][1])) if name in family.scales else 1.0
+
         self._embedding, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
-        scale = 1.0 if family.width_scales_embedding else getattr(config, KEYS["embedding_scale"][1], 1.0)
-        self._embedding_scale = float(scale)  # beyond what the embedding's module does
-        self._residual = float(getattr(config, KEYS["residual_scale"][1], 1.0))
-        self._divisor = float(getattr(config, KEYS["logit_divisor"][1], 1.0))
+        self._embedding_scale = factor("embedding_scale")  # beyond what the embedding's module does
+        self._residual, self._divisor = factor("residual_scale"), factor("logit_divisor")
         kinds = getattr(config, "layer_types", None) or []
         self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(windows)
-        self._rotated = getattr(config, "no_rope_layers", None) or [1] * len(windows)
+        self._rotated = config.no_rope_layers if family.unrotated_every else [1] * len(windows)
         self._layers = [_Layer(module, i, family, eps) for i in range(len(windows))]
         self._norm = _Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
         self._head = Projection([module.get_output_embeddings()])
@@ -198,7 +201,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [N, heads, d], the first values of each rotated half against half."""
     width = cos.shape[-1]
     turned = x[..., :width]
-    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin)
+    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin).to(x.dtype)  # OLMo's tables are float32
     return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
 
 
@@ -206,9 +209,11 @@ def described(module: Any) -> bool:
     """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain layers and weights, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
-    if family is None or getattr(config, "final_logit_softcapping", None):
+    if family is None or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias"):
         return False
-    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "quantization_config", None) is not None:
+    if ACTIVATIONS.get(str(getattr(config, family.activation_key))) != family.activation:
+        return False  # the proof does not tell two forms of GELU from each other
+    if getattr(config, "quantization_config", None) is not None:
         return False
     changed = hooked(module) or any("forward" in vars(m) for m in module.modules())
     inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]

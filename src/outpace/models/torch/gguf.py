@@ -90,7 +90,7 @@ def _config(gguf: GGUFFile, decoder: Decoder) -> Any:
         rms_norm_eps=decoder.eps,
         tie_word_embeddings=decoder.tied,
         rope_parameters=ropes if len(ropes) > 1 else next(iter(ropes.values())),
-        attention_bias="blk.0.attn_q.bias" in gguf.tensors,
+        attention_bias=bool(decoder.biases),
         use_sliding_window=any(decoder.windows),
         sliding_window=max(decoder.windows) or None,
         layer_types=["sliding_attention" if window else "full_attention" for window in decoder.windows],

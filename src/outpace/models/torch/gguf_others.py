@@ -8,19 +8,23 @@ that is checked here, and what would compute another model is refused by name.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from outpace.errors import ModelError
+from outpace.models import metadata
 from outpace.models.families import FAMILIES
+from outpace.models.refused import RECURRENT
 from outpace.models.weights.facts import Facts
 from outpace.models.weights.gguf import GGUFFile
 
 # What transformers' own names hide: a file's architecture -> their model type.
 _TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 _NO_DECODERS = ("general", "tokenizer", "t5", "umt5")
+_OURS = ("mistral", "gemma3_text")  # transformers' names for files that name a family of ours
 _LARGEST_GEMMA2 = 46  # layers; the one whose attention is scaled by hidden / heads (llama.cpp, LLM_TYPE_27B)
 # Metadata that changes the arithmetic, and where a configuration says the same.
 _SAME: dict[str, tuple[str, ...]] = {
@@ -32,16 +36,8 @@ _SAME: dict[str, tuple[str, ...]] = {
     "expert_weights_norm": ("norm_topk_prob",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-_NEUTRAL = {  # and what no configuration that is known here says at all: the value that changes nothing
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "attention.scale": 0.0,
-    "embedding_scale": 1.0,
-    "expert_weights_scale": 1.0,
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-}
+# What the tensors' shapes say as well, which are compared with the configuration's.
+_SHAPES = ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length")
 
 
 def kv_numbers(gguf: GGUFFile) -> int:
@@ -67,13 +63,19 @@ def _known(gguf: GGUFFile) -> Facts:
 
     kind = _TYPES.get(gguf.architecture, gguf.architecture)
     if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in _NO_DECODERS:
-        own = {family.gguf for family in FAMILIES if family.gguf is not None}
-        known = sorted({*own, *GGUF_SUPPORTED_ARCHITECTURES} - {*_NO_DECODERS})
+        known = sorted(architectures(GGUF_SUPPORTED_ARCHITECTURES))
         raise meta.fail(
             f"the architecture {gguf.architecture!r} is not supported from GGUF (with transformers "
             f"{transformers.__version__}, {', '.join(known)} are): use the original Hugging Face model"
         )
     return meta
+
+
+def architectures(supported: Iterable[str]) -> set[str]:
+    """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
+    files = {name: architecture for architecture, name in _TYPES.items()}
+    own = {family.gguf for family in FAMILIES if family.gguf is not None}
+    return own | {files.get(name, name) for name in supported if name not in (*_NO_DECODERS, *_OURS)} - RECURRENT
 
 
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
@@ -90,6 +92,8 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
 
 def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
     """Put into ``config`` what transformers leaves out. Raises ModelError for what it cannot express."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
     if meta.get("context_length") is not None and hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = meta.whole("context_length")
     config.vocab_size = gguf.info("token_embd.weight").shape[0]
@@ -105,9 +109,13 @@ def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
         configured = next((getattr(config, name) for name in names if hasattr(config, name)), None)
         if meta.get(key) is not None and not _equal(meta.get(key), configured):
             raise _other(meta, key, configured)
-    for key, neutral in _NEUTRAL.items():
-        if not _equal(meta.get(key, neutral), neutral):
-            raise _other(meta, key, neutral)
+    read = GGUF_CONFIG_MAPPING.get(_TYPES.get(gguf.architecture, gguf.architecture), {})
+    for key in (*_SHAPES, *(key for key, name in read.items() if name is not None)):
+        meta.get(key)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    longest = meta.whole("context_length", 1 << 30)
+    metadata.refuse_unread(meta, longest, hidden=config.hidden_size, head_dim=head, rotated=head)
 
 
 def _honour_rope(meta: Facts, config: Any) -> None:
@@ -125,8 +133,12 @@ def _honour_rope(meta: Facts, config: Any) -> None:
         if "partial_rotary_factor" not in rope or int(head * share) != meta.whole("rope.dimension_count"):
             raise _other(meta, "rope.dimension_count", rotated)
         rope["partial_rotary_factor"] = share
-    if meta.get("rope.scaling.type", "none") not in ("none", ""):
+    kind = meta.get("rope.scaling.type", "linear")
+    if kind not in ("none", "", "linear"):
         raise _other(meta, "rope.scaling.type", "none")
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        if kind == "linear" and meta.get(key, 0) not in (0, 1):
+            raise _other(meta, key, 1)
 
 
 def _equal(a: Any, b: Any) -> bool:

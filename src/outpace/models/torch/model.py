@@ -24,7 +24,7 @@ from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.parts import TorchParts, find
-from outpace.models.torch.probe import Reference, agree
+from outpace.models.torch.probe import Reference, agree, prove_in_float32
 from outpace.models.torch.state import ModuleState
 
 # By module: several models may serve one, each for an engine, and a forward through the module's own code marks it.
@@ -116,15 +116,12 @@ class TransformersModel(Model):
             weight_bytes=sum(weights.values()),
             kv_bytes_per_position=self.kv.bytes_per_position,
         )
-        # Not as a caller's inference mode would have it: the module's weights may come to lie in what is made here.
-        with torch.inference_mode(False), torch.no_grad():
-            self._own = OwnDecoder(module, anatomy.windows, anatomy.scales) if described(module) else None
-        try:
-            trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
-            with _plainly(self._device):
-                agree(lambda batch: self._run(batch, trial, self._own), trial, reference)
-        except (OutpaceError, RuntimeError) as error:
-            raise ModelError(f"{name} cannot be served exactly: {error}") from error
+        self._own = self._described(module, reference, warn)
+        if self._own is None:
+            try:
+                self._prove(None, reference)
+            except (OutpaceError, RuntimeError) as error:
+                raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
         captured = self._device.type == "cuda" if graphs is None else graphs
         for each in [True] * captured + [False] * strict:
@@ -145,6 +142,33 @@ class TransformersModel(Model):
             finally:
                 fixed.close()
         self._state = ModuleState(module) if watched else None
+
+    def _described(self, module: Any, reference: Reference, warn: Callable[[str], None]) -> OwnDecoder | None:
+        """Our own forward of ``module``, where it computes the same; what else it may be, its own modules know."""
+        if not described(module):
+            return None
+        anatomy = self._anatomy
+        try:
+            if anatomy.dtype in (torch.bfloat16, torch.float16):
+                with _plainly(self._device):
+                    prove_in_float32(module, anatomy)
+            # Not as a caller's inference mode would have it: the module's weights may come to lie in what is made here.
+            with torch.inference_mode(False), torch.no_grad():
+                own = OwnDecoder(module, anatomy.windows, anatomy.scales)
+            self._prove(own, reference)
+        except (OutpaceError, RuntimeError) as error:
+            warn(f"{self.info.name}: transformers' modules run it, more slowly than ours, which do not fit: {error}")
+            return None
+        return own
+
+    def _prove(self, own: OwnDecoder | None, reference: Reference) -> None:
+        """Raises ModelError or RuntimeError unless its rows and trees give the logits of the module alone."""
+        trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
+        try:
+            with _plainly(self._device):
+                agree(lambda batch: self._run(batch, trial, own), trial, reference)
+        except IndexError as error:
+            raise ModelError("its attention has other keys than those of its tokens (compressed, perhaps)") from error
 
     @property
     def card(self) -> str | None:

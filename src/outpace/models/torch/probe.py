@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,13 @@ import torch
 from outpace.common.arrays import F32, I32
 from outpace.errors import ModelError
 from outpace.models.base import Batch, Output
+from outpace.models.torch.anatomy import Anatomy
+from outpace.models.torch.attention import counts, plan
+from outpace.models.torch.decoder import OwnDecoder
 from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.output import TorchOutput
 
+ROWS = 256  # of the vocabulary, in a copy
 LENGTH, FORK = 12, 9  # tokens of a trunk; where its other branch leaves it
 # The largest difference of a logit that is rounding, relative to the largest logit (at least 1). A wrong mask, position
 # or cache gives differences of the order of the logits themselves.
@@ -85,3 +91,41 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference,
         alone = [np.concatenate([run({row: each[None]}) for each in own]) for own in tokens for row in [kv.alloc()]]
         if served(np.stack(alone)).tobytes() != ours.tobytes():
             raise ModelError("one by one, its tokens' logits have other bits than together")
+
+
+def prove_in_float32(module: Any, anatomy: Anatomy) -> None:
+    """Let ``OwnDecoder`` and ``module``, of 16 bits, agree where rounding hides nothing: in a copy in float32 that has
+    one layer of each kind and the first ``ROWS`` tokens. Raises ModelError where they do not."""
+    config, windows = module.config, anatomy.windows
+    lists = [getattr(config, name, None) or [None] * len(windows) for name in ("layer_types", "no_rope_layers")]
+    kinds = list(zip(windows, *lists, strict=True))
+    chosen = sorted({kinds.index(kind) for kind in kinds})
+    small = _copy(module, chosen)
+    shapes, scales = [anatomy.shapes[i] for i in chosen], [anatomy.scales[i] for i in chosen]
+    own = OwnDecoder(small, [windows[i] for i in chosen], scales)
+    device = next(small.parameters()).device
+    reference = Reference.of(small, small.get_input_embeddings().weight.shape[0], device)
+    kv = TorchKV(shapes, torch.float32, device)
+
+    def forward(batch: Batch) -> Output:
+        with kv.writing(counts(batch)):
+            logits, _ = own(plan(batch, kv, tuple(dict.fromkeys(windows)), device), len(chosen), None, ())
+        return TorchOutput(batch, logits, [], None, 0.0)
+
+    agree(forward, kv, reference)
+
+
+def _copy(module: Any, layers: list[int]) -> Any:
+    """``module`` in float32 with those of its layers, and the first ``ROWS`` tokens."""
+    done: dict[int, Any] = {}  # what is not copied as a whole
+    for outer in (module.get_input_embeddings(), module.get_output_embeddings()):
+        done[id(outer.weight)] = torch.nn.Parameter(outer.weight[:ROWS].float(), requires_grad=False)
+    every = module.model.layers
+    done[id(every)] = torch.nn.ModuleList([copy.deepcopy(every[i], done) for i in layers])
+    small = copy.deepcopy(module, done).float()
+    small.get_input_embeddings().padding_idx = None  # it may lie beyond
+    small.config.num_hidden_layers = len(layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(small.config, name, None):
+            setattr(small.config, name, [getattr(small.config, name)[i] for i in layers])
+    return small

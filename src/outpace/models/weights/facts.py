@@ -16,37 +16,48 @@ class Facts:
 
     def __init__(self, name: str, facts: Mapping[str, Any], prefix: str = "", verdict: str = "cannot be read") -> None:
         self.name, self.prefix, self._facts, self._verdict = name, prefix, facts, verdict
+        self._read: set[str] = set()
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.name} {self._verdict}: {problem}")
 
     def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(self.prefix + key)
         value = self._facts.get(self.prefix + key)
         return default if value is None else value
+
+    @property
+    def all(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+    def unread(self) -> dict[str, Any]:
+        """What nobody has asked for so far, of keys with the prefix, which is left out here."""
+        left = self._facts.keys() - self._read
+        return {key[len(self.prefix) :]: self._facts[key] for key in sorted(left) if key.startswith(self.prefix)}
 
     def whole(self, key: str, default: int | None = None, most: int = 1 << 30, least: int = 1) -> int:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a whole number from {least} to {most}")
+            raise self.fail(f"{self.prefix}{key} is {brief(value)}, not a whole number from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a positive number")
+            raise self.fail(f"{self.prefix}{key} is {brief(value)}, not a positive number")
         return float(value)
 
     def numbers(self, key: str, count: int) -> list[float]:
         """A list of so many positive numbers."""
         value = self.get(key)
         if not isinstance(value, list) or len(value) != count:
-            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not a list of {count} numbers")
+            raise self.fail(f"{self.prefix}{key} is {brief(value)}, not a list of {count} numbers")
         return [self.about({key: each}).number(key) for each in value]
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, neither true nor false")
+            raise self.fail(f"{self.prefix}{key} is {brief(value)}, neither true nor false")
         return value
 
     def listed(self, key: str) -> list[str]:
@@ -58,7 +69,7 @@ class Facts:
         """The object at ``key``; an empty one where there is none."""
         value = self.get(key, {})
         if not isinstance(value, dict):
-            raise self.fail(f"{self.prefix}{key} is {_brief(value)}, not an object")
+            raise self.fail(f"{self.prefix}{key} is {brief(value)}, not an object")
         return self.about(value)
 
     def about(self, facts: Mapping[str, Any]) -> Facts:
@@ -78,6 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from outpace.errors import ModelError
 
+_POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # how one begins; bytes
+
 
 class FileBytes:
     """An open file of ``size`` bytes, closed with the last reference. Raises ModelError that names it.
@@ -33,6 +35,7 @@ class FileBytes:
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path} cannot be read: it is not a regular file")
         self.size = status.st_size
+        refuse_pointer(path, self.size)
 
     def read(self, start: int, n: int) -> npt.NDArray[np.uint8]:
         """uint8 [n], bytes ``start`` to ``start + n`` of the file. Raises ModelError where they are no longer there."""
@@ -57,6 +60,18 @@ class FileBytes:
         with self._lock:
             self._file.seek(start)
             return self._file.readinto(view) or 0
+
+
+def refuse_pointer(path: Path, size: int) -> None:
+    """Raise ModelError for what Git leaves in a large file's place where its LFS extension is not installed."""
+    if size > _LARGEST_POINTER:
+        return
+    try:
+        start = path.read_bytes()[: len(_POINTER)]
+    except OSError:  # whoever reads it says why
+        return
+    if start == _POINTER:
+        raise ModelError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull` there, or download the file")
 
 
 @dataclass(frozen=True, slots=True)

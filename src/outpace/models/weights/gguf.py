@@ -24,6 +24,7 @@ from outpace.common.installing import install
 from outpace.errors import ModelError
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
+MAGIC = b"GGUF"
 MAX_NAME = 1 << 16  # bytes of a key or tensor name, as the format says
 MAX_DIMS = 4
 MAX_NESTING = 4  # arrays in arrays
@@ -81,6 +82,11 @@ TYPES: dict[int, tuple[str, int, int]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
+# Types that have a name and cannot be read at all: llama.cpp has dropped some, uses others in between, or is newer.
+UNREAD = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,13 @@ class GGUFFile:
     def _add_shards(self, count: Any) -> None:
         """Take in the tensors of the shards that follow this one. Raises ModelError."""
         paths = shards(self.path)
+        named = _FIRST.fullmatch(self.path.name)
+        if named is not None and int(named["count"]) == count and len(paths) < count:
+            every = {path.name for path in paths}
+            missing = next(name for name in _shard_names(named) if name not in every)
+            raise ModelError(
+                f"{self.path.parent / missing} is missing, one of the {count} shards of this model: get it"
+            )
         if self.metadata.get("split.no", 0) != 0 or len(paths) != count:
             raise ModelError(
                 f"{self.path.name} is one of {count} shards of a model: keep them in one folder under the names that "
@@ -216,9 +229,24 @@ def shards(path: Path) -> list[Path]:
     match = _FIRST.fullmatch(path.name)
     if match is None:
         return [path]
-    count = match["count"]
-    every = [path.with_name(f"{match['stem']}-{i:05d}-of-{count}{match['ending']}") for i in range(1, int(count) + 1)]
-    return [shard for shard in every if shard.is_file()]
+    return [shard for name in _shard_names(match) if (shard := path.with_name(name)).is_file()]
+
+
+def _shard_names(first: re.Match[str]) -> list[str]:
+    """Of all shards, by ``_FIRST`` of the first one's."""
+    count = first["count"]
+    return [f"{first['stem']}-{i:05d}-of-{count}{first['ending']}" for i in range(1, int(count) + 1)]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one, by its name or, as Ollama's blobs have none, by its beginning."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
 
 
 class _Reader:
@@ -242,7 +270,7 @@ class _Reader:
             raise ModelError(f"{self._file.path} is empty: download or copy it again")
         self._load(min(4, self._size))
         magic = bytes(self._data[:4])
-        if magic != b"GGUF":
+        if magic != MAGIC:
             self._fail(f"it starts with {magic!r}, not b'GGUF'")
         self._at = 4
         self.version = self._number("<I")
@@ -354,6 +382,11 @@ class _Reader:
         for name, shape, kind, offset in infos:
             if name in tensors:
                 self._fail(f"tensor {name!r} appears twice")
+            if kind in UNREAD:
+                raise ModelError(
+                    f"{self._file.path}: tensor {name!r} is of type {UNREAD[kind]}, which is not supported: use a file "
+                    "with another quantisation, Q4_K_M or Q8_0 say"
+                )
             if kind not in TYPES:
                 self._fail(f"tensor {name!r} has the unknown type {kind}")
             type_name, block, block_bytes = TYPES[kind]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from outpace.common.files import replacing
 from outpace.errors import ModelError
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 MAX_DIMS = 16
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -109,7 +111,16 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     if whole.is_file():
         return {whole: None}
     if not index.is_file():
-        return dict.fromkeys(sorted(folder.glob("*.safetensors")))
+        files = sorted(folder.glob("*.safetensors"))
+        numbered = [match for file in files if (match := _SHARD.fullmatch(file.name))]
+        present = {file.name for file in files}
+        for stem, count in sorted({(match["stem"], match["count"]) for match in numbered}):
+            for i in range(1, int(count) + 1):
+                if (name := f"{stem}-{i:05d}-of-{count}.safetensors") not in present:
+                    raise ModelError(
+                        f"{folder / name} is missing, one of the {int(count)} shards of this model: get it"
+                    )
+        return dict.fromkeys(files)
     try:
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in where.items()]

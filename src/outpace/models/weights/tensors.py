@@ -11,7 +11,7 @@ import numpy as np
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
-from outpace.models.families import BIASES, MATRICES, NORMS, OUTER, SPELLINGS
+from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import StoredTensor
 from outpace.models.weights.gguf import GGUFFile
@@ -84,7 +84,7 @@ class Weights:
         if layer is not None and part not in self._decoder.family.layer:
             return None
         full, first, rows = self._place(layer, part, "bias" if bias else "weight")
-        if bias and full not in self._tensors:
+        if bias and part not in self._decoder.biases:
             return None
         self._found(full)
         found = self._unpack(full).reshape(-1)
@@ -134,7 +134,7 @@ class Weights:
             yield f"{names[column]}.weight", f"{names[1]}.weight", part
         for layer in range(self._decoder.layers):
             for part in family.layer:
-                for kind in ("weight", "bias") if part in BIASES else ("weight",):
+                for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
                     ours, place = (SPELLINGS[i].format(layer, family.layer[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
 
