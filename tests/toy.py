@@ -258,7 +258,8 @@ class ToyTokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> I32:
         return np.array([ord(c) - 97 for c in text], np.int32)
 
-    encode_raw = encode
+    def encode_raw(self, text: str, *, add_special: bool = True) -> I32:
+        return self.encode(text)
 
     def decode(self, ids: object, *, skip_special: bool = True) -> str:
         return "".join(chr(97 + int(i)) for i in ids)  # type: ignore[attr-defined]

@@ -155,7 +155,7 @@ def test_hidden_states_features_and_parts_stay_where_they_are(model: Any, device
     assert hidden_states.native.device.type == device
     assert hidden_states.native.shape == (12, 2, model.info.hidden_size)
     parts = model.parts
-    ended = parts.logits(parts.norm(hidden_states.native[:, 1]))
+    ended = parts.logits(parts.norm(hidden_states.native[:, 1])).detach()
     assert float((ended.cpu() - torch.from_numpy(output.logits(batch.wanted))).abs().max()) < CLOSE
     plain = output.logits(batch.wanted)
     nothing = run(model, {model.kv.alloc(): t}, features=torch.zeros(12, model.info.hidden_size, device=device))

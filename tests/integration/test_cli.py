@@ -349,7 +349,7 @@ def test_verify_fails_on_a_difference(
     import numpy as np
 
     from outpace.exact.drafts import Verdict, Verdicts
-    from outpace.models.native.model import NativeModel
+    from outpace.models.base import Output
     from outpace.models.native.output import NativeOutput
 
     true_verdicts = NativeOutput.verify
@@ -363,7 +363,7 @@ def test_verify_fails_on_a_difference(
         return Verdicts.of(rows)
 
     monkeypatch.setattr(NativeOutput, "verify", gullible)
-    monkeypatch.setattr(NativeModel, "stages", None)  # so that it is asked
+    monkeypatch.setattr(NativeOutput, "decide", Output.decide)  # so that it is asked
     code, out, _ = outpace(capsys, "verify", "--prompts", prompts, "--max-tokens", "16", "--drafter", "ngram:size=7")
     assert code == 1
     assert "DIFFERENT" in out

@@ -583,7 +583,7 @@ def test_an_engine_takes_a_wrapped_module(model: Any) -> None:
     expected = own(model, PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
     with outpace.Engine.load(model=torch.nn.DataParallel(model), size=3) as engine:
         assert list(engine.generate(PROMPT[0].tolist(), max_tokens=8).token_ids) == expected
-    with pytest.raises(ModelError, match="give a transformers PreTrainedModel"):
+    with pytest.raises(ModelError, match="a transformers PreTrainedModel"):
         outpace.Engine.load(model=model.lm_head)
     model.model.layers[0].train()
     with pytest.raises(ModelError, match=r"eval\(\)"):

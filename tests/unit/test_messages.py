@@ -4,6 +4,7 @@ gets on."""
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
 import tomllib
@@ -324,7 +325,7 @@ DEMO: dict[str, tuple[Callable[[Engine], Any], str, Callable[[Engine], Any]]] = 
         lambda e: e.generate_many([[1], [2]], max_tokens=1),
     ),
     "no prompt": (lambda e: e.generate(""), "give some text", lambda e: e.generate("a", max_tokens=1)),
-    "no ids": (lambda e: e.generate([]), "give at least one token", lambda e: e.generate([5], max_tokens=1)),
+    "no ids": (lambda e: e.generate([]), "give a token id", lambda e: e.generate([5], max_tokens=1)),
     "not a prompt": (
         lambda e: e.generate(None), "give text, token ids, or chat messages",
         lambda e: [e.generate(p, max_tokens=1) for p in ("a", [5], [{"role": "user", "content": "a"}])],
@@ -511,6 +512,7 @@ def test_who_follows_a_message_of_a_command_gets_on(
         words = line.replace("PROMPTS", str(prompts)).split()
         asked = [] if "--max-tokens" in words or words[0] not in COMMANDS else ["--max-tokens", "2"]
         monkeypatch.setattr(sys, "argv", ["outpace", *words, *asked])
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
         with pytest.raises(SystemExit) as left:
             cli.main()
         return int(left.value.code or 0), capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_the_changelog_has_the_version_and_what_comes_after_it() -> None:
         _, _, body = section.partition("\n")
         lines = [line for line in body.splitlines() if line]
         assert lines, "a version without an entry"
-        assert lines[0].startswith("- ")
+        assert re.match(r"- |### ", lines[0])
         strange = [line for line in lines if not re.match(r"- \S|  \S|### \S", line)]
         assert strange == [], "an entry begins with '- ' and goes on two spaces in"
 
