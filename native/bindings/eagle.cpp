@@ -126,8 +126,7 @@ void bind_eagle(nb::module_& m) {
         .def("row", &Eagle::row, "of"_a)
         .def("take", &Eagle::take, "of"_a)  // these two take the lock and keep the GIL: who has the lock does not wait for it
         .def("drop", &Eagle::drop, "of"_a)
-        .def_prop_ro("rows", &Eagle::rows)
-        .def("exchange", &Eagle::exchange, "other"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def_prop_ro("rows", &Eagle::rows);
     bind_rows(m);
 }
 

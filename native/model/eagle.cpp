@@ -34,22 +34,6 @@ Eagle::Eagle(
         throw std::invalid_argument("this is no EAGLE-3 drafter: its first layer does not read embeddings beside features");
 }
 
-void Eagle::exchange(Eagle& other) {
-    Model &mine = *model_, &theirs = *other.model_;
-    const Config &a = mine.weights_->config, &b = theirs.weights_->config;
-    const KVShape &x = mine.kv_.shape(), &y = theirs.kv_.shape();
-    if (&mine == &theirs || mine.runtime_ != theirs.runtime_ || !other.rows_.empty() || !theirs.kv_.rows().empty())
-        throw std::invalid_argument("weights are exchanged with another network of this runtime that has no rows");
-    if (a.vocab != b.vocab || a.hidden != b.hidden || a.heads != b.heads || a.ffn != b.ffn || a.max_length != b.max_length ||
-        x.layers != y.layers || x.heads != y.heads || x.dim != y.dim || x.type != y.type || wide() != other.wide() ||
-        norms_.size() != other.norms_.size() || tokens() != other.tokens() || norm_output_ != other.norm_output_)
-        throw std::invalid_argument("the two networks differ in shape, or in the tokens that they know");
-    std::lock_guard<std::mutex> lock(mine.lock());
-    mine.exchange(theirs);
-    std::swap(fuse_, other.fuse_);
-    std::swap(norms_, other.norms_);
-}
-
 void Eagle::check(const std::vector<Ask>& asks) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed draft: " + what); };
     std::vector<int> rows;

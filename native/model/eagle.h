@@ -35,10 +35,6 @@ public:
     // MemoryLimit, NotFinite; then every row is as it was. A row's draft depends on that row and its ask alone.
     std::vector<Draft> draft(const std::vector<Ask>& asks);
 
-    // Drafts with the weights of `other` from now on, which gets these. Rows keep the keys and values that they have. It
-    // takes the lock. Throws std::invalid_argument where the two differ in shape or words, or `other` has rows.
-    void exchange(Eagle& other);
-
     // Features [n][hidden] of the target's states [n][layers][hidden]. It takes the lock.
     std::vector<float> fuse(const float* states, int n) {
         std::lock_guard<std::mutex> lock(model_->lock());

@@ -90,13 +90,6 @@ void Model::fit_scratch() {
     hidden_stride_ = hidden;
 }
 
-void Model::exchange(Model& other) {
-    weights_.swap(other.weights_);
-    ropes_.swap(other.ropes_);
-    fit_scratch();
-    other.fit_scratch();
-}
-
 std::array<double, kPhases> Model::take_timings() {
     const auto taken = seconds_;
     seconds_.fill(0.0);

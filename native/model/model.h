@@ -90,9 +90,6 @@ public:
     int vocab() const { return weights_->config.vocab; }
     int outputs() const { return weights_->config.outputs; }
 
-    // Computes with the weights of `other`, a model of this shape and runtime, which gets these. The lock is the caller's.
-    void exchange(Model& other);
-
     KV& kv() { return kv_; }
     std::mutex& lock() { return runtime_->lock(); }
     const Kernels& kernels() const { return kernels_; }

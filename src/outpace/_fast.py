@@ -11,7 +11,7 @@ from typing import Any
 from outpace.common.installing import install
 from outpace.errors import ModelError
 
-INTERFACE = 22  # raised with every change of what the extension offers; native/bindings/module.cpp has the same number
+INTERFACE = 23  # raised with every change of what the extension offers; native/bindings/module.cpp has the same number
 
 
 def _remedy() -> str:

@@ -199,9 +199,6 @@ class Eagle:
         H], nodes (0: none), levels, branch, None or temperature, seed, sample and output index). Tokens, parents and
         path probabilities of each ask's nodes."""
 
-    def exchange(self, other: Eagle) -> None:
-        """Swap weights with another network of this shape, runtime and words that has no rows; these keep their KV."""
-
     def fuse(self, states: _F32) -> _F32:
         """Features [n, H] of hidden states [n, T, H]."""
 

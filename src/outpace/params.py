@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Acceptance = Literal["coupled", "rejection", "typical"]
-ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection", "typical")
+Acceptance = Literal["coupled", "rejection"]
+ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection")
 Message = Mapping[str, Any]
 Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]"
 

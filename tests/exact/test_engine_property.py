@@ -320,7 +320,7 @@ adds = st.fixed_dictionaries(
         "n": st.sampled_from([1, 1, 1, 2, 3]),
         "size": st.sampled_from([0, 1, 3, 3, SIZE, SIZE]),
         "drafter": st.sampled_from([True, True, True, False]),
-        "acceptance": st.sampled_from(["coupled"] * 5 + ["rejection", "typical"]),
+        "acceptance": st.sampled_from(["coupled"] * 5 + ["rejection"]),
         "reuse_prefix": st.sampled_from([True, True, False]),
         "priority": st.sampled_from([0, 0, 0, 1]),
     }
@@ -436,7 +436,7 @@ def test_a_perfect_drafter_is_always_believed_and_a_wrong_one_never() -> None:
 
 def test_a_dead_end_after_the_end_is_no_error() -> None:
     """A draft runs past a stop token; that the rules allow nothing there must not show (plain never looks there)."""
-    for acceptance in ("coupled", "rejection", "typical"):
+    for acceptance in ("coupled", "rejection"):
         for seed in range(12):
             world = World({**CALM, "drafter": "perfect"})
             params = SamplingParams(rules=[DeadEnd(trigger=3)], stop_ids=[3], seed=seed, logit_bias={3: 1.5})
@@ -445,7 +445,7 @@ def test_a_dead_end_after_the_end_is_no_error() -> None:
             assert world.results[0, 0].finish_reason != "error"
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection", "typical"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_dead_end_keeps_what_came_before_it_and_spares_the_neighbours(acceptance: str) -> None:
     world = World({**CALM, "drafter": "perfect"})
     world.add([1, 2], SamplingParams(rules=[DeadEnd(after=4)], ignore_eos=True), acceptance=acceptance)

@@ -14,7 +14,7 @@ from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import reject, typical, walk
+from outpace.exact.verify import reject, walk
 from outpace.params import SamplingParams
 from tests.exact.outcomes import draft_of, every_outcome
 
@@ -191,37 +191,6 @@ def test_a_biased_rule_would_be_caught() -> None:
     target, drafter = Language(3, params, 1), Language(3, params, 2)
     found = output(target, sampled_trees(drafter, None, 1, replace=True), 2, rule=biased)
     assert not same(found, target.sequences(2))
-
-
-def test_typical_is_exact_when_greedy_and_lossy_otherwise() -> None:
-    greedy = Language(3, PARAMS["greedy"], 9)
-    for parents in shapes(3, chains=False):
-        for tokens in product(range(3), repeat=3):
-            draft = draft_of(tokens, parents)
-            assert same(output(greedy, iter([(1.0, draft)]), 4, rule=typical), greedy.sequences(4))
-    warm = Language(3, PARAMS["own"], 9)
-    draft = draft_of([int(warm.p(()).argmax())])
-    assert not same(output(warm, iter([(1.0, draft)]), 2, rule=typical), warm.sequences(2))
-
-
-@pytest.mark.parametrize(("likeliest", "others"), [(0.97, 3), (0.5, 1), (0.3, 7), (0.04, 24)])
-def test_typical_accepts_by_its_threshold(likeliest: float, others: int) -> None:
-    """Medusa, section 3.3.1: x is accepted when p(x) > min(0.09, 0.3 exp(-H(p))); p has zeros."""
-    p = np.array([likeliest, *[(1 - likeliest) / others] * others, 0.0, 0.0])
-    entropy = -sum(x * np.log(x) for x in p if x > 0)
-    threshold = min(0.09, 0.3 * np.exp(-entropy))
-    for token in range(len(p)):
-        draft = draft_of([token])
-        for _, verdict in every_outcome(lambda chance, draft=draft: typical(lambda _: p, draft, chance)):  # type: ignore[misc]
-            assert len(verdict.path) == int(p[token] > threshold)
-
-
-def test_typical_keeps_the_first_of_the_deepest_paths() -> None:
-    p = np.array([0.5, 0.5])
-    draft = draft_of([0, 1, 0, 1], np.array([-1, -1, 0, 1], np.int32))  # 0 0 and 1 1
-    for _, verdict in every_outcome(lambda chance: typical(lambda _: p, draft, chance)):
-        assert verdict.tokens[:2].tolist() == [0, 0]
-        assert verdict.path.tolist() == [0, 2]
 
 
 def test_coupled_and_rejection_agree_when_greedy() -> None:

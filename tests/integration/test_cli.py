@@ -611,7 +611,10 @@ BAD = {
     "stop id": (("generate", "hi", "--stop-id", "999999"), "--stop-id has token id 999999"),
     "no model there": (("generate", "hi", "--model", "/"), "no config.json"),
     "several samples": (("generate", "hi", "--compare", "--n", "2"), "leave --n out"),
-    "nothing to verify": (("verify", "--prompts", "PROMPTS", "--acceptance", "typical", "-T", "1"), "lossy"),
+    "nothing to verify": (
+        ("verify", "--prompts", "PROMPTS", "--acceptance", "rejection", "-T", "1"),
+        "not the same tokens",
+    ),
     "context": (("verify", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
     "bench context": (("bench", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
     "missing option": (("bench",), "--prompts"),

@@ -261,7 +261,7 @@ def test_every_chunk_has_the_seed_that_was_drawn(demo: Running) -> None:
         ({"token_ids": [57]}, {"seed": None}, "needs the seed"),
         ({"token_ids": [57]}, {"response_format": SCHEMA}, "token 57 at index 0, which a rule"),
         ({"token_ids": [57] * 9}, {"max_tokens": 8}, "token 57 at index 7 ends the answer"),
-        ({"token_ids": [57]}, {"speculation": {"acceptance": "typical"}}, "cannot be resumed"),
+        ({"token_ids": [57]}, {"speculation": {"acceptance": "rejection"}}, "cannot be resumed"),
     ],
 )
 def test_what_cannot_be_this_requests_is_refused(demo: Running, resume: Any, more: Any, says: str) -> None:

@@ -477,8 +477,8 @@ LINES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # a command line, what i
     ),
     "a bias": ("generate hi --logit-bias x", "like 42=-1.5", ("generate hi --logit-bias 42=-1.5",)),
     "acceptance": (
-        "generate hi -T 1 --acceptance typcal", "use one of coupled, rejection, typical",
-        tuple(f"generate hi -T 1 --acceptance {name}" for name in ("coupled", "rejection", "typical")),
+        "generate hi -T 1 --acceptance rejecton", "use one of coupled, rejection",
+        tuple(f"generate hi -T 1 --acceptance {name}" for name in ("coupled", "rejection")),
     ),
     "lookahead": (
         "generate hi -T 1 -d lookahead --acceptance rejection", "use --acceptance coupled",
@@ -488,7 +488,7 @@ LINES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # a command line, what i
         "bench --prompts PROMPTS -d none -d none", "name each configuration once", ("bench --prompts PROMPTS -d none",),
     ),
     "nothing to compare": (
-        "verify --prompts PROMPTS -T 1 --acceptance typical", "use --acceptance coupled",
+        "verify --prompts PROMPTS -T 1 --acceptance rejection", "use --acceptance coupled",
         ("verify --prompts PROMPTS -T 1 --acceptance coupled",),
     ),
     "a prompt too long": (

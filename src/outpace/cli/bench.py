@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command, Interrupted
-from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, RECORD, SIZE, Common, Load, recorded
+from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, SIZE, Common, Load
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
 
@@ -38,7 +38,6 @@ def run(
         Path | None,
         option("--plot", metavar="FILE", help="Draw speeds by category and acceptance by position: a .png or .svg."),
     ] = None,
-    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""
     from outpace.cli.bench_table import show
@@ -62,8 +61,7 @@ def run(
     configurations = [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)]
     bench = Bench(configurations, params, all_turns, control=True)
     more = {"concurrency": concurrency, "all_turns": all_turns}
-    with recorded(engines[0], record, load):  # all give the same answers
-        found, stopped = measured(bench, rows, common, more)
+    found, stopped = measured(bench, rows, common, more)
     if found is not None:
         if plot is not None:
             plots.draw(plot, found)

@@ -15,7 +15,7 @@ _MOVED = "!"  # beside a ratio that drafting cannot explain
 def show(value: dict[str, Any], *, promised: bool) -> None:
     """Print the table of ``value`` (what ``--json`` writes), then every difference.
 
-    ``promised``: whether identical tokens were (not under rejection and typical acceptance, unless greedy).
+    ``promised``: whether identical tokens were (not under rejection, unless greedy).
     """
     configs = value["configs"]
     print(

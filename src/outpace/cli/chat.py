@@ -6,11 +6,10 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
-from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
+from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.common.files import write_json
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
@@ -38,16 +37,12 @@ def run(
     more_drafter: Annotated[
         list[str] | None, option("--more-drafter", help="A drafter that /drafter may choose. Repeatable.")
     ] = None,
-    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Talk to a model. /help lists what else can be typed, Ctrl-C stops an answer. --json prints a JSON line a turn."""
     params = sampling.params()
     alone = not common.prints_json and sys.stdin.isatty()  # a person, not a pipe
     more = [name for name in (*_ALWAYS, *(more_drafter or ())) if name != draft.drafter]
-    with (
-        load.engine(draft.drafter, more=more, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine,
-        recorded(engine, record, load),
-    ):
+    with load.engine(draft.drafter, more=more, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine:
         chat = Chat(engine, system)
         turns: list[dict[str, Any]] = []
         if alone:

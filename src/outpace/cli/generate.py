@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from outpace.cli.command import Command
-from outpace.cli.options import RECORD, SYSTEM, Common, Draft, Load, Sampling, recorded, system_message
+from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.cli.summary import show_scores, summary
 from outpace.common.option import argument, option
 from outpace.errors import ParameterError
@@ -63,7 +63,6 @@ def run(
         Path | None,
         option("--trace", metavar="FILE", group="output", help="Write every step to this file (outpace trace)."),
     ] = None,
-    record: Annotated[Path | None, RECORD] = None,
 ) -> int:
     """Answer a prompt."""
     prompt = _whole(prompt)
@@ -89,7 +88,6 @@ def run(
     with (
         load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=reused) as engine,
         _traced(engine, trace, load),
-        recorded(engine, record, load),
     ):
         tokens = engine.encode(asked, raw=raw)
         if grammar is not None:

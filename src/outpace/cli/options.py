@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -132,15 +131,6 @@ class Load:
         return LoadOptions(**own)
 
 
-def recorded(engine: Engine, folder: Path | None, load: Load) -> AbstractContextManager[Any]:
-    """Keep what the engine answers in ``folder``, where one is given. Raises DataError."""
-    if folder is None:
-        return nullcontext()
-    from outpace.training.record import recording
-
-    return recording(engine, folder, model=load.model, load=load.load_options())
-
-
 def size_of(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
@@ -154,10 +144,7 @@ PROMPTS = option(
 )
 LIMIT = option("--limit", help="So many rows, spread evenly over the file.")
 SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
-RECORD = option(
-    "--record", metavar="DIR", group="output", help="Keep prompts and answers there, for outpace train online."
-)
-ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution), typical (lossy).")
+ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution).")
 
 
 def _drafters() -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from outpace.cli.command import Command
-from outpace.cli.options import RECORD, Common, Draft, Load
+from outpace.cli.options import Common, Draft, Load
 from outpace.common.installing import install
 from outpace.common.option import option
 from outpace.errors import Argument, MissingExtraError, ParameterError
@@ -69,10 +69,6 @@ def run(
     max_connections_each: Annotated[
         int, option("--max-connections-each", group="limits", help="Connections of one address; a proxy is one.")
     ] = 512,
-    record: Annotated[Path | None, RECORD] = None,
-    reload_every: Annotated[
-        float | None, option("--reload-every", metavar="SECONDS", help="Look so often for newer weights of a drafter.")
-    ] = None,
     traces: Annotated[
         int, option("--traces", group="output", help="Keep every step of so many last answers, for the page.")
     ] = 0,
@@ -110,10 +106,6 @@ def run(
 
     if model_memory is not None and not also:
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
-    if record is not None and also:
-        raise ParameterError(Argument("record", str(record)), " keeps answers of one model: leave out --also")
-    if reload_every is not None and not 0 < reload_every < float("inf"):
-        raise ParameterError(Argument("reload_every", reload_every), " is out of range: give seconds above 0")
     if replicas is not None or ray is not None:
         if find_spec("ray") is None:
             raise MissingExtraError(f"replicas need Ray: {install('outpace[ray]')}")
@@ -143,7 +135,6 @@ def run(
     from outpace.server.engines.pool import Pool, pooled
     from outpace.server.engines.runner import Server, bound
     from outpace.server.engines.service import Service
-    from outpace.server.engines.tuning import recorded, renewed
 
     with ExitStack() as stack:
         listener = stack.enter_context(bound(settings))  # before a model is loaded for nothing
@@ -154,7 +145,6 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
-                stack.enter_context(recorded(engine, record, load.model, load.load_options()))
                 return SingleModel(name, AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             named = [(name, load.model), *((other, other) for other in also)]
@@ -171,12 +161,7 @@ def run(
             where, at = server.address
             names, url = ", ".join(service.models.names()), f"http://{where}:{at}"
             print(f"{names} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
-            renewing = None if reload_every is None else asyncio.create_task(renewed(service, reload_every))
-            try:
-                await server.run_until_stopped()
-            finally:
-                if renewing is not None:
-                    renewing.cancel()
+            await server.run_until_stopped()
 
         asyncio.run(serve())
     return 0

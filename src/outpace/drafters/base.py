@@ -164,11 +164,6 @@ class Drafter:
         ``fork`` of it would take may be kept until ``release``, which then follows."""
         self.release(row, tokens)
 
-    def reload(self) -> bool:
-        """Draft with the weights that lie now where this drafter was loaded from; whether they are other ones. Called
-        between steps. Raises ModelError, DrafterError or MemoryLimitError, and then goes on with those that it has."""
-        return False
-
     def growth(self, row: int, positions: int) -> int:
         """KV bytes more that drafting takes once ``row`` has so many ``positions`` (the row may be unknown yet, and
         then takes the most)."""

@@ -194,10 +194,6 @@ class ComposedDrafter(Drafter):
             for part in self.parts:
                 all_of_them.callback(part.retire, row, tokens)
 
-    def reload(self) -> bool:
-        found = [part.reload() for part in self.parts]  # every part, also behind one that has
-        return any(found)
-
     def growth(self, row: int, positions: int) -> int:
         return sum(part.growth(row, positions) for part in self.parts)
 

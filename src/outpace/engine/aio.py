@@ -162,10 +162,6 @@ class AsyncEngine:
         """``Engine.request``: what was asked, of a request that runs or waits."""
         return await self.ask(lambda engine: engine.request(request))
 
-    async def reload(self) -> bool:
-        """``Engine.reload``: let drafters take weights that were saved since they were loaded."""
-        return await self.ask(Engine.reload)
-
     async def snapshot(self) -> Snapshot:
         """``Engine.snapshot``: what runs and waits, and all that was done so far."""
         return await self.ask(Engine.snapshot)

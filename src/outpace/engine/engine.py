@@ -190,8 +190,6 @@ class Engine:
         )  # fmt: skip
         rules = rules_for(params, info.vocab_size, intake.encoder(self.tokenizer), info.eos_ids)
         notes = () if name == "none" else self.drafters[name].notes
-        if acceptance == "typical":
-            notes = ("typical acceptance is lossy: not the target's distribution", *notes)
         reader = TextReader(
             self.tokenizer, params.stop_strings, include_stop=params.include_stop,
             skip_special=params.skip_special_tokens, after=tokens,
@@ -418,7 +416,7 @@ class Engine:
     def _require_no_step(self) -> None:
         if self._busy:
             raise OutpaceError(
-                "a step of this engine is under way: rules and listeners may not generate, step, reload or close it"
+                "a step of this engine is under way: rules and listeners may not generate, step or close it"
             )
 
     def _forget(self, requests: SequenceOf[Prepared]) -> None:
@@ -436,18 +434,6 @@ class Engine:
     def policy(self) -> Adaptive | None:
         """What decides how much is drafted, and has learnt from this engine's steps; None: requests do."""
         return self._core.drafting.policy
-
-    def reload(self) -> bool:
-        """Let drafters take weights that were saved since they were loaded (``outpace train online``); whether there
-        were any. Called between steps; requests that run go on, with the tokens that they would have had.
-
-        Raises ModelError or DrafterError for what does not fit, MemoryLimitError: that drafter keeps what it has.
-        """
-        with self._lock:
-            self._require_open()
-            self._require_no_step()
-            found = [drafter.reload() for drafter in self._all_drafters()]  # all of them, also behind one that has
-        return any(found)
 
     def _all_drafters(self) -> list[Drafter]:
         return list({id(d): d for d in (*self.drafters.values(), self.drafter)}.values())

@@ -2,7 +2,7 @@
 
 ``advance`` is the only driver of a step. ``core.rows``, an ``_native.Rows`` (native/step/rows.h), holds the drafts and
 verdicts of all rows; each call into it does one part of a step in bulk, and what needs Python is done between two calls
-for the rows that need it: drafters and rules that are written in Python, ``rejection`` and ``typical``. Until all of a
+for the rows that need it: drafters and rules that are written in Python, ``rejection``. Until all of a
 step is computed nothing committed has changed, so a fault leaves every request as it was.
 
 Between two forwards everything is cold: the weights have swept the caches. What runs here for every row therefore

@@ -9,7 +9,7 @@ from outpace.errors import NoTokenAllowedError, RuleError
 from outpace.exact.chance import NoiseChance
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.sampling import Chooser
-from outpace.exact.verify import reject, typical, walk
+from outpace.exact.verify import reject, walk
 from outpace.models.base import Output
 from outpace.params import Acceptance
 
@@ -68,9 +68,8 @@ class Walk:
             asked = node
             return self._chooser(node).probabilities(self._output.logits(self._at(node))[0])
 
-        rule = reject if self._acceptance == "rejection" else typical
         try:
-            found = rule(p, self.draft, NoiseChance(root.noise, root.index))
+            found = reject(p, self.draft, NoiseChance(root.noise, root.index))
             return found.tokens.tolist(), found.path.tolist()
         except OWN_FAULTS as error:
             self.failure = error

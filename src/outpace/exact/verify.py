@@ -13,10 +13,6 @@ import numpy as np
 from outpace.common.arrays import F64, I32
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 
-# Medusa's defaults: accept x when p(x) > min(epsilon, delta exp(-entropy)); delta = sqrt(epsilon).
-TYPICAL_EPSILON = 0.09
-TYPICAL_DELTA = 0.3
-
 Choose = Callable[[I32, I32], I32]  # (rows [n], nodes [n]) -> the target's choice after each [n]
 Distribution = Callable[[int], F64]  # node -> p [V]
 
@@ -110,24 +106,3 @@ def _residual(p: F64, token: int, q: F64 | None) -> F64:
         left = np.maximum(p - q, 0.0)
     total = float(left.sum())
     return left / total if total > 0 else p
-
-
-def typical(p: Distribution, draft: Draft, chance: Chance) -> Verdict:
-    """``typical`` (LOSSY; Medusa, arXiv 2401.10774, section 3.3.1): accept x when p(x) > min(eps, delta exp(-H(p))).
-
-    Keeps the deepest path on which every token is accepted (the first of equal depth), then plain sampling adds one.
-    Not the target's distribution, except at temperature 0, where it is plain greedy decoding.
-    """
-    best: list[int] = []
-    best_p = p(-1)
-    stack: list[tuple[list[int], F64]] = [([], best_p)]
-    while stack:
-        path, here = stack.pop()
-        if len(path) > len(best):
-            best, best_p = path, here
-        positive = here[here > 0]
-        threshold = min(TYPICAL_EPSILON, TYPICAL_DELTA * float(np.exp((positive * np.log(positive)).sum())))
-        good = [n for n in draft.children(path[-1] if path else -1) if here[draft.tokens[n]] > threshold]
-        stack.extend(([*path, node], p(node)) for node in reversed(good))
-    last = chance.choose(best_p, len(best))
-    return Verdict(np.array([*(draft.tokens[n] for n in best), last], np.int32), np.array(best, np.int32))

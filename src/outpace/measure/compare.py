@@ -53,10 +53,9 @@ def promises_tokens(acceptance: str, params: SamplingParams) -> bool:
 def require_tokens(acceptance: str, params: SamplingParams) -> None:
     """Raise ParameterError where a comparison token by token would call a keeper of its promise a bug."""
     if not promises_tokens(acceptance, params):
-        promise = "the same distribution" if acceptance == "rejection" else "no distribution (it is lossy)"
         raise ParameterError(
             Argument("acceptance", acceptance),
-            f" promises {promise}, not the same tokens, so there is nothing to compare: use ",
+            " promises the same distribution, not the same tokens, so there is nothing to compare: use ",
             Argument("acceptance", "coupled"),
             ", or ",
             Argument("temperature", 0),

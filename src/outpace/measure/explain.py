@@ -182,8 +182,7 @@ def _causes(a: Mapping[str, Any], b: Mapping[str, Any], one: TracedRequest, othe
     if one.acceptance != other.acceptance and not greedy:
         yield Cause("acceptance", f"{one.acceptance} / {other.acceptance}")
     elif one.acceptance != "coupled" and not greedy:
-        promised = "the same distribution" if one.acceptance == "rejection" else "nothing (it is lossy)"
-        yield Cause("acceptance", f"{one.acceptance} promises {promised}, not the same tokens")
+        yield Cause("acceptance", f"{one.acceptance} promises the same distribution, not the same tokens")
     if a.get("outpace") != b.get("outpace"):
         yield Cause("version", f"outpace {a.get('outpace')} / {b.get('outpace')}")
     models = a.get("model", {}), b.get("model", {})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import sys
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -231,46 +228,3 @@ class DistilOptions:
 
 
 Options = EagleOptions | MedusaOptions | ParallelOptions | DistilOptions
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineOptions:
-    """Tuning while others serve. A round takes at most ``steps`` of ``tokens`` each, with ``replay_share`` as many
-    tokens of older answers as of recorded ones."""
-
-    replay_share: Annotated[
-        float,
-        option("--replay-share", help="Tokens of older answers, as a share of the recorded ones.", within="[0, inf)"),
-    ] = 0.5
-    share: Annotated[
-        float, option("--share", help="CPU seconds a second, over all threads.", within="[0.001, 1000]")
-    ] = 0.1
-    most_load: Annotated[
-        float, option("--most-load", help="Load average a core up to which it works. inf: any.", within="[0.01, inf]")
-    ] = 0.5
-    least: Annotated[int, option("--least", help="New tokens that a round waits for.", within="[1, inf)")] = 5_000
-    steps: Annotated[int, option("--steps", help="Most steps a round.", within="[1, inf)")] = 40
-    evaluate: Annotated[int, option("--evaluate", help="Steps between two evaluations.", within="[1, inf)")] = 20
-    lr: Annotated[float, option("--lr", help="Greatest learning rate.", within="(0, 1)")] = 5e-4
-    held_out: Annotated[
-        float, option("--held-out", help="Share of recorded prompts that judge the drafter.", within="(0, 1)")
-    ] = 0.2
-    judged: Annotated[int, option("--judged", help="Most tokens of their answers.", within="[1, inf)")] = 6_000
-    gain: Annotated[float, option("--gain", help="Tokens a step more, to replace the drafter.", within="[0, inf)")] = (
-        0.01
-    )
-    tokens: Annotated[int, option("--tokens", help="Tokens a batch.")] = 1024
-    longest: Annotated[int, option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 1024
-    seed: Annotated[int, option("--seed", help="Of all that is drawn at random.")] = 0
-    poll: Annotated[
-        float, option("--poll", help="Seconds between two looks at folder and machine.", within="[0.01, 3600]")
-    ] = 10.0
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        check(self)
-        if self.most_load < math.inf and not hasattr(os, "getloadavg"):
-            raise ParameterError(
-                f"{sys.platform} has no load average, so give ", Argument("most_load", "inf"), ": only ",
-                Argument("share"), " bounds it then",
-            )  # fmt: skip

@@ -8,7 +8,7 @@ attention knows distances, not places, so those behind them only see a shorter t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -103,10 +103,6 @@ class EagleRuntime(Protocol):
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many entries; it may not be there yet."""
 
-    def exchange(self, other: Any) -> None:
-        """Swap weights with another runtime of this kind, shape and draft vocabulary that has no rows. Rows here keep
-        what the old weights made of their entries. Raises DrafterError and MemoryLimitError."""
-
     @property
     def bytes(self) -> int:
         """What all rows take now."""
@@ -127,7 +123,6 @@ class EagleDrafter(ChainDrafter):
     """
 
     retires = True
-    renew: Callable[[EagleRuntime], bool] | None = None  # gives the network newer weights; whether there were any
 
     def __init__(
         self,
@@ -286,10 +281,6 @@ class EagleDrafter(ChainDrafter):
         self._entries.fork(src, dst, n - 1)  # entry n - 2 has the last of n tokens
         if read := self._entries.read(dst):
             self._network.fork(src, dst, read)
-
-    def reload(self) -> bool:
-        """See ``Drafter.reload``. What rows have read stays as the old weights made it: it fits nearly as well."""
-        return self.renew is not None and self.renew(self._network)
 
     def retire(self, row: int, tokens: I32 | None = None) -> None:
         self._entries.retire(row)

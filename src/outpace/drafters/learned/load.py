@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
@@ -24,7 +21,7 @@ from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
 from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
 from outpace.drafters.learned.parallel import ParallelDrafter
 from outpace.drafters.spec import DrafterSpec
-from outpace.errors import DrafterError, ModelError
+from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
@@ -76,51 +73,12 @@ def load_eagle(
     vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
     made = EagleDrafter(network, config.hidden_layers, name, vocab, branch=wide, most_levels=levels)
     made.notes = notes
-    made.renew = _Renewal(path, context, quantize, name, checkpoint)
     return made
 
 
 def _path(spec: DrafterSpec) -> str:
     assert spec.argument is not None, f"{spec.name} has an argument: the catalogue says so"
     return spec.argument
-
-
-class _Renewal:
-    """Gives a network the weights that its folder has now, where they are not those that it was loaded with."""
-
-    def __init__(
-        self, path: StrPath, context: DraftContext, quantize: str | None, name: str, loaded: Checkpoint
-    ) -> None:
-        self._path, self._context, self._quantize, self._name = Path(path), context, quantize, name
-        self._config, self._d2t = loaded.config, loaded.tensors["d2t"]
-        self._stamp = _stamp(self._path.resolve())
-
-    def __call__(self, network: EagleRuntime) -> bool:
-        folder = self._path.resolve()  # once: the path may lead elsewhere before all is read
-        if (stamp := _stamp(folder)) == self._stamp:
-            return False
-        checkpoint, _ = _fitting("eagle", folder, self._context)
-        if checkpoint.config != self._config or not np.array_equal(checkpoint.tensors["d2t"], self._d2t):
-            raise DrafterError(
-                f"{self._name}: {folder} has another shape or draft vocabulary now: load the engine anew to use it"
-            )
-        fresh = eagle_for(checkpoint, self._context, self._quantize, self._name)
-        try:
-            network.exchange(fresh)
-        finally:
-            fresh.close()
-        self._stamp = stamp
-        return True
-
-
-def _stamp(folder: Path) -> tuple[str, int, int]:
-    """What changes when a drafter is saved: config.json is written last. Raises ModelError."""
-    path = folder / "config.json"
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error}): save the drafter again") from error
-    return str(folder), found.st_ino, found.st_mtime_ns
 
 
 def parallel(spec: DrafterSpec, context: DraftContext) -> ParallelDrafter:

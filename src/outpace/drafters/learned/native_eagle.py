@@ -191,14 +191,6 @@ class NativeEagle:
         n: int = self._model.kv_bytes_for(more) if place < 0 else self._model.kv_growth(place, max(0, more))
         return n
 
-    def exchange(self, other: NativeEagle) -> None:
-        try:
-            with refusals():
-                self._live().exchange(other._live())
-        except ValueError as error:
-            raise DrafterError(f"the drafter's weights cannot be exchanged: {error}") from error
-        self.weight_bytes, other.weight_bytes = other.weight_bytes, self.weight_bytes
-
     @property
     def bytes(self) -> int:
         n: int = 0 if self._eagle is None else self._model.kv_bytes

@@ -277,15 +277,6 @@ class TorchEagle:
     def growth(self, row: int, positions: int) -> int:
         return self._kv.growth(row, min(positions, self.max_length))
 
-    def exchange(self, other: TorchEagle) -> None:
-        """See ``EagleRuntime.exchange``."""
-        if self._network.config != other._network.config or not np.array_equal(self.ids, other.ids) or other._kv.rows:
-            raise DrafterError("the drafter's weights cannot be exchanged: the two differ, or the other has rows")
-        self._network, other._network = other._network, self._network
-        self._shared, other._shared = other._shared, self._shared
-        for each in (self, other):
-            each.captures = None if each.captures is None else Captures(each._device)
-
     @property
     def bytes(self) -> int:
         return self._kv.bytes
