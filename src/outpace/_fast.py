@@ -17,7 +17,7 @@ def _remedy() -> str:
 
 
 try:
-    from outpace import _native as native
+    import outpace._native as native
 except ImportError as error:
     raise ModelError(f"the C++ extension of outpace does not load ({error}): {_remedy()}") from error
 if (_built := getattr(native, "INTERFACE", 1)) != INTERFACE:
