@@ -1,4 +1,5 @@
-"""Checks wheels and source distributions in a folder: their size, that every module is in, and the extension alone.
+"""Checks wheels and source distributions in a folder: their size, that every module is in, and of what is built the
+extension and its types alone.
 
 ``python scripts/check_dist.py FOLDER``; needs the standard library alone, so that every runner has what it takes.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 LIMIT = 8 * 1000 * 1000  # bytes of a wheel
 BUILT = (".so", ".pyd", ".dylib", ".o", ".a")
+TYPES = "outpace/_native.pyi"  # which the build writes
 SOURCE = Path(__file__).parents[1] / "src"
 
 
@@ -28,10 +30,12 @@ def problems(path: Path) -> list[str]:
             found.append(f"is named otherwise than its extension, {built[0]}")
         if path.name.endswith("-any.whl"):
             found.append("is for any platform, though the extension is not")
+        if TYPES not in names:
+            found.append(f"lacks {TYPES}")
     else:
         with tarfile.open(path) as archive:
             names = [name.partition("/")[2] for name in archive.getnames()]
-        found += [f"has {name}, which is built" for name in names if name.endswith(BUILT)]
+        found += [f"has {name}, which is built" for name in names if name.endswith((*BUILT, TYPES))]
         found += [
             f"lacks {name}" for name in ("native/CMakeLists.txt", "LICENSE", "pyproject.toml") if name not in names
         ]

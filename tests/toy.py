@@ -170,10 +170,8 @@ class BrokenOutput(ToyOutput):
         raise ToyError("the toy was told to fail")
 
 
-class ToyModel:
+class ToyModel(Model):
     """Logits float32 [V], a pure function of the prefix. ``blur`` mixes in other logits: an imperfect draft model."""
-
-    native, run, require_unchanged = None, Model.run, Model.require_unchanged
 
     def __init__(
         self,
@@ -253,7 +251,7 @@ class ToyTokenizer:
     """One character a token: 0 is 'a', 1 is 'b', ..."""
 
     has_chat_template = False
-    spelling, special_ids, eos_ids, bos_id = None, (), (), None
+    spelling, texts, special_ids, eos_ids, bos_id = None, None, (), (), None
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> I32:
         return np.array([ord(c) - 97 for c in text], np.int32)

@@ -25,8 +25,26 @@ using Matrixf = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;  // a byte that is neither 0 nor 1 may stand there
 
+// Python's own objects with the type that _native.pyi gives them: nanobind writes it from these types, when the extension is
+// built, and what is called in every step reads the objects itself (arrays.h).
 template <class T>
-nb::object numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
+using ArrayOf = nb::typed<nb::object, nb::ndarray<nb::numpy, T>>;  // a numpy array
+using I32 = ArrayOf<int32_t>;
+using F32 = ArrayOf<float>;
+using U8 = ArrayOf<uint8_t>;
+template <class T>
+using ListOf = nb::typed<nb::list, T>;
+template <class T>
+using SequenceOf = nb::typed<nb::sequence, T>;
+template <class... T>
+using TupleOf = nb::typed<nb::tuple, T...>;
+template <class T>
+using TuplesOf = nb::typed<nb::tuple, T, nb::ellipsis>;  // of any length
+using Named = nb::typed<nb::dict, nb::str, nb::any>;     // values by name
+inline bool is_any(PyObject*) { return true; }
+
+template <class T>
+ArrayOf<T> numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
     auto* owned = new std::vector<T>(std::move(values));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.begin(), owner));
@@ -59,7 +77,7 @@ auto with_lock(std::mutex& mutex, const F& f) {
 }
 // Seconds by the names of phases.
 template <class Seconds>
-nb::dict named(const Seconds& seconds, const char* const* names) {
+nb::typed<nb::dict, nb::str, double> named(const Seconds& seconds, const char* const* names) {
     nb::dict found;
     for (const double each : seconds) found[*names++] = each;
     return found;

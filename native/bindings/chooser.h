@@ -11,7 +11,7 @@
 namespace outpace {
 
 // Throws std::invalid_argument for a name that is missing, or that is no field (but `rules`).
-inline Sampling sampling_of(const nb::dict& described) {
+inline Sampling sampling_of(const Named& described) {
     Sampling sampling;
     size_t known = described.contains("rules") ? 1 : 0;
     sampling.each_field([&](const char* name, auto& field) {

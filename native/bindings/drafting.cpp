@@ -24,9 +24,10 @@ namespace {
 
 using Lists = std::tuple<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>, std::vector<int>>;
 
-nb::tuple tuple_of(const Draft& draft) { return nb::make_tuple(draft.tokens, draft.parents, draft.gains); }
+TupleOf<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>> tuple_of(const Draft& draft) {
+    return nb::make_tuple(draft.tokens, draft.parents, draft.gains);
+}
 
-// A draft's tokens, parents, gains and sources.
 Lists lists_of(const Draft& draft) { return {draft.tokens, draft.parents, draft.gains, draft.sources}; }
 
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -51,8 +52,7 @@ struct HeldDatastore {
     Datastore store;
 };
 
-// rows: (row, request, its prompt's tokens, committed tokens int32 [L], most nodes). Tokens, parents, gains and sources of a tree each.
-std::vector<Lists> trees_of(NativeDrafter& drafter, const nb::list& rows) {
+std::vector<Lists> trees_of(NativeDrafter& drafter, const SequenceOf<TupleOf<int, int, int, I32, int>>& rows) {
     std::vector<Asked> asked;
     std::deque<IntView> tokens;
     for (const nb::handle row : rows) {
@@ -70,7 +70,7 @@ std::vector<Lists> trees_of(NativeDrafter& drafter, const nb::list& rows) {
 }
 
 void bind_draft_model(nb::module_& m) {
-    nb::class_<DraftRows>(m, "DraftRows")
+    nb::class_<DraftRows>(m, "DraftRows", "By the target's row: a row of a draft model's cache, and the tokens fed there. Raises KeyError.")
         .def(nb::init<>())
         .def("cached",
             [](const DraftRows& x) {
@@ -87,36 +87,45 @@ void bind_draft_model(nb::module_& m) {
         .def("put", [](DraftRows& x, int64_t row, int cached, const Ints& tokens) { x.rows[row] = {cached, copied(tokens)}; }, "row"_a,
             "cached"_a, "tokens"_a)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
-    nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter")
+    nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter", "See native/drafting/draft_model.h.")
         .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a,
             "catch_up"_a);
 }
 
 // What drafts in steps that need no Python; see step.cpp.
 void bind_lookups(nb::module_& m) {
-    nb::class_<NativeDrafter>(m, "NativeDrafter")
-        .def("trees", &trees_of, "rows"_a)
-        .def_prop_ro("hidden_layers", [](const NativeDrafter& x) { return nb::tuple(nb::cast(x.hidden_layers())); })
-        .def_prop_ro("stepwise", &NativeDrafter::stepwise)
-        .def_prop_ro("ranks", &NativeDrafter::ranks)
-        .def("rank", [](NativeDrafter& x, int64_t row, const nb::object& tokens, const nb::object& ids) {
+    nb::class_<NativeDrafter>(m, "NativeDrafter", "A drafter in C++; see native/drafting/lookups.h.")
+        .def("trees", &trees_of, "rows"_a,
+            "rows: row, request, tokens of its prompt, committed tokens int32 [L], most nodes. Tokens, parents, gains and sources of a "
+            "tree for each. Raises ValueError, RuntimeError.")
+        .def_prop_ro("hidden_layers", [](const NativeDrafter& x) { return TuplesOf<int>(nb::cast(x.hidden_layers())); },
+            "Layers of the target whose outputs it reads of what became final.")
+        .def_prop_ro("stepwise", &NativeDrafter::stepwise, "Whether it takes a forward for every level.")
+        .def_prop_ro(
+            "ranks", &NativeDrafter::ranks, "How many of the target's likeliest tokens after each verified token `rank` takes in; 0: none.")
+        .def("rank",
+            [](NativeDrafter& x, int64_t row, const I32& tokens, const I32& ids) {
         const IntView token(tokens.ptr()), likeliest(ids.ptr(), 2);
         if (likeliest.size() != token.size() || likeliest.width() != x.ranks()) throw std::invalid_argument("ids are [tokens, ranks]");
         x.rank(row, token.data(), static_cast<size_t>(token.size()), likeliest.data());
-    }, "row"_a, "tokens"_a, "ids"_a);
-    nb::class_<RecyclingLookup, NativeDrafter>(m, "RecyclingLookup")
+    }, "row"_a, "tokens"_a, "ids"_a,
+            "tokens int32 [n]: a row's pending token and its nodes; ids int32 [n, ranks]: what the target finds likeliest after each, best "
+            "first, -1: none. Raises ValueError.");
+    nb::class_<RecyclingLookup, NativeDrafter>(m, "RecyclingLookup", "See native/drafting/recycling.h. Raises ValueError.")
         .def(nb::init<int64_t, std::vector<double>, bool>(), "capacity"_a, "hit"_a, "shared"_a)
         .def("release", &RecyclingLookup::release, "row"_a)
         .def_prop_ro("lists", &RecyclingLookup::lists)
         .def("rows", &RecyclingLookup::rows)
         .def("after", &RecyclingLookup::after, "row"_a, "token"_a);
-    nb::class_<NgramLookup, NativeDrafter>(m, "NgramLookup")
+    nb::class_<NgramLookup, NativeDrafter>(m, "NgramLookup", "See native/drafting/lookups.h. Raises ValueError.")
         .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
     nb::class_<RetrievalLookup, NativeDrafter>(m, "RetrievalLookup")
         .def("__init__", [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) {
         new (self) RetrievalLookup(held.store, places, least);
     }, "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
-    nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter")
+    nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter",
+        "sure, deep: see is_sure of drafters/composed.py. Raises ValueError where parts and fallback differ in length, or more than one "
+        "part is stepwise.")
         .def("__init__",
             [](ComposedDrafter* self, const std::vector<NativeDrafter*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
         if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
@@ -124,7 +133,8 @@ void bind_lookups(nb::module_& m) {
         for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
         new (self) ComposedDrafter(std::move(each), sure, deep);
     }, "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
-    nb::class_<SuffixRows, NativeDrafter>(m, "SuffixRows")
+    nb::class_<SuffixRows, NativeDrafter>(
+        m, "SuffixRows", "The indexes of rows, with `history` at most `capacity` tokens. Raises ValueError.")
         .def("__init__",
             [](SuffixRows* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt, bool wide,
                 SuffixIndex* history) {
@@ -134,7 +144,7 @@ void bind_lookups(nb::module_& m) {
         .def("bound", &SuffixRows::bound)
         .def("release", &SuffixRows::release, "row"_a)
         .def_prop_ro("places", &SuffixRows::places)
-        .def("rows", [](const SuffixRows& x) {
+        .def("rows", [](const SuffixRows& x) -> nb::typed<nb::dict, int, TupleOf<int, int>> {
         nb::dict found;
         for (const SuffixRows::Row& row : x.rows()) found[nb::int_(row.row)] = nb::make_tuple(row.index->tokens().size(), row.known);
         return found;
@@ -154,26 +164,29 @@ void bind_drafting(nb::module_& m) {
         }
         return lists_of(merge(drafts, budget));
     }, "proposals"_a, "budget"_a);
-    nb::class_<SuffixIndex>(m, "SuffixIndex")
+    nb::class_<SuffixIndex>(
+        m, "SuffixIndex", "The index of `suffix`: at most `capacity` tokens. See native/drafting/suffix.h. Raises ValueError.")
         .def("__init__",
             [](SuffixIndex* self, int64_t capacity, int most, int nearest, int few, std::vector<double> weights, double doubt) {
         new (self) SuffixIndex(capacity, most, {nearest, few, {std::move(weights), doubt}});
     }, "capacity"_a, "most"_a, "nearest"_a, "few"_a, "weights"_a, "doubt"_a)
         .def("__len__", [](const SuffixIndex& x) { return x.tokens().size(); })
         .def("append",
-            [](SuffixIndex& x, const nb::object& tokens) {
+            [](SuffixIndex& x, const I32& tokens) {
         const IntView view(tokens.ptr());
         x.append(view.data(), static_cast<size_t>(view.size()));
     }, "tokens"_a)
         .def("shrink", &SuffixIndex::shrink, "n"_a)
-        .def("tokens", [](const SuffixIndex& x) { return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()}); })
-        .def("propose",
-            [](const SuffixIndex& x, const nb::object& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
+        .def("tokens", [](const SuffixIndex& x) {
+        return numpy(std::vector<int32_t>(x.tokens()), {x.tokens().size()});
+    }).def("propose", [](const SuffixIndex& x, const I32& context, int budget, const std::vector<const SuffixIndex*>& others, bool wide) {
         if (std::count(others.begin(), others.end(), nullptr)) throw nb::type_error("others must be indices, not None");
         const IntView view(context.ptr());
         return tuple_of(x.propose(view.data(), static_cast<size_t>(view.size()), budget, others, wide));
     }, "context"_a, "budget"_a, "others"_a, "wide"_a);
-    nb::class_<Mapped>(m, "Mapped")
+    nb::class_<Mapped>(m, "Mapped",
+        "A file's bytes in place. What the file loses meanwhile reads as zeros, and `torn` says so; without this, reading it would end the "
+        "process. Raises OSError.")
         .def("__init__",
             [](Mapped* self, const std::string& path) {
         try {
@@ -184,12 +197,14 @@ void bind_drafting(nb::module_& m) {
             throw nb::python_error();
         }
     }, "path"_a)
-        .def_prop_ro("bytes", [](nb::handle self) {
+        .def_prop_ro("bytes", [](nb::handle_t<Mapped> self) -> U8 {
         const auto& file = nb::cast<const Mapped&>(self);
         const size_t shape[] = {file.size()};
         return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(file.data(), 1, shape, self));
     }).def_prop_ro("torn", &Mapped::torn);
-    nb::class_<HeldDatastore>(m, "Datastore")
+    nb::class_<HeldDatastore>(m, "Datastore",
+        "The search of `retrieval`: tokens, order and keys of segments, which it keeps; files: where they lie. Raises ValueError, and "
+        "RuntimeError in a search where a file was cut short while it was open.")
         .def("__init__",
             [](HeldDatastore* self, std::vector<SegmentArrays> segments, std::vector<double> weights, double doubt, int32_t vocab,
                 const std::vector<const Mapped*>& files) {

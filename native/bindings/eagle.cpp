@@ -32,8 +32,7 @@ void make_eagle(
 // (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise, floor): see learned.h.
 using EagleAsk = std::tuple<int64_t, Ints, States3, int, int, int, Noise, double>;
 
-// Tokens, parents and path probabilities of each ask's nodes, and the draft's levels.
-nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
+ListOf<TupleOf<std::vector<int>, std::vector<int>, std::vector<double>, int>> draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     DraftNetwork::Taken taken(eagle);
     std::vector<Eagle::Ask> asks;
     for (const auto& [row, tokens, states, nodes, levels, branch, noise, floor] : described) {
@@ -47,7 +46,7 @@ nb::list draft(Eagle& eagle, const std::vector<EagleAsk>& described) {
     return found;
 }
 
-nb::object fuse(Eagle& eagle, const States3& states) {
+F32 fuse(Eagle& eagle, const States3& states) {
     fits(eagle, states);
     return numpy(without_gil([&] { return eagle.fuse(states.data(), static_cast<int>(states.shape(0))); }),
         {states.shape(0), static_cast<size_t>(eagle.model().hidden())});
@@ -60,7 +59,7 @@ EagleRows::Row& row_of(EagleRows& rows, int64_t row) {
 }
 
 // Entries `first` ..: their tokens [n] and hidden states [n, layers, hidden], in the network's order. What is known is left out.
-void append(EagleRows& rows, int64_t row, int first, const nb::object& tokens, const States3& states) {
+void append(EagleRows& rows, int64_t row, int first, const I32& tokens, const States3& states) {
     const IntCopy ids(tokens.ptr());
     const size_t wide = rows.wide();
     if (states.shape(1) * states.shape(2) != wide) throw std::invalid_argument("hidden states are of other layers than the network reads");
@@ -77,7 +76,7 @@ EagleRows::Row& unread_row(EagleRows& rows, int64_t row, int n) {
 }
 
 // The first n unread entries: their tokens [n] and hidden states [n, layers, hidden].
-nb::tuple unread(EagleRows& rows, int64_t row, int n) {
+TupleOf<I32, F32> unread(EagleRows& rows, int64_t row, int n) {
     const EagleRows::Row& from = unread_row(rows, row, n);
     const size_t count = static_cast<size_t>(n), wide = rows.wide(), layers = rows.width();
     return nb::make_tuple(numpy(std::vector<int32_t>(from.unread_tokens(), from.unread_tokens() + n), {count}),
@@ -85,7 +84,9 @@ nb::tuple unread(EagleRows& rows, int64_t row, int n) {
 }
 
 void bind_rows(nb::module_& m) {
-    nb::class_<EagleRows, NativeDrafter>(m, "EagleRows")
+    nb::class_<EagleRows, NativeDrafter>(m, "EagleRows",
+        "What drafters/learned/eagle.py does with the entries of its rows, and those: see Entries in drafters/learned/entries.py. Levels: "
+        "-1, as many as are asked for. Raises ValueError, KeyError.")
         .def("__init__",
             [](EagleRows* self, Eagle& eagle, std::vector<int> layers, int branch, int most_levels, int fixed_levels, int deepest,
                 int catch_up, int max_length) {
@@ -117,14 +118,21 @@ void bind_rows(nb::module_& m) {
 
 void bind_eagle(nb::module_& m) {
     nb::exception<NotFinite>(m, "NotFinite", PyExc_ArithmeticError);
-    m.def("gather", &gathered, "arena"_a, "matrix"_a, "ids"_a);
-    nb::class_<Eagle>(m, "Eagle")
-        .def("__init__", &make_eagle, "model"_a, "fuse"_a, "norms"_a, "tokens"_a, "norm_output"_a)
-        .def_prop_ro("bytes", &Eagle::bytes)
-        .def("draft", &draft, "asks"_a)
-        .def("fuse", &fuse, "states"_a)
-        .def("row", &Eagle::row, "of"_a)
-        .def("take", &Eagle::take, "of"_a)  // these two take the lock and keep the GIL: who has the lock does not wait for it
+    m.def("gather", &gathered, "arena"_a, "matrix"_a, "ids"_a,
+        "Rows `ids` of a matrix, with the same values, as a matrix. Raises ValueError.");
+    nb::class_<Eagle>(
+        m, "Eagle", "An EAGLE-3 drafter's network; see native/model/eagle.h. Raises ValueError, IndexError, MemoryLimit, NotFinite.")
+        .def("__init__", &make_eagle, "model"_a, "fuse"_a, "norms"_a, "tokens"_a, "norm_output"_a,
+            "model: its first layer has an `embed_norm`. tokens int32 [D]: the target's ids, ascending.")
+        .def_prop_ro("bytes", &Eagle::bytes, "Of its weights, the embedding aside.")
+        .def("draft", &draft, "asks"_a,
+            "Append entries to the target's rows and draft after each one's last: (row, tokens [n], hidden states [n, T, H], nodes (0: "
+            "none), levels, branch, None or temperature, seed, sample and output index, floor). Tokens, parents and path probabilities of "
+            "each ask's nodes, and the draft's levels.")
+        .def("fuse", &fuse, "states"_a, "Features [n, H] of hidden states [n, T, H].")
+        .def("row", &Eagle::row, "of"_a, "The model's row of a row of the target; -1: it is not there.")
+        // these two take the lock and keep the GIL: who has the lock does not wait for it
+        .def("take", &Eagle::take, "of"_a, "Make it where it is not there; whether that was so.")
         .def("drop", &Eagle::drop, "of"_a)
         .def_prop_ro("rows", &Eagle::rows);
     bind_rows(m);

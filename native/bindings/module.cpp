@@ -52,22 +52,20 @@ bool checked_row(const Matrix& m, int64_t row, const Bytes& stored, int source, 
     return row_is(m, static_cast<int>(row), stored.data(), source, target_of(target));
 }
 
-// Its bytes uint8 [n] as they lie in memory, not copied.
-nb::object packed(const Matrix& m) {
+U8 packed(const Matrix& m) {
     auto* kept = new std::shared_ptr<void>(m.memory);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
     const size_t shape[] = {m.bytes()};
     return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(m.data, 1, shape, owner));
 }
 
-nb::object unpack(const Matrix& m) {
+F32 unpack(const Matrix& m) {
     std::vector<float> values(static_cast<size_t>(m.rows) * static_cast<size_t>(m.cols));
     for (int r = 0; r < m.rows; ++r) unpack_row(m, r, values.data() + static_cast<size_t>(r) * static_cast<size_t>(m.cols));
     return numpy(std::move(values), {static_cast<size_t>(m.rows), static_cast<size_t>(m.cols)});
 }
 
-// x [n, cols] -> y [n, rows] by one kernel table, for tests and benchmarks.
-nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
+F32 product(const Matrix& m, const Matrixf& x, const std::string& isa) {
     const Kernels& k = kernels_for(isa);
     const DenormalsAsZero mode;
     const int n = static_cast<int>(x.shape(0));
@@ -83,8 +81,7 @@ nb::object product(const Matrix& m, const Matrixf& x, const std::string& isa) {
     return numpy(std::move(y), {static_cast<size_t>(n), static_cast<size_t>(m.rows)});
 }
 
-// Kernels::dot_pairs over [n] pairs of bfloat16 and sums, for tests.
-nb::object dot_pairs(const Ints& a, const Ints& b, const Floats& c, const std::string& isa) {
+F32 dot_pairs(const Ints& a, const Ints& b, const Floats& c, const std::string& isa) {
     const Kernels& k = kernels_for(isa);
     const DenormalsAsZero mode;
     const size_t n = c.shape(0);
@@ -124,7 +121,7 @@ std::unique_ptr<Result> forward(Model& model, const Ints& token, const Ints& row
     return with_lock(model.lock(), [&] { return model.forward(batch); });
 }
 
-// Seconds that the threads take to read `bytes` of fresh memory once, the best of `repeats`: what a forward is up against.
+// What a forward is up against.
 double read_seconds(size_t bytes, int threads, int repeats) {
     nb::gil_scoped_release release;
     Arena arena;
@@ -151,8 +148,7 @@ double read_seconds(size_t bytes, int threads, int repeats) {
     return sums[0] == 0 ? 0.0 : best;
 }
 
-// Up to `count` strings from byte `at` on, as far as they are whole in `data`, and where the next one starts.
-nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
+TupleOf<ListOf<nb::str>, size_t> gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
     const auto* bytes = static_cast<const char*>(data.data());
     const size_t size = data.size();
     nb::list found;
@@ -173,15 +169,16 @@ nb::tuple gguf_strings(const nb::bytearray& data, size_t at, size_t count) {
 
 NB_MODULE(_native, m) {
     using namespace outpace;
-    m.attr("INTERFACE") = 23;  // raised with every change of what is offered here; src/outpace/_fast.py says what it needs
+    m.attr("INTERFACE") = OUTPACE_INTERFACE;
     m.attr("ARITHMETIC") = kArithmetic;
     nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
     nb::exception<MemoryLimit>(m, "MemoryLimit", PyExc_RuntimeError);
     m.def("usable_isas", &usable_isas);
     m.def("built_isas", &built_isas);
-    m.def("left_out_isas", &left_out_isas);
+    m.def("left_out_isas", &left_out_isas, "What the compiler could not build, as \"name (what it lacks), ...\"; empty: nothing.");
     m.def("kernels", [](const std::string& isa) { return std::string(kernels_for(isa).name); }, "isa"_a = "");
-    m.def("amx", [] {
+    m.def("amx",
+        []() -> Named {
         nb::dict from;
         for (const auto& [type, tokens] : amx().from) from[type.c_str()] = tokens;
         nb::dict found;
@@ -189,44 +186,56 @@ NB_MODULE(_native, m) {
         found["off"] = amx().off;
         found["from"] = from;
         return found;
-    });
-    m.def("dot_pairs", &dot_pairs, "a"_a, "b"_a, "c"_a, "isa"_a);
-    m.def("differing_product", [](const std::string& a, const std::string& b, int spoiled) {
-        return differing_product(kernels_for(a), kernels_for(b), spoiled);
-    }, "a"_a, "b"_a, "spoiled"_a = 0);
-    m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a);
+    },
+        "Intel's tiles: present (the processor has them), off (why they are not used, \"\" where they are), from (file type -> tokens from "
+        "which its products use them, 0: never).");
+    m.def("dot_pairs", &dot_pairs, "a"_a, "b"_a, "c"_a, "isa"_a,
+        "fma(even, even, fma(odd, odd, c)) of pairs of bfloat16, int32 [n], n a multiple of 16; for tests.");
+    m.def("differing_product",
+        [](const std::string& a, const std::string& b, int spoiled) { return differing_product(kernels_for(a), kernels_for(b), spoiled); },
+        "a"_a, "b"_a, "spoiled"_a = 0,
+        "The first product of random matrices, of each integer format and 1 to 40 tokens, in which two instruction-set paths differ by a "
+        "bit: \"Q4_0 with 3 tokens\"; \"\" where none does. spoiled: products of so many tokens get a wrong bit, for tests.");
+    m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a,
+        "Seconds that the threads take to read so many bytes of fresh memory once, the best of `repeats`.");
     m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     m.def("packed_bytes", [](int source, int64_t rows, int64_t cols, const std::string& target) {
         checked_shape(rows, cols);
         return packed_bytes(source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));
     }, "source"_a, "rows"_a, "cols"_a, "target"_a = "keep");
-    m.def("source_types", [] {
+    m.def("source_types", []() -> nb::typed<nb::dict, int, TupleOf<nb::str, int, int>> {
         nb::dict types;
         for (const SourceType& type : kSources)
             types[nb::int_(static_cast<int>(type.id))] = nb::make_tuple(type.name, type.values, type.bytes);
         return types;
-    });
-    m.def("gguf_strings", &gguf_strings, "data"_a, "at"_a, "count"_a);
+    }, "GGUF's number -> name, values and bytes of a block, of what can be packed.");
+    m.def("gguf_strings", &gguf_strings, "data"_a, "at"_a, "count"_a,
+        "Up to `count` strings from byte `at` on, as far as they are whole, and where the next one starts.");
     bind_drafting(m);
     bind_policy(m);
-    nb::class_<Arena>(m, "Arena").def(nb::init<>());
-    nb::class_<Matrix>(m, "Matrix")
+    nb::class_<Arena>(m, "Arena", "Memory for packed weights, in large mappings.").def(nb::init<>());
+    nb::class_<Matrix>(m, "Matrix", "A packed weight matrix [rows, cols]; see native/weights/matrix.h.")
         .def_ro("rows", &Matrix::rows)
         .def_ro("cols", &Matrix::cols)
         .def_prop_ro("bytes", &Matrix::bytes)
         .def_prop_ro("format", [](const Matrix& x) { return kFormatNames[static_cast<size_t>(x.format)]; })
-        .def_prop_ro("packed", &packed)
-        .def("unpack", &unpack)
-        .def("row_is", &checked_row, "row"_a, "stored"_a, "source"_a, "target"_a = "keep")
-        .def("product", &product, "x"_a, "isa"_a = "");
+        .def_prop_ro("packed", &packed, "Its bytes as they lie in memory, uint8 [bytes]; not copied, not to be written to.")
+        .def("unpack", &unpack, "float32 [rows, cols], the exact values.")
+        .def("row_is", &checked_row, "row"_a, "stored"_a, "source"_a, "target"_a = "keep",
+            "Whether a row has the values that packing `stored`, a row of a model's file, would give it.")
+        .def("product", &product, "x"_a, "isa"_a = "", "float32 [n, cols] -> [n, rows] by one path's kernels, on one thread.");
     m.def("pack", &pack_bytes, "arena"_a, "data"_a, "source"_a, "rows"_a, "cols"_a, "heads"_a = 0, "target"_a = "keep", "threads"_a = 1);
-    nb::class_<PackedFile>(m, "PackedFile")
+    nb::class_<PackedFile>(
+        m, "PackedFile", "A file of packed weights, mapped read-only; see native/weights/packed_file.h. Raises ValueError, RuntimeError.")
         .def(nb::init<int, size_t>(), "file"_a, "bytes"_a)
-        .def_prop_ro("huge", &PackedFile::huge)
-        .def("copy", &PackedFile::copy, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("checksums", &PackedFile::checksums, "begin"_a, "piece"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
-    m.def("checksum", [](const Bytes& data) { return checksum(data.data(), data.size()); }, "data"_a);
-    m.def("mapped_matrix", &mapped_matrix, "file"_a, "offset"_a, "source"_a, "rows"_a, "cols"_a, "target"_a = "keep");
+        .def_prop_ro("huge", &PackedFile::huge, "The share of it that the system maps in huge pages; 0 where it does not tell.")
+        .def("copy", &PackedFile::copy, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Into memory of this process alone, before any matrix is taken from it. Raises MemoryError.")
+        .def("checksums", &PackedFile::checksums, "begin"_a, "piece"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Of each `piece` bytes from `begin` on, by so many threads.");
+    m.def("checksum", [](const Bytes& data) { return checksum(data.data(), data.size()); }, "data"_a, "64 bits of a file's piece.");
+    m.def("mapped_matrix", &mapped_matrix, "file"_a, "offset"_a, "source"_a, "rows"_a, "cols"_a, "target"_a = "keep",
+        "What `pack` would make of such a matrix, found in a file. Raises ValueError where it does not lie within it.");
     nb::class_<Model> model(m, "Model");
     bind_runtime(m, model);
     bind_output(m);
@@ -237,7 +246,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("embedding", [](const Model& x) { return x.weights().embedding; })
         .def_prop_ro("head", [](const Model& x) { return x.weights().head; })
-        .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; })
+        .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; },
+            "What embeddings are multiplied by when they enter.")
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
         .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
         .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });

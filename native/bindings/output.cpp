@@ -14,7 +14,7 @@
 namespace outpace {
 namespace {
 
-nb::object best_of(const Result& result, const nb::object& at) {
+I32 best_of(const Result& result, const I32& at) {
     const IntView nodes(at.ptr());
     const IntArray tokens({nodes.size()});
     for (int i = 0; i < nodes.size(); ++i) tokens.data[i] = greedy(result.best[static_cast<size_t>(result.find(nodes.data()[i]))]);
@@ -22,10 +22,9 @@ nb::object best_of(const Result& result, const nb::object& at) {
 }
 
 // A row's chooser, as models/native/output.py describes it.
-Chooser chooser_of(const nb::dict& described) { return {sampling_of(described), edits_of(nb::cast<nb::list>(described["rules"]))}; }
+Chooser chooser_of(const Named& described) { return {sampling_of(described), edits_of(nb::cast<nb::list>(described["rules"]))}; }
 
-// A token, or below 0 one of the codes in choose.h.
-int choose_after(const Result& result, int32_t at, const nb::dict& described) {
+int choose_after(const Result& result, int32_t at, const Named& described) {
     const Chooser chooser = chooser_of(described);
     const int i = result.find(at);
     nb::gil_scoped_release release;
@@ -35,8 +34,8 @@ int choose_after(const Result& result, int32_t at, const nb::dict& described) {
 
 // exact.verify.walk for the rows that are described; the arrays of Verdicts. `rows`: None, a row that is left out; {},
 // greedy without rules; else what `chooser_of` takes.
-nb::tuple verify(const Result& result, const nb::object& tokens, const nb::object& widths, const nb::object& parents,
-    const nb::object& starts, const nb::list& rows) {
+TupleOf<I32, I32, I32> verify(const Result& result, const I32& tokens, const I32& widths, const I32& parents, const I32& starts,
+    const ListOf<std::optional<Named>>& rows) {
     const IntCopy token(tokens.ptr(), 2), width(widths.ptr()), start(starts.ptr());
     std::optional<IntCopy> parent;
     if (!parents.is_none()) parent.emplace(parents.ptr(), 2);
@@ -78,7 +77,8 @@ nb::tuple verify(const Result& result, const nb::object& tokens, const nb::objec
 
 // exact.sampling.token_logprob of `tokens` [n] and the `top` [n] likeliest, where the logits lie: a number and [(token, number)]
 // for each packed token of `at` [n].
-nb::list logprobs_of(const Result& result, const nb::object& at, const nb::object& tokens, const std::vector<int>& top) {
+ListOf<TupleOf<double, ListOf<TupleOf<int, double>>>> logprobs_of(
+    const Result& result, const I32& at, const I32& tokens, const std::vector<int>& top) {
     const IntCopy nodes(at.ptr()), token(tokens.ptr());
     const size_t n = static_cast<size_t>(nodes.size());
     if (static_cast<size_t>(token.size()) != n || top.size() != n) throw std::invalid_argument("at, tokens and top differ in length");
@@ -114,7 +114,7 @@ nb::list logprobs_of(const Result& result, const nb::object& at, const nb::objec
     return each;
 }
 
-nb::object logits_of(const Result& result, const Ints& at) {
+F32 logits_of(const Result& result, const Ints& at) {
     const size_t vocab = static_cast<size_t>(result.vocab);
     std::vector<float> values(at.shape(0) * vocab);
     for (size_t i = 0; i < at.shape(0); ++i)
@@ -122,8 +122,7 @@ nb::object logits_of(const Result& result, const Ints& at) {
     return numpy(std::move(values), {at.shape(0), vocab});
 }
 
-// Where packed tokens stand among those whose hidden states were kept.
-nb::object hidden_places(const Result& result, const nb::object& at) {
+I32 hidden_places(const Result& result, const I32& at) {
     const IntCopy nodes(at.ptr());
     if (result.hidden_count == 0)
         throw std::invalid_argument("this forward kept no hidden states: name layers in the batch's hidden_layers");
@@ -139,8 +138,8 @@ nb::object hidden_places(const Result& result, const nb::object& at) {
     return places.object;
 }
 
-// The hidden states of all tokens whose rows keep them [n, T, H], where they were computed. They outlive the result.
-nb::object hidden_states(const Result& result) {
+// They outlive the result.
+F32 hidden_states(const Result& result) {
     auto* kept = new std::shared_ptr<float[]>(result.hidden_states);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
     const size_t shape[] = {
@@ -171,7 +170,7 @@ void wide(const Matrixf& states, int hidden) {
             "hidden states are [n, " + std::to_string(states.shape(1)) + "], but must be [n, " + std::to_string(hidden) + "]");
 }
 
-nb::object embed(const Model& model, const Ints& tokens) {
+F32 embed(const Model& model, const Ints& tokens) {
     const std::vector<int32_t> ids = within(tokens, model.vocab());
     const size_t n = ids.size(), hidden = static_cast<size_t>(model.hidden());
     std::vector<float> out(n * hidden);
@@ -179,14 +178,14 @@ nb::object embed(const Model& model, const Ints& tokens) {
     return numpy(std::move(out), {n, hidden});
 }
 
-nb::object final_norm(const Model& model, const Matrixf& states) {
+F32 final_norm(const Model& model, const Matrixf& states) {
     wide(states, model.hidden());
     std::vector<float> out(states.shape(0) * states.shape(1));
     model.final_norm(states.data(), static_cast<int>(states.shape(0)), out.data());
     return numpy(std::move(out), {states.shape(0), states.shape(1)});
 }
 
-nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& ids) {
+F32 head(Model& model, const Matrixf& normed, const std::optional<Ints>& ids) {
     wide(normed, model.hidden());
     std::vector<int32_t> its;
     if (ids) its = within(*ids, model.outputs());
@@ -203,16 +202,22 @@ nb::object head(Model& model, const Matrixf& normed, const std::optional<Ints>& 
 }  // namespace
 
 void bind_output(nb::module_& m) {
-    nb::class_<Result>(m, "Result")
-        .def_static("of", &result_of, "logits"_a, "wanted"_a, "isa"_a = "")
+    nb::class_<Result>(
+        m, "Result", "One forward's logits, best tokens and hidden states. Indices are packed ones. Raises IndexError for others.")
+        .def_static("of", &result_of, "logits"_a, "wanted"_a, "isa"_a = "",
+            "As if a forward had computed float32 logits [n, V] of packed indices `wanted`.")
         .def_ro("threads", &Result::threads)
-        .def("best", &best_of, "at"_a)
-        .def("choose", &choose_after, "at"_a, "chooser"_a)
-        .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a)
+        .def("best", &best_of, "at"_a, "Argmax int32 [n]; -1: all are -inf; -2: NaN or infinity.")
+        .def("choose", &choose_after, "at"_a, "chooser"_a,
+            "A token; -1: none is allowed; -2: NaN or infinity; -3: too close to top-p's edge to decide here.")
+        .def("verify", &verify, "tokens"_a, "widths"_a, "parents"_a.none(), "starts"_a, "rows"_a,
+            "The arrays of Verdicts. rows: None is left out, {} is greedy without rules. Accepted -1: not decided.")
         .def("logits", &logits_of, "at"_a)
-        .def("logprobs", &logprobs_of, "at"_a, "tokens"_a, "top"_a)
-        .def("hidden_places", &hidden_places, "at"_a)
-        .def("hidden_states", &hidden_states);
+        .def("logprobs", &logprobs_of, "at"_a, "tokens"_a, "top"_a,
+            "Of each of `tokens` [n], and of the `top` [n] likeliest: see exact.sampling.token_logprob.")
+        .def("hidden_places", &hidden_places, "at"_a,
+            "Where packed indices stand among the tokens of `hidden_states`. Raises IndexError, ValueError without.")
+        .def("hidden_states", &hidden_states, "float32 [n, T, H] of all tokens whose rows keep them, not copied; not to be written to.");
     m.def("embed", &embed, "model"_a, "tokens"_a);
     m.def("final_norm", &final_norm, "model"_a, "states"_a);
     m.def("head", &head, "model"_a, "normed"_a, "ids"_a.none());

@@ -23,7 +23,7 @@ constexpr const char* kWhy[] = {
     "wider drafts wait until narrower ones were measured",
 };
 
-nb::dict state(const Policy& policy) {
+Named state(const Policy& policy) {
     nb::dict found;
     found["budget"] = policy.budget();
     found["advantage"] = policy.advantage();
@@ -40,7 +40,7 @@ nb::dict state(const Policy& policy) {
 
 }  // namespace
 
-nb::tuple decision_of(const Policy& policy, size_t i) {
+Decided decision_of(const Policy& policy, size_t i) {
     const Policy::Decision& decision = policy.decision(i);
     std::string why = kWhy[static_cast<size_t>(decision.why)];
     if (policy.explain && decision.price > 0.0) {
@@ -54,7 +54,9 @@ nb::tuple decision_of(const Policy& policy, size_t i) {
 }
 
 void bind_policy(nb::module_& m) {
-    nb::class_<Policy>(m, "Policy")
+    nb::class_<Policy>(m, "Policy",
+        "What is behind `--size auto`; control/adaptive.py makes it, of a table of costs by new tokens and what lies beyond. stretch: the "
+        "longest step that holds others up, in plain steps. Raises ValueError.")
         .def("__init__",
             [](Policy* self, std::vector<double> table, double last_width, double last_seconds, double slope, double row, double position,
                 double position_width, double stretch) {
@@ -64,7 +66,7 @@ void bind_policy(nb::module_& m) {
     },
             "table"_a, "last_width"_a, "last_seconds"_a, "slope"_a, "row"_a, "position"_a, "position_width"_a, "stretch"_a)
         .def("release", &Policy::release, "row"_a)
-        .def("state", &state)
+        .def("state", &state, "budget, advantage, curves: (rows, steps, plain seconds, ((nodes, plain steps, ratios), ...)).")
         .def_rw("explain", &Policy::explain)
         .def("__len__", &Policy::rows);
 }

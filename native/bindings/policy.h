@@ -5,7 +5,8 @@
 
 namespace outpace {
 
-// The fields of control/policy.py's Decision for row i of the step under way.
-nb::tuple decision_of(const Policy& policy, size_t i);
+// The fields of control/adaptive.py's Decision for row i of the step under way.
+using Decided = TupleOf<int, std::optional<double>, nb::str, TuplesOf<double>>;
+Decided decision_of(const Policy& policy, size_t i);
 
 }  // namespace outpace

@@ -8,6 +8,7 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/variant.h>
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
@@ -20,17 +21,38 @@ namespace outpace {
 namespace {
 
 template <class Item, class Made>
-nb::object filled(Made&& array, const std::vector<Item>& values) {
+ArrayOf<Item> filled(Made&& array, const std::vector<Item>& values) {
     std::copy(values.begin(), values.end(), array.data);
     return array.object;
 }
 
-nb::object ints(const std::vector<int32_t>& values) { return filled(IntArray({static_cast<Py_ssize_t>(values.size())}), values); }
+I32 ints(const std::vector<int32_t>& values) { return filled(IntArray({static_cast<Py_ssize_t>(values.size())}), values); }
+
+// int32 [L] in memory that Python holds.
+struct TokensOf : nb::object {
+    NB_OBJECT(TokensOf, nb::object, "memoryview | numpy.typing.NDArray[numpy.int32]", is_any)
+};
+// Values of outpace/exact/drafts.py.
+struct DraftsOf : nb::object {
+    NB_OBJECT(DraftsOf, nb::object, "outpace.exact.drafts.Drafts", is_any)
+};
+struct VerdictsOf : nb::object {
+    NB_OBJECT(VerdictsOf, nb::object, "outpace.exact.drafts.Verdicts", is_any)
+};
 
 struct BoundRow {
     Row row;
     nb::object drafter;  // keeps it alive
 };
+
+// A row that decodes: its tokens int32 [L], how many are committed, most nodes; and, where it has rules, the chooser's that are
+// known here, and whether it has others. A chunk of a prompt: its tokens, where it begins, how many, whether logits are wanted.
+using Decoding =
+    std::variant<TupleOf<BoundRow, TokensOf, int, int>, TupleOf<BoundRow, TokensOf, int, int, std::optional<ListOf<Named>>, bool>>;
+using Chunk = TupleOf<BoundRow, I32, int, int, bool>;
+using DraftsFields =
+    TupleOf<I32, I32, std::optional<I32>, std::nullptr_t, std::optional<F32>, std::optional<U8>, TuplesOf<nb::str>, std::optional<I32>>;
+using Outcome = TupleOf<ListOf<int>, ListOf<int>, ListOf<nb::str>, ListOf<nb::str>, int, int, std::optional<double>>;
 
 class BoundRows {
 public:
@@ -39,8 +61,9 @@ public:
     BoundRows(const BoundRows&) = delete;
 
     std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter,
-        const nb::object& native, const nb::tuple& names, bool natively, bool drafts, bool reads, bool ruled, const std::string& acceptance,
-        bool watched, const nb::dict& chooser, const nb::object& levels, bool nodes, bool trims) {
+        const nb::typed<nb::object, NativeDrafter>& native, const TuplesOf<nb::str>& names, bool natively, bool drafts, bool reads,
+        bool ruled, const std::string& acceptance, bool watched, const Named& chooser, const nb::typed<nb::object, nb::str>& levels,
+        bool nodes, bool trims) {
         NativeDrafter* drafts_for = native.is_none() ? nullptr : nb::cast<NativeDrafter*>(native);
         if (natively && (!drafts_for || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
         const Sampling sampling = sampling_of(chooser);
@@ -53,11 +76,9 @@ public:
             native});
     }
 
-    // A new step. rows: (row, tokens, how many are committed, most nodes), and for one with rules the chooser that has those which
-    // are known here (None: not all that no single token can be tested by), and whether it has others; chunks: (row, tokens, where
-    // it begins, how many, whether logits are wanted), at least one token before the last one. policy: None, where every row
-    // drafts what it may.
-    void begin(const nb::object& policy, const nb::list& rows, const nb::list& chunks) {
+    // A new step. Rules: None, not all that no single token can be tested by. Chunks end before the last token. policy: None, where
+    // every row drafts what it may.
+    void begin(const nb::typed<nb::object, Policy>& policy, const SequenceOf<Decoding>& rows, const SequenceOf<Chunk>& chunks) {
         end();
         held_.push_back(policy);
         for (const nb::handle one : rows) {
@@ -85,8 +106,7 @@ public:
         rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
     }
 
-    // Native drafters draft. Rows whose drafter is Python's; and (rows, why) of each native drafter that failed.
-    nb::tuple propose() {
+    TupleOf<ListOf<int>, ListOf<TupleOf<std::vector<int>, nb::str>>> propose() {
         std::vector<Rows::Failed> failed;
         {
             require_idle();
@@ -101,8 +121,7 @@ public:
         for (const Rows::Failed& one : failed) why.append(nb::make_tuple(nb::cast(one.rows), one.why));
         return nb::make_tuple(left, why);
     }
-    // Rows with rules that may edit their draft.
-    nb::list ruled() const {
+    ListOf<int> ruled() const {
         nb::list found;
         for (size_t i = 0; i < rows().rows.size(); ++i)
             if (rows().rows[i]->ruled && rows().rows[i]->most && !rows().rows[i]->drawn) found.append(i);
@@ -124,14 +143,13 @@ public:
         else
             rows_.verify(result);
     }
-    // Rows that Python has to look at: not decided, or with rules that can test a token.
-    nb::list undecided() const {
+    ListOf<int> undecided() const {
         nb::list found;
         for (size_t i = 0; i < rows().rows.size(); ++i)
             if (rows().rows[i]->undecided()) found.append(i);
         return found;
     }
-    nb::list settle(Model& model) {
+    ListOf<TupleOf<int, nb::str>> settle(Model& model) {
         require_idle();
         const auto lost = [&] {
             const Running running(running_);
@@ -141,9 +159,7 @@ public:
         for (const auto& [i, why] : lost) found.append(nb::make_tuple(i, why));
         return found;
     }
-    // For a cache in Python: (row, where its slots begin, slots of the path, whether those are the first, whether others follow) of
-    // every row with a draft.
-    nb::list paths() const {
+    ListOf<TupleOf<int, int, int, I32, bool, bool>> paths() const {
         nb::list found;
         std::vector<int32_t> slots;
         for (size_t i = 0; i < rows().rows.size(); ++i) {
@@ -161,14 +177,13 @@ public:
         views_.clear(), held_.clear();
     }
 
-    nb::tuple sizes() const {
+    TupleOf<ListOf<int>, ListOf<int>, ListOf<double>> sizes() const {
         nb::list nodes, depths, floors;
         for (const Row* row : rows().rows) nodes.append(row->nodes), depths.append(row->depth), floors.append(row->floor);
         return nb::make_tuple(nodes, depths, floors);
     }
 
-    // Drafts for rows `where`.
-    void put(const std::vector<size_t>& where, const nb::object& drafts) {
+    void put(const std::vector<size_t>& where, const DraftsOf& drafts) {
         const Field<int32_t> tokens(drafts.attr("tokens"), "tokens"), widths(drafts.attr("widths"), "widths");
         const Field<int32_t> parents(drafts.attr("parents"), "parents"), levels(drafts.attr("levels"), "levels");
         const Field<float> confidence(drafts.attr("confidence"), "confidence");
@@ -196,20 +211,17 @@ public:
             row.drawn = drawn && row.kind.rejection;
         }
     }
-    // The rows have no drafts.
     void drop(const std::vector<size_t>& where) {
         for (const size_t i : where) rows().rows.at(i)->proposed = {};
     }
     void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { rows().lead(i, tokens, number(source)); }
     void keep(size_t i, const std::vector<int32_t>& nodes) { rows().keep(i, nodes); }
 
-    // Tokens, parents, gains and sources' numbers of what is to be verified in row i.
-    nb::tuple draft(size_t i) const {
+    TupleOf<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>, std::vector<int>> draft(size_t i) const {
         const Draft& draft = rows().rows.at(i)->draft();
         return nb::make_tuple(draft.tokens, draft.parents, draft.gains, draft.sources);
     }
-    // The fields of Drafts, of all rows: as they were proposed, or what the policy has left of them.
-    nb::tuple drafts(bool kept) {
+    DraftsFields drafts(bool kept) {
         flat_.fill(rows().rows.size(), [&](size_t i) -> const Draft& { return kept ? rows().rows[i]->draft() : rows().rows[i]->proposed; });
         const auto b = static_cast<Py_ssize_t>(rows().rows.size()), w = static_cast<Py_ssize_t>(flat_.width);
         nb::object parents = nb::none(), gains = nb::none(), source = nb::none(), levels = nb::none();
@@ -232,14 +244,12 @@ public:
             source, nb::tuple(names), levels);
     }
 
-    // token, row, position, parent, starts, wanted, as in Batch.
-    nb::tuple batch() const {
+    TupleOf<I32, I32, I32, I32, I32, I32> batch() const {
         return nb::make_tuple(
             ints(rows().token), ints(rows().row), ints(rows().position), ints(rows().parent), ints(rows().starts), ints(rows().wanted));
     }
 
-    // Verdicts of all rows at once (accepted below 0: not decided).
-    void decide_all(const nb::object& verdicts) {
+    void decide_all(const VerdictsOf& verdicts) {
         const Field<int32_t> tokens(verdicts.attr("tokens"), "tokens"), accepted(verdicts.attr("accepted"), "accepted"),
             path(verdicts.attr("path"), "path");
         const size_t b = rows().rows.size(), w = path.shape(1);
@@ -255,12 +265,11 @@ public:
     void decide(size_t i, std::vector<int32_t> tokens, std::vector<int32_t> path) {
         rows().decide(i, {std::move(tokens), std::move(path)});
     }
-    nb::tuple verdict(size_t i) const {
+    TupleOf<std::vector<int32_t>, std::vector<int32_t>> verdict(size_t i) const {
         const Verdict& verdict = rows().rows.at(i)->verdict;
         return nb::make_tuple(nb::cast(verdict.tokens), nb::cast(verdict.path));
     }
-    // The fields of Verdicts.
-    nb::tuple verdicts() const {
+    TupleOf<I32, I32, I32> verdicts() const {
         const auto b = static_cast<Py_ssize_t>(rows().rows.size());
         size_t w = 0;
         for (const Row* row : rows().rows) w = std::max(w, row->draft().tokens.size());
@@ -274,16 +283,14 @@ public:
         return nb::make_tuple(filled(IntArray({b, static_cast<Py_ssize_t>(w) + 1}), tokens), ints(accepted),
             filled(IntArray({b, static_cast<Py_ssize_t>(w)}), path));
     }
-    nb::object decisions() const {
-        if (!rows().policy()) return nb::none();
+    std::optional<ListOf<Decided>> decisions() const {
+        if (!rows().policy()) return std::nullopt;
         nb::list found;
         for (size_t i = 0; i < rows().rows.size(); ++i) found.append(decision_of(*rows().policy(), i));
         return found;
     }
 
-    // By row: tokens, path, their sources, the sources of all nodes, the draft's depth, nodes verified, and the speed that was
-    // expected.
-    nb::list outcome() const {
+    ListOf<Outcome> outcome() const {
         nb::list found;
         for (size_t i = 0; i < rows().rows.size(); ++i) {
             const Row& row = *rows().rows[i];
@@ -366,42 +373,60 @@ private:
 }  // namespace
 
 void bind_step_rows(nb::module_& m) {
-    nb::class_<BoundRow>(m, "Row");
-    nb::class_<BoundRows>(m, "Rows")
+    nb::class_<BoundRow>(m, "Row", "A sequence while it has its row: what `Rows.row` gives.");
+    nb::class_<BoundRows>(m, "Rows",
+        "The rows of a step, with their drafts and verdicts; see native/step/rows.h and engine/step.py. target: the source of tokens that "
+        "no draft had; hidden_layers: layers whose outputs drafters read. What does not fit raises ValueError.")
         .def(nb::init<int, std::vector<int>, nb::str>(), "vocab"_a, "hidden_layers"_a, "target"_a)
         .def("row", &BoundRows::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "native"_a.none(), "names"_a,
             "natively"_a, "drafts"_a, "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a,
-            "trims"_a)
-        .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a)
-        .def("end", &BoundRows::end)
-        .def("propose", &BoundRows::propose)
-        .def_prop_ro("ruled", &BoundRows::ruled)
-        .def("trim", [](BoundRows& x) { x.rows().trim(); })
-        .def("pack", [](BoundRows& x) { x.rows().pack(); })
-        .def("forward", &BoundRows::forward, "model"_a)
-        .def("verify", &BoundRows::verify, "result"_a)
-        .def_prop_ro("undecided", &BoundRows::undecided)
-        .def("settle", &BoundRows::settle, "model"_a)
-        .def_prop_ro("paths", &BoundRows::paths)
-        .def_prop_ro("sizes", &BoundRows::sizes)
-        .def_prop_ro("batch", &BoundRows::batch)
+            "trims"_a,
+            "native: the row's native drafter, which drafts for it where `natively`; drafts: whether any does. reads: it reads hidden "
+            "states; ruled: rules may edit a draft; watched: the caller looks at the row's logits; levels, nodes, trims: see DraftCost.")
+        .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a,
+            "A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that are known here "
+            "(None: not all that must be) and whether others can test a token; chunks (row, its tokens, where it begins, how many, whether "
+            "logits are wanted).")
+        .def("end", &BoundRows::end, "Keep nothing of the step.")
+        .def("propose", &BoundRows::propose,
+            "Native drafters draft. Rows whose drafter is in Python; rows of native drafters that failed, and why.")
+        .def_prop_ro("ruled", &BoundRows::ruled, "Rows with rules that may edit their draft.")
+        .def("trim", [](BoundRows& x) { x.rows().trim(); }, "The policy drops nodes that do not pay.")
+        .def("pack", [](BoundRows& x) { x.rows().pack(); }, "Make batch, starts and hidden_rows.")
+        .def("forward", &BoundRows::forward, "model"_a, "`pack`, and the model's forward. Raises MemoryLimit, and what a forward raises.")
+        .def("verify", &BoundRows::verify, "result"_a,
+            "Decide rows, as far as that is possible here; their drafters get the likeliest tokens.")
+        .def_prop_ro(
+            "undecided", &BoundRows::undecided, "Rows that Python has to look at: not decided, or with rules that can test a token.")
+        .def("settle", &BoundRows::settle, "model"_a, "The rows' KV becomes what their verdicts say. Rows where that failed, and why.")
+        .def_prop_ro("paths", &BoundRows::paths,
+            "Of rows with drafts: number in the step and in the cache, where its slots begin, slots of the path, whether those are the "
+            "first, and whether others follow.")
+        .def_prop_ro("sizes", &BoundRows::sizes, "Nodes to ask for, levels to draft and floors, by row.")
+        .def_prop_ro("batch", &BoundRows::batch, "token, row, position, parent, starts and wanted of the packed Batch.")
         .def_prop_ro("starts", [](BoundRows& x) { return ints(x.rows().starts); })
-        .def_prop_ro("hidden_layers", [](BoundRows& x) { return nb::tuple(nb::cast(x.rows().hidden_layers())); })
+        .def_prop_ro("hidden_layers", [](BoundRows& x) { return TuplesOf<int>(nb::cast(x.rows().hidden_layers())); },
+            "Layers whose outputs drafters read.")
         .def_prop_ro("hidden_rows", [](BoundRows& x) { return x.rows().hidden_rows; })
-        .def("put", &BoundRows::put, "where"_a, "drafts"_a)
-        .def("drop", &BoundRows::drop, "where"_a)
-        .def("lead", &BoundRows::lead, "row"_a, "tokens"_a, "source"_a)
-        .def("keep", &BoundRows::keep, "row"_a, "nodes"_a)
-        .def("draft", &BoundRows::draft, "row"_a)
-        .def("drafts", &BoundRows::drafts, "kept"_a)
-        .def("decide_all", &BoundRows::decide_all, "verdicts"_a)
+        .def("put", &BoundRows::put, "where"_a, "drafts"_a, "Drafts of rows `where`.")
+        .def("drop", &BoundRows::drop, "where"_a, "These rows have no drafts.")
+        .def("lead", &BoundRows::lead, "row"_a, "tokens"_a, "source"_a, "Tokens that must follow come before what was drafted.")
+        .def("keep", &BoundRows::keep, "row"_a, "nodes"_a, "Nodes, ascending, that stay, with their parents.")
+        .def("draft", &BoundRows::draft, "row"_a, "The fields of Draft, of a row's draft as it stands.")
+        .def("drafts", &BoundRows::drafts, "kept"_a, "The fields of Drafts, of all rows: as they were proposed, or as they are verified.")
+        .def(
+            "decide_all", &BoundRows::decide_all, "verdicts"_a, "Verdicts of all rows (accepted below 0: undecided), by a model in Python.")
         .def("decide", &BoundRows::decide, "row"_a, "tokens"_a, "path"_a)
-        .def("verdict", &BoundRows::verdict, "row"_a)
-        .def("verdicts", &BoundRows::verdicts)
-        .def("decisions", &BoundRows::decisions)
-        .def("outcome", &BoundRows::outcome)
-        .def("observe", &BoundRows::observe, "gains"_a)
-        .def("learn", [](BoundRows& x, double draft, double body) { x.rows().learn(draft, body); }, "draft"_a, "body"_a);
+        .def("verdict", &BoundRows::verdict, "row"_a, "Tokens (none: undecided) and path.")
+        .def("verdicts", &BoundRows::verdicts, "The fields of Verdicts.")
+        .def("decisions", &BoundRows::decisions, "The fields of the native policy's Decisions; None: it was not asked.")
+        .def("outcome", &BoundRows::outcome,
+            "By row: tokens gained, path, the tokens' sources, those of all nodes, depth of the draft, nodes verified, the speed that the "
+            "policy expected.")
+        .def("observe", &BoundRows::observe, "gains"_a,
+            "Native drafters take in what became final: (row of the step, how many tokens). Raises what a network's forward raises.")
+        .def("learn", [](BoundRows& x, double draft, double body) { x.rows().learn(draft, body); }, "draft"_a, "body"_a,
+            "The policy, where it planned the step, takes in what became of it: seconds that drafting took, and all else.");
 }
 
 }  // namespace outpace

@@ -27,7 +27,7 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
     }
 }
 
-Layer layer_of(const nb::dict& d) {
+Layer layer_of(const Named& d) {
     Layer l;
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
@@ -41,7 +41,7 @@ Layer layer_of(const nb::dict& d) {
     return l;
 }
 
-void make_weights(Weights* self, const nb::dict& c, const nb::list& layers, const Matrix& embedding, const Matrix& head,
+void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
     const Floats& final_norm, const std::vector<Floats>& ropes) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
@@ -124,17 +124,23 @@ int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double 
 }  // namespace
 
 void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
-    nb::class_<Weights>(m, "Weights")
+    nb::class_<Weights>(
+        m, "Weights", "A decoder's packed weights; any number of models can share them. Raises ValueError for what does not fit.")
         .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a)
         .def_prop_ro("bytes", &Weights::bytes);
-    nb::class_<Runtime>(m, "Runtime")
+    nb::class_<Runtime>(m, "Runtime",
+        "Threads, working memory and a lock for models that compute in turn. Raises ValueError, RuntimeError.\nA child of os.fork gets "
+        "threads of its own when it first computes; the fork waits for a forward under way.")
         .def("__init__", &make_runtime, "threads"_a)
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("team", [](Runtime& x) { return of_pool(x, [](Pool& pool) { return pool.team(); }); })
-        .def_prop_ro("drops", [](Runtime& x) { return std::make_pair(pool_value<&Pool::dropped>(x), pool_value<&Pool::waited>(x)); })
+        .def_prop_ro("drops", [](Runtime& x) { return std::make_pair(pool_value<&Pool::dropped>(x), pool_value<&Pool::waited>(x)); },
+            "Runs that went on with fewer threads since others used the cores; slow ones that kept theirs: nobody did.")
         .def_prop_rw("claims", &pool_value<&Pool::uneven>,
-            [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); }); })
-        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u)
+            [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); }); },
+            "Whether threads claim a half of every product, since cores differ: measured when they began, or as it was set.")
+        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u,
+            "For tests: a run whose last thread is late, asleep or at work. away: see Pool::pretend. The team then.")
         .def_prop_ro("wake_seconds", &pool_value<&Pool::wake_seconds>)
         .def_prop_ro("hand_over_seconds", &pool_value<&Pool::hand_over_seconds>);
     m.attr("KV_BLOCK") = kBlock;

@@ -41,10 +41,8 @@ TARGET = np.stack([zipf(c, 1) for c in range(CONTEXTS)])
 DRAFTER = 0.7 * TARGET + 0.3 * np.stack([zipf(c, 2) for c in range(CONTEXTS)])
 
 
-class Contextual:
+class Contextual(Model):
     """A model whose logits depend on the last token's context alone."""
-
-    native, run, require_unchanged = None, Model.run, Model.require_unchanged
 
     def __init__(self) -> None:
         self.kv, self.lock = ToyKV(), FairLock()

@@ -214,7 +214,7 @@ def feed(
 def check_rows(held: Any, rows: Iterable[int]) -> None:
     """A drafter's network has KV for ``rows`` alone; its other memory is poisoned, so that nothing reads it unseen."""
     held.check(list(rows))
-    held._model.kv_poison()
+    held._network.model.kv_poison()
 
 
 def release_all(held: Any, rows: Iterable[int]) -> None:

@@ -76,12 +76,12 @@ _FEW = """
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
         row = whole.kv.alloc()
         same = np.array_equal(feed(whole, row, tokens), expected)
-        os._exit(7 if same and whole.team == 1 else 1)
+        os._exit(7 if same and whole.runtime.team == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     leave(1.6)
     logging.basicConfig(format="%(message)s")
     model = load_native(path, threads=4)
-    assert (model.threads, model.team) == (2, 2), (model.threads, model.team)
+    assert (model.threads, model.runtime.team) == (2, 2), (model.threads, model.runtime.team)
     for chunk in (40, 3, 1):
         assert np.array_equal(feed(model, model.kv.alloc(), tokens, chunk), expected)
     model.close()
@@ -146,7 +146,7 @@ def test_a_machine_with_thousands_of_processors(tiny: Tiny, tmp_path: Path) -> N
         row = model.kv.alloc()
         for _ in range(50):
             feed(model, row, np.arange(4))
-        print(model.hand_over["awake"] > 0, ctypes.c_int.in_dll(ctypes.CDLL(sys.argv[2]), "given").value)
+        print(model.runtime.hand_over_seconds > 0, ctypes.c_int.in_dll(ctypes.CDLL(sys.argv[2]), "given").value)
     """
     said = [
         run(code, tiny.path("Q4_1"), shim, env={"LD_PRELOAD": str(shim), "USABLE": str(usable)}) for usable in (1, 2, 9)
@@ -178,7 +178,7 @@ def test_threads_of_python_share_models_and_a_runtime(tiny: Tiny) -> None:
                 choosers = [Chooser(params, Noise(3, n), 0) for n in range(2)]
                 model.forward(batch).verify(drafts, batch.starts[:2], choosers)
                 model.kv.compact(other, 20, np.array([0, 2], np.int32))
-                assert model.team <= model.threads
+                assert model.runtime.team <= model.threads
                 model.kv.free(row)
                 model.kv.free(other)
                 model.take_timings()
@@ -313,7 +313,7 @@ def test_what_outlives_its_model_works_or_says_so(tiny: Tiny) -> None:
     closed: list[Callable[[], Any]] = [
         kv.alloc, lambda: kv.bytes, lambda: parts.embed(tokens), lambda: parts.norm(np.ones((1, 64), np.float32)),
         lambda: parts.logits(np.ones((1, 64), np.float32)), lambda: model.forward(batch), lambda: model.runtime,
-        lambda: model.isa, lambda: model.team, model.take_timings,
+        lambda: model.isa, lambda: model.runtime.team, model.take_timings,
     ]  # fmt: skip
     for call in closed:
         with pytest.raises(ValueError, match="this model is closed: load it again"):

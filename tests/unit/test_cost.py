@@ -15,7 +15,7 @@ from outpace.control import cost as costs
 from outpace.control.adaptive import report
 from outpace.control.cost import Cost
 from outpace.errors import MemoryLimitError
-from outpace.models.base import Batch, HostOutput, ModelInfo
+from outpace.models.base import Batch, HostOutput, Model, ModelInfo
 from tests.simulated import Driven, Machine, run, text
 
 TRUTH = Cost((1, 2, 8, 16, 32, 64), (2e-3, 2.2e-3, 3.2e-3, 5.6e-3, 11e-3, 22e-3), 1e-4, 9e-7, 1.5e-7)
@@ -59,7 +59,7 @@ class Positions:
         return sorted(self.lengths)
 
 
-class Clocked:
+class Clocked(Model):
     """A model that takes, on a clock of its own, exactly what a cost says; ``busy``: factors of the first forwards."""
 
     threads = 2

@@ -126,6 +126,7 @@ def test_what_a_release_leaves(repository: Path, tmp_path_factory: pytest.TempPa
             ["outpace/_native.pyd", "-demo"],
             "such as outpace/drafters/learned/demo/",
         ),
+        ("outpace-1-cp312-abi3-win_amd64.whl", ["outpace/_native.pyd", "-types"], "lacks outpace/_native.pyi"),
         ("outpace-1-cp311-cp311-linux_x86_64.whl", ["outpace/a.py"], "no extension"),
         ("outpace-1-py3-none-any.whl", ["outpace/_native.x.so"], "for any platform"),
         ("outpace-1-cp312-abi3-linux_x86_64.whl", ["outpace/_native.cpython-312.so"], "named otherwise"),
@@ -139,6 +140,7 @@ def test_what_a_release_leaves(repository: Path, tmp_path_factory: pytest.TempPa
 def test_what_a_wheel_holds(tmp_path: Path, name: str, files: list[str], complaint: str) -> None:
     inside = (path for path in (ROOT / "src" / "outpace").rglob("*") if path.suffix in (".py", ".json", ".safetensors"))
     needed = {path.relative_to(ROOT / "src").as_posix() for path in inside}
+    needed |= set() if "-types" in files else {"outpace/_native.pyi"}
     left_out = {file for file in needed if f"-{Path(file).parent.name}" in files}
     with zipfile.ZipFile(tmp_path / name, "w") as wheel:
         for file in {*files, *needed} - left_out:

@@ -30,7 +30,7 @@ def demo() -> Tokenizer:
     return Tokenizer.from_gguf(GGUFFile.open(resolve("demo").path))
 
 
-class Bytes:
+class Bytes(Decoder):
     """A byte a token: as hard as tokens can be on characters. 256 and above are special and stand for no text."""
 
     def decode(self, ids: Any, *, skip_special: bool = True) -> str:
@@ -161,7 +161,7 @@ def test_any_real_tokens_give_one_text(demo: Tokenizer, data: st.DataObject, ste
         assert one[1] == demo.decode(tokens)
 
 
-class Words:
+class Words(Decoder):
     """A word a token, with a space between words but not before the first of all: as tokenizers that strip decode."""
 
     def decode(self, ids: Any, *, skip_special: bool = True) -> str:

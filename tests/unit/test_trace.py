@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from outpace.control.adaptive import Decision
 from outpace.engine.intake import encoder
 from outpace.engine.request import StepRecord
-from outpace.engine.text import TextReader, pieces
+from outpace.engine.text import Decoder, TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft, Drafts, Verdicts
 from outpace.exact.noise import Noise
@@ -273,7 +273,7 @@ def test_where_it_cannot_be_written_is_said_before_anything_runs(tmp_path: Path)
 
 
 def test_pieces_are_the_text_whatever_the_characters_are_made_of() -> None:
-    class Bytes:
+    class Bytes(Decoder):
         """A byte a token: what a byte-level tokenizer is at its worst."""
 
         def decode(self, ids: Any, *, skip_special: bool = True) -> str:

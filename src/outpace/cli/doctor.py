@@ -86,7 +86,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             result = engine.generate(_PROMPT, params, drafter=False)
             engine.generate(_PROMPT, params)
             info = engine.model.info
-            threads, path, team = (of(engine.model) for of in (machine.threads_of, machine.path_of, machine.team_of))
+            threads, path, team = engine.model.threads, engine.model.isa, machine.team_of(engine.model)
             learnt = adaptive.report(cost, engine.policy)
             drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
             drafts["notes"] = list(engine.drafter.notes)

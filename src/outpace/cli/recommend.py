@@ -120,7 +120,7 @@ def _described(machine: Any, engine: Engine) -> dict[str, Any]:
     from outpace.measure import machine as here
 
     asked = {name: value for name, value in asdict(machine).items() if value is not None}
-    return asked or {**here.cpu(), "threads": here.threads_of(engine.model)}
+    return asked or {**here.cpu(), "threads": engine.model.threads}
 
 
 def _entry(found: Prediction, readers: int, price: float | None) -> dict[str, Any]:

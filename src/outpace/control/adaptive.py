@@ -72,14 +72,14 @@ class Adaptive:
         self._native.explain = explain
 
     @property
-    def native(self) -> Any:
-        """For ``_native.Rows.begin``."""
+    def native(self) -> _fast.native.Policy:
+        """For ``Rows.begin``."""
         return self._native
 
     @property
     def explain(self) -> bool:
         """Whether decisions carry numbers and every node's worth: for traces, since it takes time."""
-        return bool(self._native.explain)
+        return self._native.explain
 
     @explain.setter
     def explain(self, on: bool) -> None:

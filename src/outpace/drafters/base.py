@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.sampling import Chooser
@@ -127,8 +128,8 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
-    # A ``_native.NativeDrafter`` that proposes the same, from the same events, for steps in C++; None: there is none.
-    native: Any = None
+    # Proposes the same, from the same events, for steps in C++; None: there is none.
+    native: _fast.native.NativeDrafter | None = None
     names: tuple[str, ...] = ()  # of what ``native`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
     notes: tuple[str, ...] = ()  # what its user should know of it, in every result
@@ -198,7 +199,9 @@ class TreeDrafter(Drafter):
 class LookupDrafter(TreeDrafter):
     """Base of methods that look tokens up in C++: ``native`` proposes for every row, whoever drives the step."""
 
-    def __init__(self, native: Any) -> None:
+    native: _fast.native.NativeDrafter
+
+    def __init__(self, native: _fast.native.NativeDrafter) -> None:
         self.native, self.names = native, (self.name,)
 
     def trees(self, rows: Sequence[RowView], sizes: Sequence[int]) -> list[Draft]:

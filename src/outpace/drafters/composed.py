@@ -71,7 +71,7 @@ class ComposedDrafter(Drafter):
             and sum(part.needs.draws for part in parts) < 2
             and all(part.native is not None and (part.native.hidden_layers or not part.observes) for part in parts)
         ):
-            natives = [part.native for part in parts]
+            natives = [part.native for part in parts if part.native is not None]
             self.native = _fast.native.ComposedDrafter(natives, list(self._fallback), SURE, DEEP)
             self.names = self._names
         self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for natives

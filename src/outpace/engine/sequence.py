@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.engine.request import Request
 from outpace.engine.results import TARGET, Delta, FinishReason, Result
@@ -70,7 +71,7 @@ class Sequence:
         self._text = reader.start
         self._shown: list[str] = []
         self.row = -1  # -1: it waits
-        self.native: Any = None  # itself in its row, as steps take it (``step.native_row``)
+        self.native: _fast.native.Row | None = None  # itself in its row, as steps take it (``step.native_row``)
         self.listens = False  # its drafter observes in C++ what becomes final (``step.native_row``)
         self.ruled = bool(chooser.rules)
         self.cached = 0  # positions whose KV is written

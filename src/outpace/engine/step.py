@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import HiddenStates, Output
-from outpace.models.native.output import describe, known_edits
+from outpace.models.native.output import Edit, describe, known_edits
 
 GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
 
@@ -140,8 +140,8 @@ def begin(step: Step) -> None:
     core.rows.begin(None if policy is None else policy.native, rows, chunks)
 
 
-def native_row(core: Core, sequence: Sequence) -> Any:
-    """What stays as it is of a sequence while it has its row: an ``_native.Row``."""
+def native_row(core: Core, sequence: Sequence) -> _fast.native.Row:
+    """What stays as it is of a sequence while it has its row."""
     request, drafting = sequence.request, core.drafting
     view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
     native = None if drafter is None else drafter.native
@@ -159,7 +159,7 @@ def native_row(core: Core, sequence: Sequence) -> Any:
     return sequence.native
 
 
-def known_rules(sequence: Sequence) -> tuple[Any, bool]:
+def known_rules(sequence: Sequence) -> tuple[list[Edit] | None, bool]:
     """The row's rules that C++ can take along its draft (None: not all that must be), and whether others are left that
     can test what it chooses."""
     chooser = sequence.chooser
@@ -311,9 +311,9 @@ def score(step: Step) -> None:
             after = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
             at = starts[b] + np.arange(len(after), dtype=np.int32)
             asked[b] = sequence, at, after, sequence.request.params.prompt_logprobs or 0
-    _, each, tokens, _ = zip(*asked.values(), strict=True)
+    _, places, scored, _ = zip(*asked.values(), strict=True)
     tops = [top for _, at, _, top in asked.values() for _ in at]
-    found = iter(step.output.logprobs(np.concatenate(each), np.concatenate(tokens), tops))
+    found = iter(step.output.logprobs(np.concatenate(places), np.concatenate(scored), tops))
     for i, (sequence, at, _, _) in asked.items():
         step.logprobs[i] = list(islice(found, len(at)))
         with suppress(TextError):  # figures without words are better than none
@@ -441,7 +441,7 @@ def record(step: Step, ends: list[Extension], row_numbers: tuple[int, ...], cloc
     core, plan, rows = step.core, step.plan, step.core.rows
     gained = tuple(len(end.tokens) for end in ends)
     kept = drafts(step, kept=True)
-    decided = rows.decisions() or [(n, None) for n in kept.widths.tolist()]
+    decided = rows.decisions()
     return StepRecord(
         index=next(core.steps),
         requests=tuple(s.request.id for s in plan.decoding),
@@ -453,7 +453,11 @@ def record(step: Step, ends: list[Extension], row_numbers: tuple[int, ...], cloc
         verdicts=Verdicts(*rows.verdicts()),
         gained=gained,
         near_ties=tuple(near_ties(step, i, rows.verdict(i)[1], n) for i, n in enumerate(gained)),
-        decisions=tuple(Decision(*fields) for fields in decided),
+        decisions=tuple(
+            [Decision(n, None) for n in kept.widths.tolist()]
+            if decided is None
+            else [Decision(*fields) for fields in decided]
+        ),
         chunks=tuple(
             ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks
         ),

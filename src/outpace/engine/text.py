@@ -29,10 +29,13 @@ _SHOWN, _HIDDEN = b"\1", b"\0"
 class Decoder(Protocol):
     """The part of a tokenizer that turns ids back into text.
 
-    It may have an attribute ``texts``, where a token's bytes do not depend on its neighbours, so that whole characters
-    can be read token by token: what single tokens decode to is kept there, by whether special ones are skipped. And
-    ``special_ids``: those that are skipped.
+    ``texts``: what single tokens decode to, by whether special ones are skipped, kept where a token's bytes do not
+    depend on its neighbours, so that whole characters can be read token by token (None: they do). ``special_ids``:
+    those that are skipped.
     """
+
+    texts: dict[bool, dict[int, str]] | None = None
+    special_ids: frozenset[int] = frozenset()
 
     def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str: ...
 
@@ -74,10 +77,10 @@ class TextReader:
     ) -> None:
         self._decoder, self._stops = decoder, tuple(stops)
         self._include_stop, self._skip_special = include_stop, skip_special
-        texts: dict[bool, dict[int, str]] | None = getattr(decoder, "texts", None)
+        texts = None if decoder is None else decoder.texts
         self._independent = texts is not None
         self._texts = texts[skip_special] if texts is not None else {}
-        self._skipped: frozenset[int] = getattr(decoder, "special_ids", frozenset()) if skip_special else frozenset()
+        self._skipped = decoder.special_ids if skip_special and decoder is not None else frozenset()
         self._longest = max((len(stop) for stop in stops), default=1)
         self.start = self._start(after)  # the state before the answer's first token
 

@@ -21,13 +21,12 @@ def cpu() -> dict[str, Any]:
     return {"model": name, "cores": len(processors.allowed()), "features": features}
 
 
-def amx() -> dict[str, Any] | None:
+def amx() -> dict[str, Any]:
     """Intel's tiles: present; off: why they are not used, "" where they are; from: file type -> tokens from which its
     products use them, 0: never."""
     from outpace import _fast
 
-    found: dict[str, Any] | None = _fast.native.amx()
-    return found
+    return _fast.native.amx()
 
 
 def joules(domains: Path = Path("/sys/class/powercap")) -> float | None:
@@ -55,27 +54,17 @@ def memory() -> dict[str, int | None]:
     return {"total": total, "available": available_memory()}
 
 
-def threads_of(model: Model) -> int | None:
-    """The CPU threads that a model computes with; None where it does not say."""
-    return getattr(model, "threads", None)
-
-
 def team_of(model: Model) -> dict[str, Any] | None:
     """Threads in use now, how often they became fewer, whether they claim their work, and the seconds that a run on
     them takes; None elsewhere."""
-    size = getattr(model, "team", None)
-    if size is None:
+    runtime = model.runtime
+    if runtime is None:
         return None
-    dropped, kept = getattr(model, "drops", (0, 0))
+    dropped, kept = runtime.drops
     return {
-        "size": size,
+        "size": runtime.team,
         "dropped": dropped,
         "kept": kept,
-        "claims": getattr(model, "claims", False),
-        "hand_over_seconds": getattr(model, "hand_over", None),
+        "claims": runtime.claims,
+        "hand_over_seconds": {"asleep": runtime.wake_seconds, "awake": runtime.hand_over_seconds},
     }
-
-
-def path_of(model: Model) -> str | None:
-    """The native runtime's instruction-set path, which sets its speed alone. None elsewhere."""
-    return getattr(model, "isa", None)

@@ -71,7 +71,7 @@ class Machine:
             parameters = info.weight_bytes / (4 if info.dtype == "float32" else 2 if "16" in info.dtype else 0.6)
             token, read = 2 * parameters / (flops * 1e12), 2 * parameters / (bandwidth * 1e9)
         else:
-            token *= 1.0 if self.cores is None else (getattr(model, "threads", None) or 1) / self.cores
+            token *= 1.0 if self.cores is None else (model.threads or 1) / self.cores
             read = here.seconds[0] if self.bandwidth is None else info.weight_bytes / (self.bandwidth * 1e9)
         faster = read / here.seconds[0]
         return Cost(

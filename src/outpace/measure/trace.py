@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from outpace.common.arrays import I32
 from outpace.common.files import StrPath, check_writable
-from outpace.engine.text import TextReader, pieces
+from outpace.engine.text import Decoder, TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
@@ -39,10 +38,8 @@ log = logging.getLogger(__name__)
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-class Spells(Protocol):
+class Spells(Decoder, Protocol):
     """The part of a tokenizer that a trace needs, so that whoever reads it needs none."""
-
-    def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str: ...
 
     def token(self, token_id: int) -> str | None: ...
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.common.fair_lock import FairLock
 from outpace.exact.drafts import Drafts, Verdicts, depths
@@ -63,8 +64,8 @@ class Batch:
     layers: int | None = None
 
     @staticmethod
-    def of(rows: Any) -> Batch:
-        """The batch that checks the drafts of ``rows``, an ``_native.Rows``."""
+    def of(rows: _fast.native.Rows) -> Batch:
+        """The batch that checks the drafts of ``rows``."""
         rows.pack()
         hidden_rows = np.array(rows.hidden_rows, np.bool_)
         layers = rows.hidden_layers if hidden_rows.any() else ()
@@ -189,8 +190,8 @@ class Output(Protocol):
         """How many threads the forward ended with; 0 where that is not known."""
         return 0
 
-    def decide(self, rows: Any, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
-        """Put the verdicts of ``rows`` (an ``_native.Rows``) into them, as far as ``verify`` finds them.
+    def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
+        """Put the verdicts of ``rows`` into them, as far as ``verify`` finds them.
 
         ``choosers``: as in ``verify``.
         """
@@ -251,8 +252,8 @@ class KVCache(Protocol):
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end ``row`` there: a tree's kept path."""
 
-    def settle(self, rows: Any) -> list[tuple[int, str]]:
-        """Every decoding row of ``rows`` (an ``_native.Rows``) keeps what its verdict says: all but the last token.
+    def settle(self, rows: _fast.native.Rows) -> list[tuple[int, str]]:
+        """Every decoding row of ``rows`` keeps what its verdict says: all but the last token.
         Returns the rows of the batch whose positions are in doubt, with the reason."""
         lost = []
         for i, row, start, slots, straight, cut in rows.paths:
@@ -298,19 +299,40 @@ class Model(Protocol):
 
     info: ModelInfo
     kv: KVCache
+    strict: bool = False  # whether the torch backend was asked for bits that depend on nothing computed beside them
     lock: FairLock  # engines over the model take it for a step, so that they may run in several threads
 
     @property
-    def native(self) -> Any:
-        """The ``outpace._native.Model`` that computes; None: another backend does. ValueError once it is closed."""
+    def native(self) -> _fast.native.Model | None:
+        """The decoder in C++ that computes; None: another backend does. ValueError once it is closed."""
+        return None
+
+    @property
+    def runtime(self) -> _fast.native.Runtime | None:
+        """Threads and working memory of ``native``. ValueError once the model is closed."""
+        return None
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads it computes with; None where that is not known, or on a GPU."""
+        return None
+
+    @property
+    def isa(self) -> str | None:
+        """The native runtime's instruction-set path, which sets its speed alone."""
+        return None
+
+    @property
+    def card(self) -> str | None:
+        """The GPU's name; None on a CPU."""
         return None
 
     @property
     def parts(self) -> Parts:
         """Embedding, final norm and head, which a learned drafter shares."""
 
-    def run(self, rows: Any) -> Output:
-        """``forward`` of the batch that checks the drafts of ``rows``, an ``_native.Rows``."""
+    def run(self, rows: _fast.native.Rows) -> Output:
+        """``forward`` of the batch that checks the drafts of ``rows``."""
         return self.forward(Batch.of(rows))
 
     def forward(self, batch: Batch) -> Output:

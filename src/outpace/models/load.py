@@ -302,10 +302,9 @@ def _gpu() -> bool:
 def _load_native(
     source: Source, gguf: GGUFFile | None, options: LoadOptions, beside: Model | None
 ) -> tuple[Model, Tokenizer]:
-    from outpace.models.native.model import NativeModel, load_native
+    from outpace.models.native.model import load_native
 
-    runtime = beside.runtime if isinstance(beside, NativeModel) else None
-
+    runtime = None if beside is None else beside.runtime
     if gguf is not None:
         tokenizer = Tokenizer.from_gguf(gguf)
     else:

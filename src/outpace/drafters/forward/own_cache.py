@@ -126,8 +126,8 @@ class OwnCache:
             if cached not in there:
                 self._rows.release(row)
 
-    def native(self, vocab: int) -> Any:
-        """A ``_native.ModelDrafter`` that drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
+    def native(self, vocab: int) -> _fast.native.ModelDrafter | None:
+        """Drafts what ``ChainDrafter`` does, in ids below ``vocab``; None for a model
         that is not native."""
         if self.model.native is None:
             return None

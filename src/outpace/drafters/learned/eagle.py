@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
@@ -64,8 +65,8 @@ class EagleRuntime(Protocol):
         fixed_levels: int,
         deepest: int,
         catch_up: int,
-    ) -> Any:
-        """A ``_native.EagleRows`` that drafts with this network for a drafter of these options; None: not in C++."""
+    ) -> _fast.native.EagleRows | None:
+        """Drafts with this network for a drafter of these options; None: not in C++."""
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
         """Append real entries: ``tokens[b]`` int32 [n_b], ``hidden_states[b]`` [n_b, T, H]. Raises MemoryLimitError."""
@@ -140,8 +141,9 @@ class EagleDrafter(ChainDrafter):
         self.cost = DraftCost(levels=name, nodes=branch > 1)
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch, self._most = network, branch, most_levels
-        self.native, self.names = network.native_rows(layers, branch, most_levels, LEVELS, DEEPEST, CATCH_UP), (name,)
-        self._entries: Any = self.native or Entries()  # `EagleRows` has the methods of `Entries`
+        native = network.native_rows(layers, branch, most_levels, LEVELS, DEEPEST, CATCH_UP)
+        self.native, self.names = native, (name,)
+        self._entries: Entries | _fast.native.EagleRows = native or Entries()
 
     # -- what became final -------------------------------------------------------------------------------------------
 
@@ -184,8 +186,7 @@ class EagleDrafter(ChainDrafter):
 
     def _waiting(self, row: int) -> tuple[I32, Any]:
         """All that the row has still to read."""
-        unread: tuple[I32, Any] = self._entries.unread(row, self._entries.waiting(row))
-        return unread
+        return self._entries.unread(row, self._entries.waiting(row))
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -247,8 +248,7 @@ class EagleDrafter(ChainDrafter):
             if not self._entries.unread_last(row):
                 return False
             self._settle(row)
-        entries: int = self._entries.read(row) + self._entries.waiting(row)
-        return entries + more <= self._network.max_length
+        return self._entries.read(row) + self._entries.waiting(row) + more <= self._network.max_length
 
     def _begin(self, view: RowView) -> I32:
         return self._waiting(view.row)[0] if self._ready(view.row, 1) else np.zeros(0, np.int32)

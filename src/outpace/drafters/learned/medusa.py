@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.learned.picks import chosen, likeliest
@@ -35,7 +36,10 @@ class MedusaRuntime(Protocol):
     """The heads, and of each row the target's last state before the pending token."""
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
-    rows: Any  # a ``_native.MedusaRows`` that drafts with them, or None
+
+    @property
+    def rows(self) -> _fast.native.MedusaRows | None:
+        """Draft with them in C++; None: not there."""
 
     def keep(self, row: int, position: int, state: Any) -> None:
         """The last layer's output [h] before the pending token, which stands at ``position``; in the arrays of the

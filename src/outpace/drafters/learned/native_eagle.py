@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from outpace.exact.drafts import Draft, Drafts
 from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
 
 _native = _fast.native
+
+
+class _Network(NamedTuple):
+    model: _native.Model
+    eagle: _native.Eagle
 
 
 class NativeEagle:
@@ -52,10 +57,11 @@ class NativeEagle:
             raise ParameterError(Argument("quantize", quantize), " and ", Argument("dtype", dtype), ": give one")
         to = quantize or (own_type(target) if dtype == "auto" else PLAIN[dtype])
         with fitting():
-            self._model, self._eagle, self.ids = _build(target, checkpoint, to, kv_dtype, limit)
+            model, eagle, self.ids = _build(target, checkpoint, to, kv_dtype, limit)
+        self._network: _Network | None = _Network(model, eagle)
         config = _eagle(checkpoint)
         self.max_length = config.decoder.max_length
-        self.weight_bytes: int = self._eagle.bytes
+        self.weight_bytes = eagle.bytes
         self._last = config.decoder.layers - 1
         self._norm_output = config.norm_output
         self._predicted: dict[
@@ -70,16 +76,16 @@ class NativeEagle:
         fixed_levels: int,
         deepest: int,
         catch_up: int,
-    ) -> Any:
+    ) -> _native.EagleRows:
         """The entries of an ``EagleDrafter`` with these options, and how native steps draft from them."""
         most = -1 if most_levels is None else most_levels
         return _native.EagleRows(
-            self._live(), list(layers), branch, most, fixed_levels, deepest, catch_up, self.max_length
+            self._live().eagle, layers, branch, most, fixed_levels, deepest, catch_up, self.max_length
         )
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
         each = zip(rows, tokens, hidden_states, strict=True)
-        self._draft([(row, own, states, 0, 0, 0, None, 0.0) for row, own, states in each])
+        self._draft([Ask(row, own, states, nodes=0, levels=0, branch=0) for row, own, states in each])
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         """See ``EagleRuntime.draft``. A request's filters and rules are ignored; its temperature and noise are not.
@@ -87,21 +93,7 @@ class NativeEagle:
         Under noise, ``confidence`` is made of each child's share of e^score (logit / T + g) among its parent's 16
         largest or so: what the target will choose depends on the same noise, and q alone says little of it.
         """
-        drafted = self._draft(
-            [
-                (
-                    a.row,
-                    a.tokens,
-                    a.hidden_states,
-                    a.nodes,
-                    min(a.levels, a.nodes),
-                    a.branch,
-                    noise_of(a.chooser),
-                    a.floor,
-                )
-                for a in asks
-            ]
-        )
+        drafted = self._draft(asks)
         trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances, _ in drafted]
         return replace(Drafts.of(trees), levels=np.array([levels for *_, levels in drafted], np.int32))
 
@@ -111,15 +103,15 @@ class NativeEagle:
         for row, each, states in zip(rows, tokens, hidden_states, strict=True):
             if states is None and (row not in self._predicted or len(each) != 1):
                 raise ValueError(f"row {row}: a predicted entry is one, and follows what was extended")
-            features.append(self._predicted[row] if states is None else self._live().fuse(_states(states)))
-        eagle, starts = self._live(), [self.length(row) for row in rows]
+            features.append(self._predicted[row] if states is None else self._live().eagle.fuse(_states(states)))
+        (model, eagle), starts = self._live(), [self.length(row) for row in rows]
         fresh = [row for row in dict.fromkeys(rows) if eagle.take(row)]
         counts = [len(each) for each in tokens]
         ends = np.cumsum([0, *counts]).astype(np.int32)
         last = ends[1:] - 1
         try:
             with refusals():
-                result = self._model.forward(
+                result = model.forward(
                     np.concatenate([np.asarray(each, np.int32) for each in tokens]),
                     np.repeat(np.array([eagle.row(row) for row in rows], np.int32), counts),
                     np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, counts, strict=True)]),
@@ -132,39 +124,38 @@ class NativeEagle:
             raise
         outputs = np.ascontiguousarray(result.hidden_states()[result.hidden_places(last), 0])
         if self._norm_output:
-            outputs = _native.final_norm(self._model, outputs)
+            outputs = _native.final_norm(model, outputs)
         self._predicted |= {row: outputs[i : i + 1] for i, row in enumerate(rows)}
-        logits: F32 = result.logits(last)
-        return logits
+        return result.logits(last)
 
-    def _draft(self, asks: list[tuple[Any, ...]]) -> Any:
-        eagle = self._live()
+    def _draft(self, asks: Sequence[Ask]) -> list[tuple[list[int], list[int], list[float], int]]:
         with refusals():
-            drafted = eagle.draft(
+            drafted = self._live().eagle.draft(
                 [
-                    (row, np.ascontiguousarray(tokens, np.int32), _states(states), *plan)
-                    for row, tokens, states, *plan in asks
+                    (
+                        ask.row, np.ascontiguousarray(ask.tokens, np.int32), _states(ask.hidden_states), ask.nodes,
+                        min(ask.levels, ask.nodes), ask.branch, noise_of(ask.chooser), ask.floor,
+                    )
+                    for ask in asks
                 ]
-            )
+            )  # fmt: skip
         for ask in asks:
-            self._predicted.pop(ask[0], None)
+            self._predicted.pop(ask.row, None)
         return drafted
 
     def _place(self, row: int) -> int:
         """The row in our cache; -1: it is not there."""
-        found: int = -1 if self._eagle is None else self._eagle.row(row)
-        return found
+        return -1 if self._network is None else self._network.eagle.row(row)
 
     def length(self, row: int) -> int:
         place = self._place(row)
-        n: int = self._model.kv_length(place) if place >= 0 else 0
-        return n
+        return self._live().model.kv_length(place) if place >= 0 else 0
 
     def truncate(self, row: int, n: int) -> None:
         """See ``EagleRuntime.truncate``. Raises ValueError where the row has fewer."""
         self._predicted.pop(row, None)
         if (place := self._place(row)) >= 0:
-            self._model.kv_truncate(place, n)
+            self._live().model.kv_truncate(place, n)
         elif n:
             raise ValueError(f"row {row} has no entries, so {n} cannot be kept")
 
@@ -175,42 +166,42 @@ class NativeEagle:
                 f"cannot fork {n} entries of row {src}, which has {self.length(src)}, into row {dst}: "
                 "it must not be there"
             )
-        self._live().take(dst)
+        model, eagle = self._live()
+        eagle.take(dst)
         if n:
-            self._model.kv_fork(self._place(src), self._place(dst), n)
+            model.kv_fork(self._place(src), self._place(dst), n)
 
     def release(self, row: int) -> None:
         self._predicted.pop(row, None)
-        if self._eagle is not None:
-            self._eagle.drop(row)
+        if self._network is not None:
+            self._network.eagle.drop(row)
 
     def growth(self, row: int, positions: int) -> int:
         """See ``EagleRuntime.growth``. What a draft takes for as long as it grows is not in it."""
         more = min(positions, self.max_length) - self.length(row)
-        place = self._place(row)
-        n: int = self._model.kv_bytes_for(more) if place < 0 else self._model.kv_growth(place, max(0, more))
-        return n
+        place, (model, _) = self._place(row), self._live()
+        return model.kv_bytes_for(more) if place < 0 else model.kv_growth(place, max(0, more))
 
     @property
     def bytes(self) -> int:
-        n: int = 0 if self._eagle is None else self._model.kv_bytes
-        return n
+        return 0 if self._network is None else self._network.model.kv_bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        own = self._live().rows
+        model, eagle = self._live()
+        own = eagle.rows
         assert set(own) <= set(rows), f"rows {sorted(set(own) - set(rows))} were not released"
         assert set(self._predicted) <= set(own), "an output is kept of a row that is gone"
-        check_cache(self._model, own.values())
+        check_cache(model, own.values())
 
     def close(self) -> None:
         """See ``EagleRuntime.close``. The threads are the target's."""
-        self._eagle = self._model = None
+        self._network = None
         self._predicted.clear()
 
-    def _live(self) -> Any:
-        if self._eagle is None:
+    def _live(self) -> _Network:
+        if self._network is None:
             raise ValueError("this drafter is closed: build it again")
-        return self._eagle
+        return self._network
 
 
 def _states(states: Any) -> F32:
@@ -225,7 +216,7 @@ def _eagle(checkpoint: Checkpoint) -> EagleConfig:
 
 def _build(
     target: NativeModel, checkpoint: Checkpoint, to: str, kv_dtype: str, limit: int | None
-) -> tuple[Any, Any, I32]:
+) -> tuple[_native.Model, _native.Eagle, I32]:
     """The runtime's model and drafter, and the draft vocabulary int32 [D]."""
     config, packing = _eagle(checkpoint), Packing(target, checkpoint, to)
     layers = [packing.layer(i, config.decoder) for i in range(config.decoder.layers)]

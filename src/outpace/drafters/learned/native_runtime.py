@@ -6,9 +6,9 @@ stored values of the head's rows. EAGLE's is native_eagle.py. Torch is not impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,16 +79,17 @@ class Packing:
         self.ids: I32 = draft_ids(checkpoint.config, self.tensors)
         self._target, self._to, self._arena = target, to, _native.Arena()
 
-    def matrix(self, values: Any, kind: str | None = None) -> Any:
+    def matrix(self, values: Any, kind: str | None = None) -> _native.Matrix:
         """[rows, cols]; what has too few inputs for groups stays as it is."""
         raw = np.ascontiguousarray(values, np.float32)
         plain = self._to.startswith("int") and raw.shape[1] % _GROUP
+        rows, cols = raw.shape
         return _native.pack(
-            self._arena, raw.view(np.uint8).reshape(-1), _F32_TYPE, *raw.shape, 0,
+            self._arena, raw.view(np.uint8).reshape(-1), _F32_TYPE, rows, cols, 0,
             kind or ("f32" if plain else self._to), self._target.threads,
         )  # fmt: skip
 
-    def looked_up(self, name: str) -> Any:
+    def looked_up(self, name: str) -> _native.Matrix:
         """A matrix whose rows are looked up: quantising it would save no time."""
         return self.matrix(self.tensors[name], "bf16" if self._to.startswith("int") else None)
 
@@ -105,8 +106,8 @@ class Packing:
             layer |= {name: self.vector(f"{at}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
         return layer
 
-    def model(self, decoder: Decoder, layers: list[dict[str, Any]], kv_dtype: str, limit: int | None) -> Any:
-        """An ``_native.Model`` of such layers, with a cache of its own."""
+    def model(self, decoder: Decoder, layers: list[dict[str, Any]], kv_dtype: str, limit: int | None) -> _native.Model:
+        """Of such layers, with a cache of its own."""
         handle = self._target.native
         embedding, scale = handle.embedding, handle.embedding_scale
         if "embed_tokens.weight" in self.tensors:
@@ -122,12 +123,18 @@ class Packing:
         runtime, isa = self._target.runtime, self._target.isa
         return _native.Model(weights, runtime, isa, kv_dtype, -1 if limit is None else limit)
 
-    def head(self, name: str = "lm_head.weight") -> Any:
+    def head(self, name: str = "lm_head.weight") -> _native.Matrix:
         """The checkpoint's own output rows, or the target's, which stay as they are stored but for int4."""
         if name in self.tensors:
             return self.matrix(self.tensors[name])
         head = _native.gather(self._arena, self._target.native.head, self.ids)
         return self.matrix(head.unpack()) if self._to == "int4" and head.format not in _FOUR_BITS else head
+
+
+class _Network(NamedTuple):
+    model: _native.Model
+    parallel: _native.Parallel
+    rows: _native.ParallelRows
 
 
 class NativeParallel:
@@ -145,7 +152,7 @@ class NativeParallel:
         with fitting():
             packing = Packing(target, checkpoint, to)
             layers = [packing.layer(i, shape) for i in range(shape.layers)]
-            self._model = packing.model(shape, layers, "float32" if to == "f32" else "bfloat16", None)
+            model = packing.model(shape, layers, "float32" if to == "f32" else "bfloat16", None)
             markov = confidence = None
             if config.markov_rank:
                 after = packing.matrix(packing.tensors["markov_head.markov_w2.weight"])
@@ -153,27 +160,32 @@ class NativeParallel:
             if config.confidence:
                 weight, bias = (packing.vector(f"confidence_head.proj.{name}") for name in ("weight", "bias"))
                 confidence = weight.reshape(-1), float(bias[0])
-            self._network = _native.Parallel(
-                self._model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
+            network = _native.Parallel(
+                model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
                 packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, confidence,
             )  # fmt: skip
-            self.rows: Any = _native.ParallelRows(self._network, list(config.hidden_layers), shape.max_length)
+            rows = _native.ParallelRows(network, config.hidden_layers, shape.max_length)
+        self._network: _Network | None = _Network(model, network, rows)
         self.ids, self.max_length = packing.ids, shape.max_length
         self.slots = config.block - (not config.sample_from_anchor)
         self._markov = markov is not None
 
+    @property
+    def rows(self) -> _native.ParallelRows | None:
+        return None if self._network is None else self._network.rows
+
     def end(self, row: int) -> int:
-        n: int = self._live().end(row)
-        return n
+        return self._live().rows.end(row)
 
     def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
-        each = [np.ascontiguousarray(states, np.float32) for states in hidden_states]
-        self._live().read(list(zip(rows, each, [np.ascontiguousarray(at, np.int32) for at in positions], strict=True)))
+        states = [np.ascontiguousarray(each, np.float32) for each in hidden_states]
+        at = [np.ascontiguousarray(each, np.int32) for each in positions]
+        self._live().rows.read(list(zip(rows, states, at, strict=True)))
 
     def draft(
         self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
     ) -> BlockDrafts:
-        self._live()
+        network = self._live().parallel
         noises = [noise_of(None if pick is None else pick.noise) for pick in pickers]
         asks = list(zip(rows, anchors.tolist(), positions.tolist(), counts.tolist(), noises, strict=True))
         shape = len(asks), int(counts.max())
@@ -182,14 +194,14 @@ class NativeParallel:
         there = [i for i in range(len(asks)) if i not in here]
         if there:
             with refusals():
-                found = self._network.draft([asks[i] for i in there])
+                found = network.draft([asks[i] for i in there])
             for i, (places, chances) in zip(there, found, strict=True):
                 drafts.places[i, : len(places)], drafts.chance[i, : len(places)] = places, chances
         for i, pick in enumerate(pickers):
             if pick is not None and pick.noise is not None:
                 pick.took(drafts.chance[i, : counts[i]].tolist())
         if here:
-            _, logits = self._network.states([asks[i] for i in here])
+            _, logits = network.states([asks[i] for i in here])
             for i, own in zip(here, np.split(logits, np.cumsum(counts[here])[:-1]), strict=True):
                 self._pick(int(anchors[i]), own, pickers[i], drafts.places[i])
                 drafts.chance[i] = 1.0  # its picker's word is asked for
@@ -200,12 +212,12 @@ class NativeParallel:
         assert pick is not None
         for slot, found in enumerate(logits):
             if self._markov:
-                found = found + self._network.bias(np.array([token], np.int32))[1][0]
+                found = found + self._live().parallel.bias(np.array([token], np.int32))[1][0]
             places[slot] = pick(found)
             token = int(self.ids[places[slot]])
 
     def fork(self, src: int, dst: int, end: int) -> None:
-        self._live().fork(src, dst, end)
+        self._live().rows.fork(src, dst, end)
 
     def release(self, row: int) -> None:
         if self.rows is not None:
@@ -213,44 +225,37 @@ class NativeParallel:
 
     def growth(self, row: int, positions: int) -> int:
         """See ``ParallelRuntime.growth``. What a draft takes for as long as it lasts is not in it."""
-        cached, cached_positions = self._network_rows().get(row), len(self._live().positions.get(row, ()))
-        n: int = (
-            self._model.kv_bytes_for(positions)
-            if cached is None
-            else self._model.kv_growth(cached, max(0, positions - cached_positions))
-        )
-        return n
+        model, network, rows = self._live()
+        cached = network.rows.get(row)
+        if cached is None:
+            return model.kv_bytes_for(positions)
+        return model.kv_growth(cached, max(0, positions - len(rows.positions.get(row, ()))))
 
     @property
     def bytes(self) -> int:
-        n: int = 0 if self._model is None else self._model.kv_bytes
-        return n
+        return 0 if self._network is None else self._network.model.kv_bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        own, positions = self._network_rows(), self._live().positions
+        model, network, known = self._live()
+        own, positions = network.rows, known.positions
         assert set(own) <= set(rows), f"rows {set(own) - set(rows)} were never released"
         assert set(own) == set(positions), "a row has keys, but no positions"
         for row, at in positions.items():
             assert (np.diff(at) > 0).all(), f"row {row} has a position twice"
-            assert self._model.kv_length(own[row]) == len(at), f"row {row} has keys of other positions"
-        check_cache(self._model, own.values())
+            assert model.kv_length(own[row]) == len(at), f"row {row} has keys of other positions"
+        check_cache(model, own.values())
 
     def close(self) -> None:
         """The threads are the target's."""
-        self.rows = self._network = self._model = None
+        self._network = None
 
-    def _network_rows(self) -> dict[int, int]:
-        self._live()
-        rows: dict[int, int] = self._network.rows
-        return rows
-
-    def _live(self) -> Any:
-        if self.rows is None:
+    def _live(self) -> _Network:
+        if self._network is None:
             raise ValueError("this drafter is closed: build it again")
-        return self.rows
+        return self._network
 
 
-def check_cache(model: Any, rows: Any) -> None:
+def check_cache(model: _native.Model, rows: Iterable[int]) -> None:
     """Assert that these are the rows of a network's cache, and that the cache is in order."""
     assert sorted(rows) == model.kv_rows, "the cache's rows are not the drafter's"
     try:
@@ -280,30 +285,32 @@ class NativeMedusa:
             names = [f"lm_heads.{k}.weight" for k in range(config.heads)] if own else ["lm_head.weight"]
             network = _native.Medusa(target.native, blocks, [packing.head(name) for name in names], packing.ids)
             nodes = [(above, len(path) - 1, path[-1]) for above, path in zip(parents(tree), tree, strict=True)]
-            self.rows: Any = _native.MedusaRows(network, target.info.layers - 1, nodes)
+            self.rows: _native.MedusaRows | None = _native.MedusaRows(network, target.info.layers - 1, nodes)
         self.ids = packing.ids
 
     def keep(self, row: int, position: int, state: Any) -> None:
-        self.rows.keep(row, position, np.ascontiguousarray(state, np.float32))
+        self._live().keep(row, position, np.ascontiguousarray(state, np.float32))
 
     def position(self, row: int) -> int:
-        n: int = -1 if self.rows is None else self.rows.position(row)
-        return n
+        return -1 if self.rows is None else self.rows.position(row)
 
     def logits(self, rows: Sequence[int]) -> F32:
-        found: F32 = self.rows.logits(list(rows))
-        return found
+        return self._live().logits(rows)
 
     def fork(self, src: int, dst: int) -> None:
-        self.rows.fork(src, dst)
+        self._live().fork(src, dst)
 
     def release(self, row: int) -> None:
         if self.rows is not None:
             self.rows.release(row)
 
     def known(self) -> list[int]:
-        rows: list[int] = [] if self.rows is None else self.rows.rows()
-        return rows
+        return [] if self.rows is None else self.rows.rows()
 
     def close(self) -> None:
         self.rows = None
+
+    def _live(self) -> _native.MedusaRows:
+        if self.rows is None:
+            raise ValueError("this drafter is closed: build it again")
+        return self.rows

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import F32, F64, I32
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
 from outpace.drafters.composed import ASSUMED
@@ -50,9 +51,12 @@ class ParallelRuntime(Protocol):
     rounding)."""
 
     ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
-    rows: Any  # a ``_native.ParallelRows`` that drafts with it, or None
     slots: int  # tokens that a block gives
     max_length: int  # positions that it knows
+
+    @property
+    def rows(self) -> _fast.native.ParallelRows | None:
+        """Draft with it in C++; None: not there."""
 
     def end(self, row: int) -> int:
         """The position after the row's last one; 0 for a row that is not there."""

@@ -18,10 +18,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath, replacing, write_json
 from outpace.drafters.lookup.segment_files import I64, MANIFEST, Arrays, open_arrays, read_manifest
@@ -53,7 +54,7 @@ class Datastore:
                 f"{path} was built for another vocabulary (that of {self.manifest['model']}): "
                 "build one with this model's, outpace datastore build --model"
             )
-        self.files: list[Any] = []
+        self.files: list[_fast.native.Mapped] = []
         self.arrays: list[Arrays] = []
         for name in self.manifest["segments"]:
             arrays, files = open_arrays(self.path / name)

@@ -26,6 +26,7 @@ class RecyclingDrafter(LookupDrafter):
     DrafterError."""
 
     name = "recycle"
+    native: _fast.native.RecyclingLookup
     needs = DrafterNeeds(ranks=len(HIT))
 
     def __init__(self, *, memory: int = 64 << 20, history: bool = False) -> None:

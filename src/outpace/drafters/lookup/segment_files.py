@@ -47,8 +47,8 @@ def read_manifest(path: Path, form: int) -> dict[str, Any]:
     return found
 
 
-def open_arrays(path: Path) -> tuple[Arrays, list[Any]]:
-    """The arrays of a segment and the files that they lie in (``_native.Mapped``). Raises DrafterError."""
+def open_arrays(path: Path) -> tuple[Arrays, list[_fast.native.Mapped]]:
+    """The arrays of a segment and the files that they lie in. Raises DrafterError."""
     (tokens, a), (order, b), (keys, c) = (
         _array(f"{path}.{name}.npy", kind) for name, kind in (("tokens", "<i4"), ("order", "<i4"), ("keys", "<i8"))
     )
@@ -57,7 +57,7 @@ def open_arrays(path: Path) -> tuple[Arrays, list[Any]]:
     return (tokens, order, keys), [a, b, c]
 
 
-def _array(path: str, kind: str) -> tuple[Any, Any]:
+def _array(path: str, kind: str) -> tuple[Any, _fast.native.Mapped]:
     try:
         file = _fast.native.Mapped(path)
     except OSError as error:

@@ -10,7 +10,6 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -71,8 +70,7 @@ class SuffixDrafter(LookupDrafter):
     @property
     def places(self) -> int:
         """Tokens indexed or kept now; each takes at most ``PLACE_BYTES``."""
-        places: int = self._rows.places
-        return places
+        return self._rows.places
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         """With a history, the output of a row that ended well and was ever asked to draft goes into it."""
@@ -128,7 +126,7 @@ class SuffixDrafter(LookupDrafter):
         history.append(tokens.astype(np.int32))
         self._rows.bound()
 
-    def _kept(self) -> Any:
+    def _kept(self) -> _fast.native.SuffixIndex:
         if self._history is None:
             raise DrafterError("suffix keeps no history: add history=1 to save or load it")
         return self._history

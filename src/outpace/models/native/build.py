@@ -102,7 +102,7 @@ def open_weights(
     return model, weights, target
 
 
-def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> Any:
+def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> _native.Weights:
     """The runtime's own ``Weights``: every matrix packed, plain ones as ``target``; ``longest``: positions of a row.
 
     Packed matrices are kept, and mapped the next time: see weight_cache.py. Raises ModelError for what is missing or of
@@ -122,8 +122,8 @@ def build_weights(model: Decoder, weights: Weights, target: str, longest: int, t
     return built
 
 
-def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> Any:
-    def matrix(layer: int | None, name: str, rows: int, cols: int, what: str, heads: int = 0) -> Any:
+def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:
+    def matrix(layer: int | None, name: str, rows: int, cols: int, what: str, heads: int = 0) -> _native.Matrix:
         stored = weights.matrix(layer, name)
         if stored.shape != (rows, cols):
             raise ModelError(f"{weights.name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
@@ -161,4 +161,6 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         "max_length": longest,
     }
     ropes = [np.ascontiguousarray(table.frequencies, np.float32) for table in model.ropes]
-    return _native.Weights(config, layers, embedding, head, weights.vector(None, "final_norm"), ropes)
+    norm = weights.vector(None, "final_norm")
+    assert norm is not None
+    return _native.Weights(config, layers, embedding, head, norm, ropes)

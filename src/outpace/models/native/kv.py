@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,25 +19,22 @@ class NativeKV(KVCache):
     raises MemoryLimitError, and changes nothing, where it would have to copy a shared block beyond the limit.
     """
 
-    def __init__(self, handle: Any, limit: int | None) -> None:
-        self._handle = handle
+    def __init__(self, handle: _fast.native.Model, limit: int | None) -> None:
+        self._handle: _fast.native.Model | None = handle
         self._limit = limit
 
     @property
     def block(self) -> int:
-        n: int = _fast.native.KV_BLOCK
-        return n
+        return _fast.native.KV_BLOCK
 
     def alloc(self) -> int:
-        row: int = self._live().kv_alloc()
-        return row
+        return self._live().kv_alloc()
 
     def free(self, row: int) -> None:
         self._live().kv_free(row)
 
     def length(self, row: int) -> int:
-        n: int = self._live().kv_length(row)
-        return n
+        return self._live().kv_length(row)
 
     def truncate(self, row: int, n: int) -> None:
         self._live().kv_truncate(row, n)
@@ -49,30 +45,25 @@ class NativeKV(KVCache):
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
-    def settle(self, rows: Any) -> list[tuple[int, str]]:
-        lost: list[tuple[int, str]] = rows.settle(self._live())
-        return lost
+    def settle(self, rows: _fast.native.Rows) -> list[tuple[int, str]]:
+        return rows.settle(self._live())
 
     def fork(self, src: int, dst: int, n: int) -> None:
         self._live().kv_fork(src, dst, n)
 
     def growth(self, row: int, n: int) -> int:
         """See ``KVCache.growth``. Rows that share their last block and grow together may take less than the sum."""
-        more: int = self._live().kv_growth(row, n)
-        return more
+        return self._live().kv_growth(row, n)
 
     def bytes_for(self, positions: int) -> int:
-        n: int = self._live().kv_bytes_for(positions)
-        return n
+        return self._live().kv_bytes_for(positions)
 
     def exclusive(self, rows: Sequence[int]) -> int:
-        n: int = self._live().kv_exclusive(list(rows))
-        return n
+        return self._live().kv_exclusive(list(rows))
 
     @property
     def bytes(self) -> int:
-        n: int = self._live().kv_bytes
-        return n
+        return self._live().kv_bytes
 
     @property
     def limit(self) -> int | None:
@@ -80,8 +71,7 @@ class NativeKV(KVCache):
 
     @property
     def rows(self) -> list[int]:
-        used: list[int] = self._live().kv_rows
-        return used
+        return self._live().kv_rows
 
     def check(self) -> None:
         try:
@@ -92,7 +82,7 @@ class NativeKV(KVCache):
     def close(self) -> None:
         self._handle = None
 
-    def _live(self) -> Any:
+    def _live(self) -> _fast.native.Model:
         if self._handle is None:
             raise ValueError("this model is closed: load it again")
         return self._handle

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from outpace import _fast
 from outpace.common.fair_lock import FairLock
@@ -42,7 +41,7 @@ def load_native(
     quantize: str | None = None,
     dtype: str = "auto",
     isa: str | None = None,
-    runtime: Any = None,
+    runtime: _native.Runtime | None = None,
 ) -> NativeModel:
     """A model from a GGUF file (or an open one) or a folder with config.json and safetensors files.
 
@@ -118,59 +117,35 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
 class NativeModel(Model):
     """A decoder that runs in C++. One thread at a time computes; others wait."""
 
-    def __init__(self, handle: Any, runtime: Any, info: ModelInfo, kv_memory: int | None) -> None:
-        self._handle = handle
-        self._runtime = runtime
+    def __init__(self, handle: _native.Model, runtime: _native.Runtime, info: ModelInfo, kv_memory: int | None) -> None:
+        self._handle: _native.Model | None = handle
+        self._runtime: _native.Runtime | None = runtime
         self.info = info
         self.kv = NativeKV(handle, kv_memory)
         self.lock = FairLock()
 
     @property
-    def runtime(self) -> Any:
-        """Threads and working memory: what ``load_native(runtime=...)`` takes, for a model that computes in turn."""
+    def runtime(self) -> _native.Runtime:
+        """What ``load_native(runtime=...)`` takes, for a model that computes in turn."""
         self._live()
+        assert self._runtime is not None
         return self._runtime
 
     @property
-    def native(self) -> Any:
+    def native(self) -> _native.Model:
         """See ``Model.native``."""
         return self._live()
 
     @property
     def isa(self) -> str:
         """The instruction-set path in use: all give the same bits."""
-        name: str = self._live().isa
-        return name
+        return self._live().isa
 
     @property
     def threads(self) -> int:
-        count: int = self._live().threads
-        return count
+        return self._live().threads
 
-    @property
-    def team(self) -> int:
-        """Threads that the next forward begins with: fewer than ``threads`` while others use the cores."""
-        count: int = self.runtime.team
-        return count
-
-    @property
-    def drops(self) -> tuple[int, int]:
-        """Forwards that went on with fewer threads since others used the cores, and slow ones that kept theirs."""
-        dropped, kept = self.runtime.drops
-        return dropped, kept
-
-    @property
-    def claims(self) -> bool:
-        """Whether threads claim a half of every product stretch by stretch, since cores differ (measured at start)."""
-        found: bool = self.runtime.claims
-        return found
-
-    @property
-    def hand_over(self) -> dict[str, float]:
-        """Seconds that it takes to run on ``threads``, measured when they began: "asleep" and "awake"."""
-        return {"asleep": self.runtime.wake_seconds, "awake": self.runtime.hand_over_seconds}
-
-    def run(self, rows: Any) -> NativeOutput:
+    def run(self, rows: _native.Rows) -> NativeOutput:
         """See ``Model.run``: nothing is copied."""
         try:
             return NativeOutput(rows.forward(self._live()))
@@ -201,15 +176,14 @@ class NativeModel(Model):
 
     def take_timings(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
-        timings: dict[str, float] = self._live().take_timings()
-        return timings
+        return self._live().take_timings()
 
     def close(self) -> None:
         """Give back memory and threads, the latter once no other model uses them. Calling twice is allowed."""
         self._handle = self._runtime = None
         self.kv.close()
 
-    def _live(self) -> Any:
+    def _live(self) -> _native.Model:
         if self._handle is None:
             raise ValueError("this model is closed: load it again")
         return self._handle

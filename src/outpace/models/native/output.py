@@ -25,18 +25,17 @@ Edit = dict[str, Any]  # a rule with its state, as the runtime takes it: "kind",
 
 
 class NativeOutput(Output):
-    """A forward's result in the runtime's own memory. ``result``: an ``outpace._native.Result``."""
+    """A forward's result in the runtime's own memory."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: _fast.native.Result) -> None:
         self._result = result
 
     @property
     def threads(self) -> int:
         """How many threads were left of those that began the forward."""
-        count: int = self._result.threads
-        return count
+        return self._result.threads
 
-    def decide(self, rows: Any, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
+    def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
         """See ``Output.decide``: ``rows`` have choosers of their own."""
         rows.verify(self._result)
 
@@ -48,7 +47,7 @@ class NativeOutput(Output):
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
         """See ``Output.choose``. Logits move to Python only for rules that this runtime does not know."""
         if all(chooser.plain_greedy for chooser in choosers):
-            best: I32 = self._result.best(at)
+            best = self._result.best(at)
             if len(best) and best.min() < 0:
                 _complain(int(best.min()))
             return best
@@ -67,8 +66,7 @@ class NativeOutput(Output):
         return chosen
 
     def logits(self, at: I32) -> F32:
-        values: F32 = self._result.logits(np.ascontiguousarray(at, np.int32))
-        return values
+        return self._result.logits(np.ascontiguousarray(at, np.int32))
 
     def near_ties(self, at: I32) -> int:
         return 0
@@ -123,23 +121,20 @@ class NativeParts:
     ``live`` gives the model's handle. Raises ValueError once the model is closed.
     """
 
-    def __init__(self, live: Callable[[], Any]) -> None:
+    def __init__(self, live: Callable[[], _fast.native.Model]) -> None:
         self._live = live
 
     def embed(self, tokens: I32) -> F32:
         """Raises ValueError for ids outside the vocabulary."""
-        found: F32 = _fast.native.embed(self._live(), np.ascontiguousarray(tokens, np.int32))
-        return found
+        return _fast.native.embed(self._live(), np.ascontiguousarray(tokens, np.int32))
 
     def norm(self, hidden: F32) -> F32:
-        normed: F32 = _fast.native.final_norm(self._live(), features_of(hidden))
-        return normed
+        return _fast.native.final_norm(self._live(), features_of(hidden))
 
     def logits(self, normed: F32, ids: I32 | None = None) -> F32:
         """Raises ValueError for ids outside the vocabulary."""
         asked = None if ids is None else np.ascontiguousarray(ids, np.int32)
-        logits: F32 = _fast.native.head(self._live(), features_of(normed), asked)
-        return logits
+        return _fast.native.head(self._live(), features_of(normed), asked)
 
 
 def features_of(states: Any) -> F32:

@@ -56,7 +56,7 @@ class Source:
         return [self.type, self.rows, self.cols, self.heads, self.target]
 
 
-Make = Callable[[str, Source], Any]  # a matrix by name: packed, or found
+Make = Callable[[str, Source], _native.Matrix]  # a matrix by name: packed, or found
 
 
 class Packer:
@@ -64,9 +64,9 @@ class Packer:
 
     def __init__(self, threads: int) -> None:
         self._arena, self._threads = _native.Arena(), threads
-        self.made: dict[str, tuple[Any, list[Any]]] = {}
+        self.made: dict[str, tuple[_native.Matrix, list[Any]]] = {}
 
-    def __call__(self, name: str, source: Source) -> Any:
+    def __call__(self, name: str, source: Source) -> _native.Matrix:
         """Raises ValueError for what the runtime refuses."""
         shape = source.rows, source.cols, source.heads
         matrix = _native.pack(self._arena, source.stored.data, source.type, *shape, source.target, self._threads)
@@ -106,7 +106,7 @@ class PackedFile:
         """Into memory of this process alone, in huge pages; before any matrix is found. Raises MemoryError."""
         self._file.copy(threads)
 
-    def __call__(self, name: str, source: Source) -> Any:
+    def __call__(self, name: str, source: Source) -> _native.Matrix:
         offset, size, *facts = self._header["matrices"].get(name) or [0, 0]
         if facts != source.facts:
             raise UnusableError(f"it has another {name}")
@@ -139,13 +139,13 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-def size_of(made: Mapping[str, tuple[Any, list[Any]]]) -> int:
+def size_of(made: Mapping[str, tuple[_native.Matrix, list[Any]]]) -> int:
     """Bytes of the file that ``write`` would make."""
     total: int = BLOCK + sum(-(-matrix.bytes // _PAGE) * _PAGE for matrix, _ in made.values())
     return total
 
 
-def write(path: Path, name: str, key: Mapping[str, Any], made: Mapping[str, tuple[Any, list[Any]]]) -> None:
+def write(path: Path, name: str, key: Mapping[str, Any], made: Mapping[str, tuple[_native.Matrix, list[Any]]]) -> None:
     """Write what a ``Packer`` made, whole or not at all. Raises OSError.
 
     It is not waited for until it is on the disk: after a power failure its checksums tell.

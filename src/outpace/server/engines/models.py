@@ -134,6 +134,6 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     info = model.info
     files = fingerprint_of(info.name, load or LoadOptions()) if info.backend in BACKENDS else None
     version = arithmetic(info.backend)
-    device = f"{info.device}{'-strict' if getattr(model, 'strict', False) else ''}"
+    device = f"{info.device}{'-strict' if model.strict else ''}"
     computed = device if version is None else f"a{version}"
     return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_bytes_per_position}"
