@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from outpace.common.arrays import I32
 from outpace.drafters.learned import torch_eagle
 from outpace.drafters.learned.eagle import Ask
 from outpace.drafters.learned.torch_eagle import TorchEagle
-from outpace.errors import MemoryLimitError, ModelError
+from outpace.errors import MemoryLimitError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
@@ -170,13 +171,18 @@ def test_any_failure_of_the_trial_turns_graphs_off(
     model.close()
 
 
-def test_a_forward_that_fails_at_load_names_the_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_at_load_leaves_the_model_to_its_modules(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(decoder: OwnDecoder, *given: Any) -> Any:
         raise RuntimeError("mat1 and mat2 must have the same dtype")
 
     monkeypatch.setattr(OwnDecoder, "__call__", failing)
-    with pytest.raises(ModelError, match="m cannot be served exactly: mat1 and mat2 must have the same dtype"):
-        TransformersModel(llama().to(device), name="m")
+    warned: list[str] = []
+    with closing(TransformersModel(llama().to(device), name="m", warn=warned.append)):
+        (why,) = warned
+    assert "m: transformers' modules run it" in why
+    assert "mat1 and mat2 must have the same dtype" in why
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)

@@ -139,8 +139,8 @@ def test_estimates_of_what_cannot_be_packed(tiny: Tiny, monkeypatch: pytest.Monk
         _native.packed_bytes(3, 64, 256, "int8")
     with pytest.raises(ValueError, match="not possible"):
         _native.packed_bytes(3, 1 << 40, 256)
-    monkeypatch.setattr(build, "_TYPE_IDS", {})
-    with pytest.raises(ModelError, match="type Q4_1, which this backend cannot read"):
+    monkeypatch.setattr(build, "READ", ("F32",))
+    with pytest.raises(ModelError, match=r"a matrix of type Q4_1 \(F32 are read\)"):
         build.estimate(tiny.path("Q4_1"))
 
 
