@@ -231,11 +231,12 @@ def test_how_many_threads_computed_is_told(tiny: Tiny) -> None:
         result = engine.generate([1, 2, 3], SamplingParams(max_tokens=8))
         assert sum(result.stats.steps_by_threads.values()) == result.stats.steps
         assert set(result.stats.steps_by_threads) <= {1, 2}
-        assert 1 <= engine.model.team <= 2
-        assert min(engine.model.hand_over.values()) >= 0
+        runtime = engine.model.runtime
+        assert 1 <= runtime.team <= 2
+        assert min(runtime.wake_seconds, runtime.hand_over_seconds) >= 0
         assert engine.stats.to_dict()["steps_by_threads"].keys() == {str(n) for n in result.stats.steps_by_threads}
     alone = tiny.load("Q4_1", threads=1)
-    assert (alone.team, alone.hand_over) == (1, {"asleep": 0.0, "awake": 0.0})
+    assert (alone.runtime.team, alone.runtime.wake_seconds, alone.runtime.hand_over_seconds) == (1, 0.0, 0.0)
 
 
 def test_threads_are_dropped_on_evidence_alone() -> None:
