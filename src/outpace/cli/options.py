@@ -15,6 +15,7 @@ from outpace.common.option import option
 from outpace.common.parameter import Biases, Texts, TokenIds, Words
 from outpace.errors import Argument, ParameterError
 from outpace.params import PARAMETERS, SamplingParams
+from outpace.training.options import MAY_CHANGE
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -253,7 +254,7 @@ _ELSEWHERE = (  # options of single commands
     "n", "raw", "limit", "add", "system", "prompt_logprobs", "samples", "shard", "url", "against", "concurrency",
     "host", "port", "queue", "cors", "drain", "request_timeout", "max_body", "max_n", "max_logprobs", "max_rows",
     "prefill_delay", "step_stretch", "model_memory", "share", "most_load", "least", "replay_share", "held_out", "gain",
-    "poll", "cores", "bandwidth", "card",
+    "poll", "cores", "bandwidth", "card", "lr", "out", "start", *MAY_CHANGE,
 )  # fmt: skip
 
 

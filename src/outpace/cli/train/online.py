@@ -11,6 +11,7 @@ from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
 from outpace.common.option import option
+from outpace.training import packages
 from outpace.training.options import OnlineOptions
 
 
@@ -32,7 +33,8 @@ def run(
     """Tune an eagle drafter on recorded answers while others serve: niced, on an idle machine, and with a share of a
     core. It is replaced, at once or not at all, where simulated tokens a step rise on held-out recorded answers.
     """
-    from outpace.training.online import watch
+    with packages():
+        from outpace.training.online import watch
 
     if hasattr(os, "nice"):
         os.nice(19)
