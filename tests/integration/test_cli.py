@@ -552,6 +552,8 @@ def test_recommend_predicts_and_measures(capsys: pytest.CaptureFixture[str], tmp
     assert settings["none"]["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / settings["none"]["measured"])
     assert "own forwards" in found["not_predicted"]["layers:1"]
     assert found["recommended"] in (None, *settings)
+    if found["recommended"]:
+        assert settings[found["recommended"]]["measured"] > settings["none"]["measured"]
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
     four = [f"-dngram:min={n}" for n in (2, 3, 4, 5)]
