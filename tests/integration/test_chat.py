@@ -17,6 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from outpace.cli import chat
+from outpace.engine.engine import Engine
+from outpace.params import Message, SamplingParams
+
 UP, LEFT, CTRL_C, CTRL_D = "\x1b[A", "\x1b[D", "\x03", "\x04"
 PROMPT = "> "
 GREEN = "\x1b[32m"
@@ -115,25 +119,25 @@ def test_lines_are_edited_and_found_again(start: Start) -> None:
 
 def test_ctrl_c_stops_an_answer_drops_a_line_and_leaves_at_last(start: Start, tmp_path: Path) -> None:
     turns = tmp_path / "turns.json"
-    chat = start("-d", "ngram", "--size", "3", "--ignore-eos", "--json", turns)
-    chat.keys("Repeat after me: a b c a b c a b c\r")
-    chat.wait(re.escape(GREEN))  # some of it is there, and a drafter wrote a part
-    chat.keys(CTRL_C)
-    assert re.search(r"[\d.]+ tokens/s; [\d.]+ tokens a step", chat.wait("stopped: what was written stays"))
-    chat.wait(PROMPT)
-    chat.keys("half a line" + CTRL_C)
-    chat.wait("Ctrl-C once more leaves")
-    chat.wait(PROMPT)
-    chat.keys("Go on.\r")
-    chat.wait(re.escape(GREEN))
-    chat.keys(CTRL_C)
-    chat.wait("stopped")
-    chat.wait(PROMPT)
-    chat.keys(CTRL_C)
-    chat.wait("Ctrl-C once more leaves")
-    chat.wait(PROMPT)
-    chat.keys(CTRL_C)
-    assert chat.end() == 0
+    talk = start("-d", "ngram", "--size", "3", "--ignore-eos", "--json", turns)
+    talk.keys("Repeat after me: a b c a b c a b c\r")
+    talk.wait(re.escape(GREEN))  # some of it is there, and a drafter wrote a part
+    talk.keys(CTRL_C)
+    assert re.search(r"[\d.]+ tokens/s; [\d.]+ tokens a step", talk.wait("stopped: what was written stays"))
+    talk.wait(PROMPT)
+    talk.keys("half a line" + CTRL_C)
+    talk.wait("Ctrl-C once more leaves")
+    talk.wait(PROMPT)
+    talk.keys("Go on.\r")
+    talk.wait(re.escape(GREEN))
+    talk.keys(CTRL_C)
+    talk.wait("stopped")
+    talk.wait(PROMPT)
+    talk.keys(CTRL_C)
+    talk.wait("Ctrl-C once more leaves")
+    talk.wait(PROMPT)
+    talk.keys(CTRL_C)
+    assert talk.end() == 0
     first, second = json.loads(turns.read_text())
     assert (first["finish_reason"], second["finish_reason"]) == ("cancelled", "cancelled")
     # The conversation goes on from what was said: all but the last token is found in the KV.
@@ -142,7 +146,7 @@ def test_ctrl_c_stops_an_answer_drops_a_line_and_leaves_at_last(start: Start, tm
 
 def test_what_is_typed_beside_questions_never_reaches_the_model(start: Start, tmp_path: Path) -> None:
     turns = tmp_path / "turns.json"
-    chat = start("-n", "4", "--ignore-eos", "--json", turns)
+    talk = start("-n", "4", "--ignore-eos", "--json", turns)
     for typed, answer in (
         ("/?", "these lines"),
         ("/HELP", "these lines"),
@@ -151,11 +155,11 @@ def test_what_is_typed_beside_questions_never_reaches_the_model(start: Start, tm
         ("Say hello.", "cut off after 4 tokens: --max-tokens allows more"),
         ('"""Say\rhello.\r"""', "cut off after 4 tokens"),
     ):
-        chat.keys(typed + "\r")
-        chat.wait(re.escape(answer))
-        chat.wait(f"\n[^\n]*{PROMPT}")
-    chat.keys("/bye\r")
-    assert chat.end() == 0
+        talk.keys(typed + "\r")
+        talk.wait(re.escape(answer))
+        talk.wait(f"\n[^\n]*{PROMPT}")
+    talk.keys("/bye\r")
+    assert talk.end() == 0
     assert len(json.loads(turns.read_text())) == 2
 
 
@@ -172,3 +176,22 @@ def test_an_answer_of_a_script_is_as_long_as_the_context_and_that_is_said(tmp_pa
     assert (turn["finish_reason"], turn["prompt_tokens"] + turn["completion_tokens"]) == ("length", 400)
     assert done.stdout == turn["text"] + "\n", "neither prompts nor codes"
     assert "the context is full: /clear starts over" in done.stderr
+
+
+@pytest.mark.parametrize("stop", [(), ("fox",)], ids=str)
+def test_each_piece_has_the_colour_of_who_wrote_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop: tuple[str, ...]
+) -> None:
+    """As the result tells it afterwards, also where a stop string holds text back."""
+    monkeypatch.setattr(chat, "coloured", lambda text, colour: f"<{text}>")
+    asked: list[Message] = [{"role": "user", "content": "Repeat three times: the quick brown fox, the quick red fox."}]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, stop=stop, min_tokens=16)
+    with Engine.load("demo", drafter="suffix", size=3) as engine:
+        written = chat.Written(engine, params)
+        for delta in engine.stream(asked, params):
+            written(delta)
+            result = delta.result
+    assert result is not None
+    assert {source for _, source in result.pieces} == {"suffix", "target"}
+    expected = "".join(text if source == "target" else f"<{text}>" for text, source in result.pieces)
+    assert capsys.readouterr().out.replace("><", "") == expected.replace("><", "")

@@ -7,6 +7,8 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,13 +121,16 @@ class Written:
         for token, source in zip(delta.token_ids, delta.sources, strict=True):
             self._state, text = self._reader.add(self._state, token)
             self._waiting.append((text, source))
-        left = delta.text
+        left, pieces = delta.text, list[tuple[bool, str]]()  # whether a drafter wrote it, and what
         while left:
             text, source = self._waiting.popleft() if self._waiting else (left, "target")
             piece, left, later = left[: len(text)], left[len(text) :], text[len(left) :]
             if later:
                 self._waiting.appendleft((later, source))
-            print(piece if source == "target" or not piece else coloured(piece, "green"), end="")
+            pieces.append((source != "target", piece))
+        for drafted, found in groupby(pieces, key=itemgetter(0)):
+            whole = "".join(piece for _, piece in found)
+            print(coloured(whole, "green") if drafted and whole else whole, end="")
         sys.stdout.flush()
 
 

@@ -34,6 +34,8 @@ def line_editing(history: Path) -> Iterator[None]:
     try:
         import readline
     except ModuleNotFoundError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdin.isatty():
         yield
         return
     with suppress(OSError):  # none yet, or not readable: there is nothing to find
