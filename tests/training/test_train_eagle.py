@@ -1,6 +1,7 @@
 """``outpace train eagle``: a drafter comes out, another target's answers do not go in."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.cli.app import parse
 from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig
@@ -83,7 +85,9 @@ def test_what_is_not_installed_is_said_before_the_first_step(answers, tmp_path, 
     monkeypatch.setattr(Loop, "_step", watched)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     given = ("train", "eagle", "--data", answers, *OPTIONS)
-    outpace(*given, "--out", tmp_path / "out", "--steps", 2)
+    said = outpace(*given, "--out", tmp_path / "out", "--steps", 2)
+    assert parse(shlex.split(said.splitlines()[-1].removeprefix("try it: "))[1:])
+    assert f"-d eagle:{tmp_path / 'out'} " in said
     assert "no matplotlib: curve.json will have the figures" in begun[0].err
     assert (tmp_path / "out" / "curve.json").exists()
     assert not (tmp_path / "out" / "curve.png").exists()

@@ -196,7 +196,8 @@ def _recommend(value: dict[str, Any], found: Sequence[Prediction], engines: Mapp
     else:
         ratios = {name: ratio for name, ratio in value["speedups"].items() if name != "none"}
         best = best_measured(
-            [Ran(name, r["ratio"], r["low"], name.endswith(_ADAPTIVE)) for name, r in ratios.items() if r["ratio"]]
+            [Ran(name, r["ratio"], r["low"], name.endswith(_ADAPTIVE)) for name, r in ratios.items() if r["ratio"]],
+            value["bench"]["control"]["speedup"]["ratio"] or 1.0,
         )
         if best is not None:
             name, expected = best.name, ratios[best.name]

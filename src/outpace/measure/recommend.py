@@ -355,10 +355,11 @@ class Ran:
     adaptive: bool
 
 
-def best_measured(ran: Sequence[Ran]) -> Ran | None:
-    """The fastest of those that were faster than plain decoding for sure; an adaptive one before what is as fast, since
-    it is plain decoding where the text is another one."""
-    sure = [each for each in ran if each.low > 1 and each.speedup >= LEAST]
+def best_measured(ran: Sequence[Ran], again: float = 1.0) -> Ran | None:
+    """The fastest of those that were faster than plain decoding for sure, and than plain decoding again, which had
+    ``again`` times its own speed; an adaptive one before what is as fast, since it is plain decoding where the text is
+    another one."""
+    sure = [each for each in ran if each.low > 1 and each.speedup >= LEAST * max(again, 1.0)]
     best = max(sure, key=lambda each: each.speedup, default=None)
     near = [each for each in sure if best is not None and each.adaptive and each.speedup * LEAST >= best.speedup]
     return max(near, key=lambda each: each.speedup, default=best)

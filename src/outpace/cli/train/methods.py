@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
     """Run a training to its end, and print what came of it."""
     with packages():
         from outpace.training.methods import finish, open_run
+    from outpace.training.folder import read_meta
     from outpace.training.setup import Run
     from outpace.training.snapshots import NAME
 
@@ -91,6 +93,9 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
     print(f"{place.out}: {at.best:.3f} tokens a step on held-out answers after {at.tokens:,} tokens")
     for name, value in figures.items():
         print(f"  {name.replace('_', ' ')}: {value:.3f}")
+    spec = f"{'model' if options.method == 'distil' else options.method}:{place.out}"
+    model = place.model or read_meta(place.data)["model"]
+    print(f"try it: {shlex.join(['outpace', 'generate', '-m', model, '-d', spec, '--compare', 'Hello!'])}")
     return 0
 
 
