@@ -389,7 +389,8 @@ def test_chat_takes_commands(
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     out_file = tmp_path / "turns.json"
     code, _, err = outpace(capsys, "chat", "-d", "suffix", "-n", "8", "--json", out_file)
-    said = [line for line in err.splitlines() if not line.startswith("/")]  # but for the lines of /help
+    # But for the lines of /help, and those about an answer.
+    said = [line for line in err.splitlines() if not line.startswith(("/", "[", '"""', "Ctrl-C"))]
     drafters = "suffix, ngram, none"
     assert code == 0
     assert said[:2] == ["no answer yet", f"suffix drafts; there are {drafters}"]
@@ -401,6 +402,7 @@ def test_chat_takes_commands(
     assert said[9].startswith("outpace: there is no /hlep: /help lists what there is")
     turns = json.loads(out_file.read_text())
     assert [len(turns), err.count("\n/")] == [4, 6]  # what has another slash is no command
+    assert "[cut off after 8 tokens: --max-tokens allows more]" in err
     assert turns[1]["prompt_tokens"] > turns[0]["prompt_tokens"] > turns[2]["prompt_tokens"]
 
 
@@ -449,12 +451,12 @@ def test_only_the_new_turn_is_tokenised_while_the_text_stands() -> None:
 
         engine.tokenizer.encode = counting  # type: ignore[method-assign, assignment]
         talk = Conversation(engine)
-        first = talk.say("My name is Bob.", params, show=False)
-        second = talk.say("Tell me my name.", params.with_(stop="name"), show=False)
+        first = talk.say("My name is Bob.", params)
+        second = talk.say("Tell me my name.", params.with_(stop="name"))
         assert "Bob" not in encoded[1]
         assert encoded[1].endswith("Tell me my name.<|im_end|>\n<|im_start|>assistant\n")
         assert second.stats.reused_tokens >= first.prompt_tokens + first.completion_tokens - 2
-        third = talk.say("And again.", params, show=False)
+        third = talk.say("And again.", params)
         if isinstance(second.stopped_by, str):  # its ids say more than its text: encoded anew
             assert "Bob" in encoded[2]
         assert third.stats.reused_tokens >= first.prompt_tokens
@@ -552,6 +554,8 @@ def test_recommend_predicts_and_measures(capsys: pytest.CaptureFixture[str], tmp
     assert settings["none"]["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / settings["none"]["measured"])
     assert "own forwards" in found["not_predicted"]["layers:1"]
     assert found["recommended"] in (None, *settings)
+    if found["recommended"]:
+        assert settings[found["recommended"]]["measured"] > settings["none"]["measured"]
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
     four = [f"-dngram:min={n}" for n in (2, 3, 4, 5)]

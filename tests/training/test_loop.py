@@ -89,6 +89,35 @@ def test_killed_and_resumed(ended, tmp_path):
     assert whole.at.epoch > 0
 
 
+@pytest.mark.parametrize(("short", "long"), [({"steps": 10}, {"steps": 20}), ({"epochs": 2}, {"epochs": 4})], ids=str)
+def test_goes_on_to_a_greater_length(tmp_path, short, long):
+    """From before the rate fell: the bits of a whole training of that length. Once over, it takes no step."""
+
+    def made(out, steps=None, **options):
+        return tiny_loop.loop(tmp_path / out, steps, fall=0.2, **options)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = made("whole", **long)
+    whole.run()
+    first = made("parts", **short)
+    for _ in range(5):
+        first._step()
+    first._snapshot()
+    second = made("parts", **long)
+    assert second.resume()
+    assert not second.over
+    second.run()
+    assert second.at.total == whole.at.total == whole.at.step
+    assert tiny_loop.digest(second) == tiny_loop.digest(whole)
+    for length in (short, long):
+        again = made("parts", **length)
+        assert again.resume()
+        assert again.over
+        assert again.run().step == whole.at.step
+        assert tiny_loop.digest(again) == tiny_loop.digest(whole)
+
+
 def test_two_processes_are_one(ended, tmp_path):
     _, out = ended
     one = tiny_loop.loop(tmp_path, 5, 2)
@@ -167,7 +196,9 @@ def test_numbers_that_are_not_finite(tmp_path):
 def test_a_snapshot_of_something_else_is_refused(tmp_path, name):
     identity = {"data": "a", "target": "b", "lr": 0.001}
     tiny_loop.loop(tmp_path, 2, identity=identity)._snapshot()
-    with pytest.raises(TrainingError, match=f"was made with {name} {identity[name]}, not other: go on with what"):
+    with pytest.raises(
+        TrainingError, match=rf"was made with {name} {identity[name]}, not other: give what .*steps.* may"
+    ):
         tiny_loop.loop(tmp_path, 2, identity={**identity, name: "other"}).resume()
     path = tmp_path / snapshots.NAME
     path.write_bytes(path.read_bytes()[:500])
@@ -244,6 +275,28 @@ def test_minutes_become_steps(tmp_path, monkeypatch):
     assert made.at.total is None
     at = made.run()
     assert (at.step, at.total, at.seconds) == (18, 18, 18.0)
+
+
+@pytest.mark.parametrize("stopped", [5, 12])
+@pytest.mark.parametrize(("minutes", "steps"), [(0.3, 18), (0.6, 36), (0.1, 12)])
+def test_minutes_count_what_came_before(tmp_path, monkeypatch, stopped, minutes, steps):
+    """Stopped before or after the speed was known; all steps of a second, by the clock."""
+    made = tiny_loop.loop(tmp_path, None, minutes=0.3)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(made.at.step))
+
+    def stop():
+        if made.at.step == stopped:
+            made._snapshot()
+            raise KeyboardInterrupt
+
+    made._pace = stop
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    made = tiny_loop.loop(tmp_path, None, minutes=minutes)
+    assert made.resume()
+    at = made.run()
+    # What cannot be known before ten steps more is not cut short by it.
+    assert at.step == max(steps, 15 if stopped == 5 else 12)
 
 
 def test_schedule_and_muon():

@@ -1,6 +1,10 @@
 """``outpace train eagle``: a drafter comes out, another target's answers do not go in."""
 
 import json
+import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.cli.app import parse
 from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig
-from outpace.errors import DataError, ParameterError, TrainingError
+from outpace.errors import DataError, MissingExtraError, ParameterError, TrainingError
 from outpace.models.base import Batch
 from outpace.models.load import load, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.training.loop import Loop
 from outpace.training.target import TargetWeights
 from tests.training.commands import outpace
 
@@ -52,8 +58,67 @@ def test_trains_and_goes_on(answers, trained):
     assert kept == [64, best["step"], best["tokens"], best["tokens_per_step"]]
     with pytest.raises(TrainingError, match="was made with steps_ttt 3, not 2"):
         outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 6, *OPTIONS, "--steps-ttt", 2, "--resume")
-    with pytest.raises(TrainingError, match="was made with steps 6, not 7"):
-        outpace("train", "eagle", "--data", answers, "--out", out, "--steps", 7, *OPTIONS, "--resume")
+
+
+def test_resumed_with_more_steps(answers, trained, tmp_path, capsys):
+    out = shutil.copytree(trained[0], tmp_path / "more")
+
+    def resumed(*options):
+        said = outpace("train", "eagle", "--data", answers, "--out", out, *OPTIONS, *options, "--resume", "--json")
+        return json.loads(said)["steps"], capsys.readouterr().err
+
+    assert resumed("--steps", 8, "--evaluate", 4)[0] == 8
+    assert [row["step"] for row in json.loads((out / "curve.json").read_text())] == [3, 6, 8]
+    steps, err = resumed("--steps", 8)
+    assert (steps, "this training is finished, 8 of 8 steps are taken: greater --steps" in err) == (8, True)
+
+
+def test_what_is_not_installed_is_said_before_the_first_step(answers, tmp_path, capsys, monkeypatch):
+    """A picture can be missing; without the others no work begins."""
+    begun = []
+    step = Loop._step
+
+    def watched(loop):
+        begun.append(capsys.readouterr())
+        return step(loop)
+
+    monkeypatch.setattr(Loop, "_step", watched)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    given = ("train", "eagle", "--data", answers, *OPTIONS)
+    said = outpace(*given, "--out", tmp_path / "out", "--steps", 2)
+    assert parse(shlex.split(said.splitlines()[-1].removeprefix("try it: "))[1:])
+    assert f"-d eagle:{tmp_path / 'out'} " in said
+    assert "no matplotlib: curve.json will have the figures" in begun[0].err
+    assert (tmp_path / "out" / "curve.json").exists()
+    assert not (tmp_path / "out" / "curve.png").exists()
+    begun.clear()
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MissingExtraError, match="training needs accelerate, which is not installed"):
+        outpace(*given, "--out", tmp_path / "two", "--steps", 2)
+    assert not begun
+    where = ("--data", "x", "--out", "y")
+    commands = [("data", "--prompts", "x", "--out", "y"), ("import", "x", "--out", "y"), ("cache", "x"),
+                *((kind, *where, "--steps", "1") for kind in ("eagle", "parallel", "medusa", "distil")),
+                ("online", "--drafter", "z", *where)]  # fmt: skip
+    program = """
+import json, sys
+from outpace.cli.app import parse
+from outpace.errors import MissingExtraError
+sys.modules[sys.argv[1]] = None
+for command in json.loads(sys.argv[2]):
+    try:
+        parse(["train", *command])()
+    except MissingExtraError as error:
+        print(error)
+"""
+    for package, all_of_them in (("pyarrow", commands), ("torch", commands[3:])):
+        done = subprocess.run(
+            [sys.executable, "-c", program, package, json.dumps(all_of_them)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"training needs {package}, which is not installed") == len(all_of_them)
 
 
 def test_begins_with_a_drafter(answers, trained, tmp_path):

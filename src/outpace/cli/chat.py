@@ -5,67 +5,151 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
-from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
-from outpace.common.files import write_json
+from outpace.cli.options import SYSTEM, Common, Draft, Load, Unbounded, system_message
+from outpace.cli.summary import cautions
+from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing
+from outpace.common.files import cache_dir, write_json
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
-    from outpace.engine.results import Result
+    from outpace.engine.results import Delta, Result
+    from outpace.params import SamplingParams
 
 _ALWAYS = ("ngram", "suffix")  # drafters that cost nothing until they are chosen
+_LEAVE = ("/bye", "/exit", "/quit", "exit", "quit")
+_BLOCK = '"""'  # begins and ends a message of several lines
 _HELP = """\
-/help            these lines
-/reset           start over, with the same system message
+/help, /?        these lines
+/clear, /reset   start over, with the same system message
 /system [TEXT]   show the system message, or start over with another (/system -: with none)
 /drafter [NAME]  show who drafts and who could, or choose; the answers stay the same
 /stats           figures of the last answer and of all
-/quit            leave; Ctrl-C stops an answer, twice leaves"""
+/bye             leave, as exit, quit and Ctrl-D do
+\"""             begin a message of several lines, which ends with \"""
+Ctrl-C           stop an answer; what was written of it stays"""
 
 
 def run(
     load: Load,
     draft: Draft,
-    sampling: Sampling,
+    sampling: Unbounded,
     common: Common,
     system: Annotated[str | None, SYSTEM] = None,
     more_drafter: Annotated[
-        list[str] | None, option("--more-drafter", help="A drafter that /drafter may choose. Repeatable.")
+        list[str] | None,
+        option("--more-drafter", group="drafting", help="A drafter that /drafter may choose. Repeatable."),
     ] = None,
 ) -> int:
     """Talk to a model. /help lists what else can be typed, Ctrl-C stops an answer. --json prints a JSON line a turn."""
     params = sampling.params()
-    alone = not common.prints_json and sys.stdin.isatty()  # a person, not a pipe
+    person = sys.stdin.isatty()
+    shown = not common.prints_json
     more = [name for name in (*_ALWAYS, *(more_drafter or ())) if name != draft.drafter]
-    with load.engine(draft.drafter, more=more, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine:
+    with (
+        load.engine(draft.drafter, more=more, size=draft.size, acceptance=draft.acceptance, prefix_rows=1) as engine,
+        line_editing(cache_dir() / "chat_history"),
+    ):
         chat = Chat(engine, system)
         turns: list[dict[str, Any]] = []
-        if alone:
-            print(f"{load.model}: /help lists commands, Ctrl-C stops an answer, twice leaves")
-        while (text := _read("> " if alone else "")) is not None and text.strip() != "/quit":
-            if not text.strip():
-                continue
-            try:
-                if chat.command(text):
+        if person and shown:
+            print(f"{load.model}: /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
+            if has_colours() and chat.drafter != "none":
+                print(f"{coloured('green', 'green')}: drafted by {chat.drafter}; the rest: the model's own")
+        while (text := _next("> " if person and shown else "", person)) is not None:
+            with interruptible() as stopped:
+                result = _turn(chat, text, params, stopped, shown=shown, person=person)
+                if result is None:
                     continue
-                result = chat.talk.say(text, params, show=not common.prints_json, drafter=chat.drafter)
-            except OutpaceError as error:  # the turn was refused; the conversation goes on without it
-                print(f"outpace: {error.spelled(COMMAND.spell)} (or /reset)", file=sys.stderr)
-                continue
-            chat.last = result
-            turns.append(_report(result))
-            if common.prints_json:
-                print(json.dumps(turns[-1], ensure_ascii=False), flush=True)
-            elif common.json is not None:
-                write_json(common.json, turns)  # also of a conversation that is killed
-            if result.error and not common.prints_json:
-                print(f"outpace: {result.error}", file=sys.stderr)
+                turns.append(_report(result))
+                if not shown:
+                    print(json.dumps(turns[-1], ensure_ascii=False), flush=True)
+                elif common.json is not None:
+                    write_json(common.json, turns)  # also of a conversation that is killed
     return 0
+
+
+def _turn(
+    chat: Chat, text: str, params: SamplingParams, stopped: Callable[[], bool], *, shown: bool, person: bool
+) -> Result | None:
+    """Carry out a command, or answer and show the answer; None where there is none. A turn that is refused leaves the
+    conversation as it was."""
+    try:
+        if not text.strip() or chat.command(text):
+            return None
+    except OutpaceError as error:
+        print(f"outpace: {error.spelled(COMMAND.spell)}", file=sys.stderr)
+        return None
+    written = chat.written(params) if shown else _ignored
+    try:
+        result = chat.talk.say(text, params, drafter=chat.drafter, on_delta=written, stopped=stopped)
+    except OutpaceError as error:
+        print(f"outpace: {error.spelled(COMMAND.spell)} (or /clear)", file=sys.stderr)
+        return None
+    chat.last = result
+    if shown:
+        print(flush=True)
+        for line in [*([_speed(result)] if person else []), *_notes(result, params)]:
+            print(coloured(f"[{line}]", "dim", sys.stderr), file=sys.stderr)
+        if result.error:
+            print(f"outpace: {result.error}", file=sys.stderr)
+    return result
+
+
+class Written:
+    """Prints an answer as it comes, with what a drafter wrote in green."""
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        from outpace.engine.text import TextReader, TextState
+
+        self._reader = TextReader(engine.tokenizer, skip_special=params.skip_special_tokens)
+        self._state = TextState()
+        self._waiting: deque[tuple[str, str]] = deque()  # text by source that may be part of a stop string
+
+    def __call__(self, delta: Delta) -> None:
+        for token, source in zip(delta.token_ids, delta.sources, strict=True):
+            self._state, text = self._reader.add(self._state, token)
+            self._waiting.append((text, source))
+        left, pieces = delta.text, list[tuple[bool, str]]()  # whether a drafter wrote it, and what
+        while left:
+            text, source = self._waiting.popleft() if self._waiting else (left, "target")
+            piece, left, later = left[: len(text)], left[len(text) :], text[len(left) :]
+            if later:
+                self._waiting.appendleft((later, source))
+            pieces.append((source != "target", piece))
+        for drafted, found in groupby(pieces, key=itemgetter(0)):
+            whole = "".join(piece for _, piece in found)
+            print(coloured(whole, "green") if drafted and whole else whole, end="")
+        sys.stdout.flush()
+
+
+def _ignored(delta: Delta) -> None:
+    """The whole answer is printed when it is there."""
+
+
+def _speed(result: Result) -> str:
+    stats = result.stats
+    speed = stats.decode_tokens_per_second or stats.end_to_end_tokens_per_second
+    who = "decoded plainly" if result.drafter == "none" else f"{result.drafter} drafted"
+    return f"{speed:.1f} tokens/s; {stats.tokens_per_step:.2f} tokens a step, {who}"
+
+
+def _notes(result: Result, params: SamplingParams) -> list[str]:
+    """How the answer ended, where the model did not end it, and what was turned off."""
+    notes = [*cautions(result, params), *result.notes]
+    if result.finish_reason == "cancelled":
+        notes.append("stopped: " + ("what was written stays" if result.token_ids else "the question is forgotten"))
+    if result.finish_reason == "length" and result.completion_tokens != params.max_tokens:
+        notes.append("the context is full: /clear starts over")
+    return notes
 
 
 class Chat:
@@ -83,14 +167,19 @@ class Chat:
     def command(self, text: str) -> bool:
         """Whether ``text`` is a command, which was carried out. Raises ParameterError."""
         word, _, rest = text.strip().partition(" ")
-        if not re.fullmatch(r"/[a-z]+", word):
+        if not re.fullmatch(r"/(\?|[a-z]+)", word, re.IGNORECASE):
             return False
-        known = {"help": self.help, "reset": self.reset, "system": self.system, "drafter": self.choose,
-                 "stats": self.stats}  # fmt: skip
-        if word[1:] not in known:
+        known = {"help": self.help, "?": self.help, "clear": self.reset, "reset": self.reset, "system": self.system,
+                 "drafter": self.choose, "stats": self.stats}  # fmt: skip
+        carry_out = known.get(word[1:].lower())
+        if carry_out is None:
             raise ParameterError(f"there is no {word}: /help lists what there is")
-        print(known[word[1:]](rest.strip()), file=sys.stderr)
+        print(carry_out(rest.strip()), file=sys.stderr)
         return True
+
+    def written(self, params: SamplingParams) -> Written:
+        """What shows the next answer."""
+        return Written(self._engine, params)
 
     def help(self, _: str) -> str:
         return _HELP
@@ -120,12 +209,39 @@ class Chat:
         return f"last answer, {self.last.drafter}: {self.last.stats.summary}\nall: {self._engine.stats.summary}"
 
 
-def _read(prompt: str) -> str | None:
-    """One line from the user; None at the end of the input."""
-    try:
-        return input(prompt)
-    except EOFError:
-        return None
+def _next(prompt: str, person: bool) -> str | None:
+    """What is said next; None: nothing more, the conversation is left.
+
+    A person's first Ctrl-C drops the line, and the second leaves; elsewhere the first is a KeyboardInterrupt.
+    """
+    interrupted = False
+    while True:
+        try:
+            text = _message(prompt)
+            return None if text.strip().lower() in _LEAVE else text
+        except EOFError:
+            if prompt:
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not person:
+                raise
+            print(file=sys.stderr)
+            if interrupted:
+                return None
+            interrupted = True
+            print("Ctrl-C once more leaves, as /bye and Ctrl-D do", file=sys.stderr)
+
+
+def _message(prompt: str) -> str:
+    """A line, or the lines between two ``_BLOCK``. Raises EOFError at the end of the input."""
+    text = input(prompt)
+    if not text.lstrip().startswith(_BLOCK):
+        return text
+    text = text.lstrip()[len(_BLOCK) :]
+    while not text.rstrip().endswith(_BLOCK):
+        text += "\n" + input(prompt and ". ")
+    return text.rstrip().removesuffix(_BLOCK).strip("\n")
 
 
 def _report(result: Result) -> dict[str, Any]:
@@ -140,4 +256,10 @@ def _report(result: Result) -> dict[str, Any]:
     }
 
 
-COMMAND = Command("chat", run, "outpace chat --system 'Answer in one line.' -T 0.7")
+COMMAND = Command(
+    "chat",
+    run,
+    "outpace chat --system 'Answer in one line.' -T 0.7\n"
+    "outpace chat -m model.gguf -d suffix --more-drafter recycle\n"
+    "outpace chat --json < questions.txt",
+)

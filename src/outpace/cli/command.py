@@ -212,7 +212,11 @@ class _Help(argparse.HelpFormatter):
         return names if action.nargs == 0 else f"{names} {action.metavar}"
 
 
-_HEADINGS = ("drafting", "sampling", "end of the answer", "form of the answer", "limits", "output", "loading the model")
+_HEADINGS = (
+    "drafting", "sampling", "end of the answer", "form of the answer", "another machine", "measuring",
+    "the network and its loss", "what it learns from", "learning", "evaluations and snapshots", "limits", "output",
+    "loading the model",
+)  # fmt: skip
 
 
 class Parser:

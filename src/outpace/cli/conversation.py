@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
-from outpace.engine.results import Result
+from outpace.engine.results import Delta, Result
 from outpace.params import SamplingParams
 
 
@@ -24,12 +24,23 @@ class Conversation:
         self._text = ""  # rendered text that ``_ids`` stands for; empty: encode everything anew
         self._ids: I32 = np.zeros(0, np.int32)
 
-    def say(self, text: str, params: SamplingParams, *, show: bool, drafter: str | None = None) -> Result:
-        """Add a user's turn and return the answer; ``drafter`` as in ``Engine.prepare``. Raises ParameterError; then
-        the turn is forgotten."""
+    def say(
+        self,
+        text: str,
+        params: SamplingParams,
+        *,
+        drafter: str | None = None,
+        on_delta: Callable[[Delta], None] = lambda delta: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Result:
+        """Add a user's turn and return the answer; ``drafter`` as in ``Engine.prepare``. ``on_delta`` is called with
+        each part of the answer; ``stopped`` is asked before each step, and ends it. Raises ParameterError; then, and
+        where it was stopped before its first token, the turn is forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
         rendered, ids = self.encode(messages)
-        result = self._answer(ids, params, show, drafter)
+        result = self._answer(ids, params, drafter, on_delta, stopped)
+        if result.finish_reason == "cancelled" and not result.token_ids:
+            return result
         self._messages = [*messages, {"role": "assistant", "content": result.text}]
         if isinstance(result.stopped_by, str):  # the ids say more than the text, which was cut before the stop string
             self._text, self._ids = "", np.zeros(0, np.int32)
@@ -52,29 +63,19 @@ class Conversation:
         # A template writes the start token itself.
         return rendered, tokenizer.encode(rendered, add_special=not templated, parse_special=templated)
 
-    def _answer(self, ids: I32, params: SamplingParams, show: bool, drafter: str | None) -> Result:
+    def _answer(
+        self, ids: I32, params: SamplingParams, drafter: str | None, on_delta: Callable[[Delta], None],
+        stopped: Callable[[], bool],
+    ) -> Result:  # fmt: skip
         request = self._engine.add(ids.tolist(), params, drafter=drafter)
-        result = None
         try:
-            while result is None:
-                for delta in self._engine.step():
-                    result = self._shown(delta.text, show, delta.result) or result
-        except KeyboardInterrupt:  # what was printed so far stays
-            for delta in self._engine.cancel(request):
-                result = self._shown(delta.text, show, delta.result) or result
-            if result is None:
-                raise
+            while True:
+                for delta in self._engine.cancel(request) if stopped() else self._engine.step():
+                    on_delta(delta)
+                    if delta.result is not None:
+                        return delta.result
         finally:
             self._engine.cancel(request)
-        if show:
-            print()
-        return result
-
-    @staticmethod
-    def _shown(text: str, show: bool, result: Result | None) -> Result | None:
-        if show:
-            print(text, end="", flush=True)
-        return result
 
 
 def _spoken(result: Result) -> I32:

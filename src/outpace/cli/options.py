@@ -226,6 +226,19 @@ class Sampling:
         return SamplingParams(**given, **more)
 
 
+@dataclass(frozen=True)
+class Unbounded(Sampling):
+    """Of answers that end where the model ends them."""
+
+    max_tokens: Annotated[
+        int | None,
+        option(
+            "--max-tokens", "-n", group="", parser=integer_or_none,
+            help="Most tokens an answer. Default: until the model ends it, or the context is full.",
+        ),
+    ] = None  # fmt: skip
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from outpace.measure.prompts import PromptRow
     from outpace.measure.recommend import Prediction
 
+_ADAPTIVE = " --size auto"  # ends the name of a setting whose sizes the policy chooses
 _MEASURED = 3  # settings that --measure runs
 _FEWEST = 6  # rows
-_LEAST = 1.02  # speedup below which nothing is recommended
+_MACHINE, _RUN = "another machine", "measuring"  # headings
 _DRAFTERS = ("ngram", "suffix", "recycle", "suffix+recycle", "auto")
 
 
@@ -37,19 +38,29 @@ def run(
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 128,
     temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
     readers: Annotated[int, option("--readers", help="Answers that are decoded at once.")] = 1,
-    cores: Annotated[int | None, option("--cores", help="Predict for so many cores of this kind.")] = None,
+    cores: Annotated[
+        int | None, option("--cores", group=_MACHINE, help="Predict for so many cores of this kind.")
+    ] = None,
     bandwidth: Annotated[
-        float | None, option("--bandwidth", metavar="GB/s", help="Predict for memory that is read so fast.")
+        float | None,
+        option("--bandwidth", group=_MACHINE, metavar="GB/s", help="Predict for memory that is read so fast."),
     ] = None,
-    card: Annotated[str | None, option("--card", help="Predict for a card: A100, H100, H200, L4 or L40S.")] = None,
+    card: Annotated[
+        str | None, option("--card", group=_MACHINE, help="Predict for a card: A100, H100, H200, L4 or L40S.")
+    ] = None,
     measure: Annotated[
-        bool, option("--measure", help="Run the best three, and say how good the predictions were.")
+        bool, option("--measure", group=_RUN, help="Run the best three, and say how good the predictions were.")
     ] = False,
-    every: Annotated[bool, option("--every", help="With --measure: run every drafter, each in its best size.")] = False,
+    every: Annotated[
+        bool, option("--every", group=_RUN, help="With --measure: run every drafter, each in its best size.")
+    ] = False,
     price: Annotated[
-        float | None, option("--price-per-hour", metavar="X", help="Of the machine: gives the price of tokens.")
+        float | None,
+        option("--price-per-hour", metavar="X", group="output", help="Of the machine: gives the price of tokens."),
     ] = None,
-    html: Annotated[Path | None, option("--html", metavar="FILE", help="Write a page with a chart, too.")] = None,
+    html: Annotated[
+        Path | None, option("--html", metavar="FILE", group="output", help="Write a page with a chart, too.")
+    ] = None,
 ) -> int:
     """Predict how fast each drafter is on your prompts from one plain pass over them, and which size of drafts pays."""
     from outpace.common.files import check_writable
@@ -98,7 +109,7 @@ def run(
         if measure:
             most = len(found) if every else _MEASURED
             stopped = _measure(value, found, engines, rows, params, readers, common, most)
-        value["recommended"] = _best(value["settings"])
+        _recommend(value, found, engines)
     finally:
         for engine in loaded:
             engine.close()
@@ -144,7 +155,7 @@ def _measure(
     best = list(chosen.values())[:most]
     ways += [Configuration(each.name, engines[each.drafter], {"size": each.size}) for each in best]
     if best and engines[best[0].drafter].options.size == "auto":
-        ways.append(Configuration(f"{best[0].drafter} --size auto", engines[best[0].drafter]))
+        ways.append(Configuration(best[0].drafter + _ADAPTIVE, engines[best[0].drafter]))
     bench = Bench(ways, params, control=True)
     ran, stopped = measured(bench, rows, common, {"concurrency": readers})
     if ran is not None:
@@ -159,6 +170,7 @@ def _measure(
                 if entry["price_per_million_tokens"] is not None:
                     entry["price_per_million_tokens"] *= entry["speed"] / speed
         (bare,) = (entry for entry in value["settings"] if entry["name"] == "none")
+        value["speedups"] = {config["name"]: config["speedup"] for config in ran["configs"]}
         for name, config in speeds.items():  # the policy's sizes, which nothing predicts
             speed, cost = config["decode_tokens_per_second"], bare["price_per_million_tokens"]
             cost = None if cost is None else cost * bare["measured"] / speed
@@ -166,25 +178,42 @@ def _measure(
     return stopped
 
 
-def _best(settings: Sequence[Mapping[str, Any]]) -> str | None:
-    """The fastest setting, by measurement where there is one; None: plain decoding is as fast."""
-    known = [entry for entry in settings if "measured" in entry] or settings
-    which = "measured" if known is not settings else "speed"
-    (bare,) = (entry[which] for entry in known if entry["name"] == "none")
-    best = max(known, key=lambda entry: float(entry[which]))
-    return str(best["name"]) if best[which] > _LEAST * bare else None
+def _recommend(value: dict[str, Any], found: Sequence[Prediction], engines: Mapping[str, Engine]) -> None:
+    """Add ``recommended``, the setting to use, or None: no setting is faster than plain decoding for sure; and
+    ``expected``, its speedup, as measured where there is a measurement.
+
+    A prediction alone recommends a drafter, no size: the policy drafts nothing where the prediction was wrong.
+    """
+    from outpace.measure.recommend import Ran, best_measured, best_predicted
+
+    name, expected = None, None
+    if "speedups" not in value:
+        predicted = best_predicted(found)
+        if predicted is not None:
+            adaptive = engines[predicted.drafter].options.size == "auto"
+            name = predicted.drafter + _ADAPTIVE if adaptive else predicted.name
+            expected = {"ratio": predicted.speedup, "low": predicted.least, "size": predicted.size}
+    else:
+        ratios = {name: ratio for name, ratio in value["speedups"].items() if name != "none"}
+        best = best_measured(
+            [Ran(name, r["ratio"], r["low"], name.endswith(_ADAPTIVE)) for name, r in ratios.items() if r["ratio"]],
+            value["bench"]["control"]["speedup"]["ratio"] or 1.0,
+        )
+        if best is not None:
+            name, expected = best.name, ratios[best.name]
+    value |= {"recommended": name, "expected": expected}
 
 
 def _columns(value: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table: plain decoding, each drafter in its best size, and what was measured."""
-    heads = ["setting", "tokens/s", "speedup", "tokens a step", "memory"]
+    heads = ["setting", "predicted tokens/s", "speedup", "may err by", "tokens a step", "memory"]
     priced = any(entry.get("price_per_million_tokens") for entry in value["settings"])
     ran = "bench" in value
     heads += ["a million tokens"] * priced + ["measured", "error"] * ran
     lines, seen = [], set()
     for entry in value["settings"]:
         if "speed" not in entry:
-            line = [entry["name"], *["-"] * 4]
+            line = [entry["name"], *["-"] * 5]
             line += [f"{entry['price_per_million_tokens']:.3f}"] if priced else []
             line += [f"{entry['measured']:.1f}", "-"]
         elif entry["drafter"] in seen and "measured" not in entry:
@@ -192,7 +221,8 @@ def _columns(value: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         else:
             seen.add(entry["drafter"])
             line = [
-                entry["name"], f"{entry['speed']:.1f}", f"{entry['speedup']:.2f}x", f"{entry['tokens_per_step']:.2f}",
+                entry["name"], f"{entry['speed']:.1f}", f"{entry['speedup']:.2f}x",
+                f"{entry['may_err']:.0%}" if entry["may_err"] else "-", f"{entry['tokens_per_step']:.2f}",
                 f"{entry['memory'] / 1e6:.0f} MB",
             ]  # fmt: skip
             line += [f"{entry['price_per_million_tokens']:.3f}"] if priced else []
@@ -204,8 +234,26 @@ def _columns(value: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _advice(value: Mapping[str, Any]) -> str:
-    best = value["recommended"]
-    return f"use --drafter {best}" if best else "none of them pays here: decode plainly, with --drafter none"
+    """What to use, and how sure that is."""
+    from outpace.measure.bench import written
+
+    best, expected = value["recommended"], value["expected"]
+    if "speedups" in value:
+        if best is None:
+            return "measured: none of them is faster than plain decoding for sure: use --drafter none"
+        return f"use --drafter {best}: measured, {written(expected)} plain decoding's speed"
+    if best is not None:
+        return (
+            f"use --drafter {best}: predicted, not measured; with {expected['size']} drafted a step "
+            f"{expected['ratio']:.2f}x plain decoding's speed, in 19 of 20 cases at least {expected['low']:.2f}x "
+            "(--measure runs it)"
+        )
+    if all(entry["speedup"] < 1 - entry["may_err"] for entry in value["settings"] if entry["size"]):
+        return "predicted: none of them pays here: use --drafter none"
+    return (
+        "predicted: none of them is faster than plain decoding by more than the prediction may err: leave --drafter "
+        "auto, which drafts only where it pays, or give --measure to know"
+    )
 
 
 def _about(value: Mapping[str, Any]) -> str:
@@ -259,4 +307,10 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
     )
 
 
-COMMAND = Command("recommend", run, "outpace recommend -m demo --prompts prompts.jsonl --measure")
+COMMAND = Command(
+    "recommend",
+    run,
+    "outpace recommend -m demo --prompts prompts.jsonl --measure\n"
+    "outpace recommend -m model.gguf --prompts prompts.txt -d suffix -d model:small.gguf\n"
+    "outpace recommend -m demo --prompts prompts.jsonl --readers 8 --price-per-hour 1.20 --html page.html",
+)

@@ -4,12 +4,17 @@ One pass of the target over its plain answers says what each drafter would have 
 A second pass says what a step costs: by its width, since it verifies tokens that are surely wrong, now few, now many;
 and by accepted token, since every fourth round of widths verifies what the answer has next. A drafter's own time is
 measured while what it drafts is compared with the answers.
+
+A prediction says how far it may be off: as far as predictions of each part of the measurement differ, and as
+predictions were off on machines where they were compared with runs. What is recommended without a run is expected to be
+faster than plain decoding by more than that.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +48,11 @@ _WARM_UP = 32  # tokens
 _FEWEST = 2 * (len(SIZES) + 1)  # steps: two of each width
 _WIDE = 64  # tokens: as wide as reading a prompt
 _REACHED = 0.6  # share of a data sheet's figures that decoding reaches
+_PARTS = 6  # of the measurement, each of which is left out once
+_OFF = 0.042  # root mean square error of predicted speedups, as a share: the 25 of docs/cli.md's table
+_OFF_ELSEWHERE = 0.15  # the same of what a step costs by a table that was not measured in steps (docs/notebook.md)
+_SIGMAS = 2.0  # about 19 of 20 predictions
+LEAST = 1.02  # measured speedup below which nothing is recommended; what is closer together is as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,8 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A drafter in one size. ``speed``: tokens/s of each reader after the first token; ``speedup``: over plain
-    decoding; ``nodes``: drafted a step; ``drafting``: seconds a step; ``memory``: bytes of weights and readers' KV."""
+    decoding; ``nodes``: drafted a step; ``drafting``: seconds a step; ``memory``: bytes of weights and readers' KV;
+    ``may_err``: by which share of the true one ``speedup`` may be off, in 19 of 20 cases."""
 
     drafter: str
     size: int
@@ -93,23 +104,31 @@ class Prediction:
     speed: float
     speedup: float
     memory: int
+    may_err: float = 0.0
 
     @property
     def name(self) -> str:
         return f"{self.drafter} --size {self.size}" if self.size else self.drafter
+
+    @property
+    def least(self) -> float:
+        """The speedup, if it is as far off as it may be."""
+        return self.speedup / (1 + self.may_err)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
     """Plain answers, decoded ``readers`` at a time, and what a step costs, drafting aside: by its width, and
     ``accepting`` seconds for each accepted token. ``waiting``: seconds that all answers, once begun, wait for the
-    prompts of others."""
+    prompts of others. ``without``: the same of all but a part of the measurement, each part left out once, with the
+    numbers of the answers that are left."""
 
     answers: list[Recorded]
     readers: int
     cost: Cost
     accepting: float = 0.0
     waiting: float = 0.0
+    without: tuple[tuple[tuple[int, ...], Plain], ...] = ()
 
 
 class _Widths(Drafter):
@@ -165,7 +184,7 @@ def plain(
     table = costs.of(model)
     widths = _Widths(model.info.vocab_size)
     measuring = type(engine)(model, engine.tokenizer, drafter=widths, size=max(SIZES), max_rows=readers, prefix_rows=0)
-    steps: list[MeasuredStep] = []
+    groups: list[list[MeasuredStep]] = []  # steps of the prompts that are answered together
     answering: set[int] = set()  # requests that have begun to
     ended = 0.0
 
@@ -178,7 +197,7 @@ def plain(
         )
         spent = max(ended - begun - step.seconds["draft"] - context, 1e-9)
         accepted, old = sum(step.verdicts.accepted.tolist()), sum(request in answering for request in step.requests)
-        steps.append(MeasuredStep(len(step) + sum(each), accepted, spent, old, bool(step.chunks)))
+        groups[-1].append(MeasuredStep(len(step) + sum(each), accepted, spent, old, bool(step.chunks)))
         answering.update(step.requests)
 
     prompt_ids = [prompt.tolist() for prompt in prompts]
@@ -191,7 +210,9 @@ def plain(
         results += engine.generate_many(group, params, progress=False)
         for prompt, result in zip(prompts[start:], results[start:], strict=False):
             widths.answers[prompt.tobytes()] = np.asarray(result.token_ids, np.int32)
+        groups.append([])
         measuring.generate_many(group, params, progress=False)
+    steps = [step for each in groups for step in each]
     if len(steps) < _FEWEST or not any(result.stats.decode_seconds for result in results):
         raise ParameterError(f"the answers take {len(steps)} steps, too few to predict from: give more or longer ones")
     answers = []
@@ -199,12 +220,47 @@ def plain(
         tokens = np.concatenate([prompt, np.asarray(result.token_ids, np.int32)]).astype(np.int32)
         noise = Noise(result.seed, result.sample)
         answers.append(record(model, tokens, len(prompt), params, noise, layers=layers, ranks=ranks))
+    return priced(groups, table, answers, [result.stats.decode_seconds for result in results], readers)
+
+
+def priced(
+    groups: Sequence[Sequence[MeasuredStep]], table: Cost, answers: list[Recorded], spent: Sequence[float], readers: int
+) -> Plain:
+    """What steps cost, from those of each group of prompts that were answered together, and from the seconds that
+    plain ``answers`` ``spent`` each; the same without each part of these."""
+    whole = _priced([step for group in groups for step in group], table, answers, spent, readers)
+    without = []
+    for kept, chosen in _parts(groups, len(answers), readers):
+        if any(spent[i] for i in chosen) and any(not step.reads and not step.accepted for step in kept):
+            left = _priced(kept, table, [answers[i] for i in chosen], [spent[i] for i in chosen], readers)
+            without.append((chosen, left))
+    return replace(whole, without=tuple(without))
+
+
+def _parts(
+    groups: Sequence[Sequence[MeasuredStep]], answers: int, readers: int
+) -> Iterator[tuple[list[MeasuredStep], tuple[int, ...]]]:
+    """The steps and the answers that are left without each of some parts: of whole groups, or, where there is only one,
+    of a stretch of its steps."""
+    everything = tuple(range(answers))
+    if len(groups) == 1:
+        for gone in np.array_split(np.arange(len(groups[0])), _PARTS):
+            yield [step for i, step in enumerate(groups[0]) if i not in gone], everything
+        return
+    for gone in np.array_split(np.arange(len(groups)), min(_PARTS, len(groups))):
+        chosen = tuple(i for i in everything if i // readers not in gone)
+        yield [step for i, each in enumerate(groups) if i not in gone for step in each], chosen
+
+
+def _priced(
+    steps: Sequence[MeasuredStep], table: Cost, answers: list[Recorded], spent: Sequence[float], readers: int
+) -> Plain:
+    """What ``steps`` cost, all shifted alike so that plain ``answers`` take the seconds that they ``spent``."""
     found = replace(fit(steps, table), answers=answers, readers=readers)
     cost, bare = found.cost, [_plainly(answer) for answer in answers]
     expected = sum(_seconds(bare, found, cost, 0.0)) + found.waiting
-    spent = sum(result.stats.decode_seconds for result in results)
     # What a step takes since a drafter in Python proposed, at any width.
-    more, least = (expected - spent) / sum(map(len, bare)), 0.5 * cost.seconds[0]
+    more, least = (expected - sum(spent)) / sum(map(len, bare)), 0.5 * cost.seconds[0]
     return replace(found, cost=replace(cost, seconds=tuple(max(seconds - more, least) for seconds in cost.seconds)))
 
 
@@ -236,28 +292,77 @@ def predict(engine: Engine, spec: str, sizes: Sequence[int], recorded: Plain, ma
     be known without running it."""
     drafter, model = engine.drafter, engine.model
     answers, readers = recorded.answers, recorded.readers
-    there = machine.cost(recorded.cost, model)
     bare = [_plainly(answer) for answer in answers]
-    waiting = recorded.waiting * there.width(_WIDE) / recorded.cost.width(_WIDE)
-    slow = _later(bare) / (sum(_seconds(bare, recorded, there, 0.0)) + waiting)
     longest = max(answer.limit for answer in answers)
     groups = [answers[start : start + readers] for start in range(0, len(answers), readers)]
     steps = dict.fromkeys(sizes, bare)
     for size in filter(None, sizes):
         each = [replayed(drafter, group, size, (i - len(groups)) * readers, model) for i, group in enumerate(groups)]
         steps[size] = [row for group in each for row in group]
-    every = {size: [step for row in rows for step in row] for size, rows in steps.items()}
-    own_forwards = drafter.needs.hidden_layers or drafter.cost.levels is not None
-    slower = there.seconds[0] / recorded.cost.seconds[0] if own_forwards else 1.0
+    own_forwards = bool(drafter.needs.hidden_layers or drafter.cost.levels is not None)
+
+    def speeds(measured: Plain, chosen: Sequence[int]) -> dict[int, tuple[float, float, float]]:
+        """By size: seconds of drafting a step, tokens/s, and the speed over plain decoding's."""
+        there = machine.cost(measured.cost, model)
+        waiting = measured.waiting * there.width(_WIDE) / measured.cost.width(_WIDE)
+        slower = there.seconds[0] / measured.cost.seconds[0] if own_forwards else 1.0
+        taken = {size: [rows[i] for i in chosen] for size, rows in steps.items()}
+        drafting = drafting_seconds({size: [step for row in rows for step in row] for size, rows in taken.items()})
+        plainly = [bare[i] for i in chosen]
+        slow = _later(plainly) / (sum(_seconds(plainly, measured, there, 0.0)) + waiting)
+        found = {}
+        for size, rows in taken.items():
+            own = slower * drafting[size]
+            speed = _later(rows) / (sum(_seconds(rows, measured, there, own)) + waiting)
+            found[size] = own, speed, speed / slow
+        return found
+
+    whole = speeds(recorded, range(len(answers)))
+    parts = [speeds(left, chosen) for chosen, left in recorded.without]
+    off = _OFF if machine == Machine() else _OFF_ELSEWHERE
     found = []
-    for size, drafting in drafting_seconds(every).items():
-        taken, drafting = every[size], slower * drafting
-        speed = _later(steps[size]) / (sum(_seconds(steps[size], recorded, there, drafting)) + waiting)
+    for size, (drafting, speed, speedup) in whole.items():
+        taken = [step for row in steps[size] for step in row]
         gained, nodes = (sum(getattr(step, name) for step in taken) / len(taken) for name in ("gained", "nodes"))
         kv = model.kv.bytes_for(longest) + (drafter.growth(0, longest) if size else 0)
         memory = model.info.weight_bytes + readers * kv
-        found.append(Prediction(spec, size, gained, nodes, drafting, speed, speed / slow, memory))
+        may_err = _SIGMAS * math.hypot(off, _spread([part[size][2] for part in parts])) if size else 0.0
+        found.append(Prediction(spec, size, gained, nodes, drafting, speed, speedup, memory, may_err))
     return found
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """The standard error, as a share, of a ratio that is ``ratios`` where a part of the data is left out (jackknife:
+    Tukey 1958)."""
+    logs = np.log(ratios)
+    return math.sqrt((len(logs) - 1) * float(logs.var())) if len(logs) > 1 else 0.0
+
+
+def best_predicted(found: Sequence[Prediction]) -> Prediction | None:
+    """The setting that is the fastest if each is as slow as it may be; None: plain decoding is."""
+    drafting = [each for each in found if each.size and each.least > 1]
+    return max(drafting, key=lambda each: each.least, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A setting as it was measured beside plain decoding. ``speedup``: of its pooled speed; ``low``: the lower end of
+    its 95 % interval; ``adaptive``: whether each step drafts as much as pays."""
+
+    name: str
+    speedup: float
+    low: float
+    adaptive: bool
+
+
+def best_measured(ran: Sequence[Ran], again: float = 1.0) -> Ran | None:
+    """The fastest of those that were faster than plain decoding for sure, and than plain decoding again, which had
+    ``again`` times its own speed; an adaptive one before what is as fast, since it is plain decoding where the text is
+    another one."""
+    sure = [each for each in ran if each.low > 1 and each.speedup >= LEAST * max(again, 1.0)]
+    best = max(sure, key=lambda each: each.speedup, default=None)
+    near = [each for each in sure if best is not None and each.adaptive and each.speedup * LEAST >= best.speedup]
+    return max(near, key=lambda each: each.speedup, default=best)
 
 
 def _plainly(answer: Recorded) -> list[Taken]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outpace.errors import Argument, ParameterError
 from outpace.models.load import torch_device
+from outpace.training import packages
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,8 @@ class Team:
         self._accelerator: Any = None
         self.device = device
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            from accelerate import Accelerator
+            with packages():
+                from accelerate import Accelerator
 
             self._accelerator = Accelerator(cpu=device.type == "cpu")
             if device.type != "cpu":

@@ -16,13 +16,11 @@ from typing import Any
 from outpace.common.files import replacing, write_json
 from outpace.common.units import format_bytes
 from outpace.errors import DataError
-from outpace.training import missing
+from outpace.training import packages
 
-try:
+with packages():
     import pyarrow as pa
     import pyarrow.parquet as pq
-except ModuleNotFoundError as error:
-    raise missing(error) from error
 
 FORMAT = 1
 META = "meta.json"

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outpace.common.files import write_json
+from outpace.common.installing import install
 from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
 from outpace.training.devices import Team, on_cpu
@@ -68,6 +70,7 @@ class Loop:
         self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
         self._pace = pace
+        self._draws = find_spec("matplotlib") is not None  # asked before the first step, used after the last
         self.optimiser = Optimiser(
             objective.network, options.optimiser, options.lr, options.weight_decay,
             torch.bfloat16 if options.bfloat16 else torch.float32,
@@ -77,6 +80,7 @@ class Loop:
         self.average = [p.detach().clone() for p in self._averaging]
         self.at = Progress()
         self.rows: list[dict[str, Any]] = []
+        self._begun = 0  # the step at which this process began
         self._measured_from = 0.0
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
         if options.steps is not None:
@@ -96,7 +100,11 @@ class Loop:
         self._say(f"beginning with {folder}, {has} its optimiser's state{why}")
 
     def resume(self) -> bool:
-        """Go on from the last snapshot, where there is one; whether there was. Raises TrainingError."""
+        """Go on from the last snapshot, where there is one; whether there was. Raises TrainingError.
+
+        The length is that of this loop's options, the steps before counted in; the learning rate goes on as a training
+        of that length has it at this step. ``minutes`` become steps by the speed so far.
+        """
         state = snapshots.load(self.out, self.identity)
         if state is None:
             return False
@@ -104,25 +112,38 @@ class Loop:
         self.optimiser.restore(state["optimiser"])
         averaged = state.get("average") or [p.detach().clone() for p in self._averaging]  # older ones have none
         self.average = [value.to(self.team.device) for value in averaged]
+        total = self.at.total
         self.at, self.rows = Progress(**state["at"]), state["rows"]
+        self.at.total, self._begun = total, self.at.step
+        if self.options.minutes is not None and self.at.step >= _MEASURED[1]:
+            self._fit_minutes(self.at.seconds / self.at.step)
         return True
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps are taken."""
+        return self.at.total is not None and self.at.step >= self.at.total
 
     def run(self) -> Progress:
         """Train to the end. Raises TrainingError when a loss is not finite: the last snapshot and the best stay."""
         since_report = since_snapshot = time.perf_counter()
         reported = self.at.tokens
         self._plan()
-        while self.at.total is None or self.at.step < self.at.total:
+        if not self._draws and self.team.rank == 0:
+            self._say(
+                f"no matplotlib: {CURVE} will have the figures, and there will be no {PICTURE} ("
+                f"{install('outpace[train]')})"
+            )
+        while not self.over:
             begun = time.perf_counter()
             figures = self._step()
             now = time.perf_counter()
             self.at.seconds += now - begun
-            self._measure(begun if self.at.step == _MEASURED[0] + 1 else None, now)
+            self._measure(begun, now)
             if now - since_report >= self.options.report:
                 self._report(figures, (self.at.tokens - reported) / (now - since_report))
                 since_report, reported = now, self.at.tokens
-            last = self.at.step == self.at.total
-            if last or self.at.step % self.options.evaluate == 0:
+            if self.over or self.at.step % self.options.evaluate == 0:
                 stop = self._evaluate()
                 since_report = since_snapshot = time.perf_counter()
                 reported = self.at.tokens
@@ -177,18 +198,22 @@ class Loop:
                 f" than {self.options.lr:g}; the best drafter so far and the last snapshot are in {self.out}",
             )  # fmt: skip
 
-    def _measure(self, begun: float | None, now: float) -> None:
-        """With ``minutes``: how many steps fit, once the speed is known. Every process takes the same number."""
+    def _measure(self, begun: float, now: float) -> None:
+        """With ``minutes``: how many steps fit, once this process has taken enough of them to know its speed."""
+        taken = self.at.step - self._begun
         if self.at.total is not None:
             return
-        if begun is not None:
+        if taken == _MEASURED[0] + 1:
             self._measured_from = begun
-        if self.at.step == _MEASURED[1]:
-            assert self.options.minutes is not None
-            each = (now - self._measured_from) / (_MEASURED[1] - _MEASURED[0])
-            (each,) = (value / self.team.size for value in self.team.add([each]))
-            left = self.options.minutes * 60 - self.at.seconds
-            self.at.total = self.at.step + max(1, int(left / each))
+        if taken == _MEASURED[1]:
+            self._fit_minutes((now - self._measured_from) / (_MEASURED[1] - _MEASURED[0]))
+
+    def _fit_minutes(self, each: float) -> None:
+        """Set the number of steps, one taking ``each`` seconds. Every process sets the same."""
+        assert self.options.minutes is not None
+        (each,) = (value / self.team.size for value in self.team.add([each]))
+        left = self.options.minutes * 60 - self.at.seconds
+        self.at.total = self.at.step + max(0, int(left / each))
 
     def _evaluate(self) -> bool:
         """Simulate, keep what is best, and draw; whether it is time to stop."""
@@ -209,7 +234,8 @@ class Loop:
                     self._keep()
             self._snapshot()
             write_json(self.out / CURVE, self.rows)
-            curves.draw(self.out / PICTURE, self.rows)
+            if self._draws:
+                curves.draw(self.out / PICTURE, self.rows)
         by_position = " ".join(f"{value:.3f}" for value in found.acceptance)
         line = curves.sparkline([row["tokens_per_step"] for row in self.rows])
         self._say(

@@ -14,33 +14,50 @@ OPTIMISERS = ("muon", "adamw")
 EAGLE_INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
 STUDENT_INITS = ("scratch", "first", "last", "even")
 
+_DATA, _BETWEEN = "what it learns from", "evaluations and snapshots"  # headings
 _CANDIDATES = option("--candidates", help="Rows of the head a batch is trained against. 0: all.", within="[0, inf)")
 _DEPTH = option("--depth", help="Tokens of a simulated chain.", within="[1, 16]")
+
+
+# Options that a training which goes on may change: no step that was taken depends on them.
+MAY_CHANGE = ("minutes", "epochs", "steps", "evaluate", "patience", "snapshot", "report")
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
     """How long, on what and how fast any drafter is trained. One of ``steps``, ``epochs`` and ``minutes`` ends it."""
 
-    minutes: Annotated[float | None, option("--minutes", help="Train for about so many.", within="(0, inf)")] = None
-    epochs: Annotated[float | None, option("--epochs", help="Passes over all answers.", within="(0, inf)")] = None
-    steps: Annotated[int | None, option("--steps", help="Steps to train.", within="(0, inf)")] = None
+    GROUP: ClassVar[str] = "learning"
+
+    minutes: Annotated[
+        float | None,
+        option("--minutes", group="", help="Train for about so many; or give --epochs, or --steps.", within="(0, inf)"),
+    ] = None
+    epochs: Annotated[
+        float | None, option("--epochs", group="", help="Passes over all answers.", within="(0, inf)")
+    ] = None
+    steps: Annotated[int | None, option("--steps", group="", help="Steps to train.", within="(0, inf)")] = None
     draft_vocab: Annotated[
         int | None,
         option(
             "--draft-vocab",
+            group=_DATA,
             metavar="N",
             within="[1, inf)",
             help="Tokens that can be drafted: the answers' most frequent. Default: those of --start, else 8192.",
         ),
     ] = None
     prompt_weight: Annotated[
-        float, option("--prompt-weight", help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]")
+        float,
+        option(
+            "--prompt-weight", group=_DATA, help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]"
+        ),
     ] = 1.0
     loop_weight: Annotated[
         float,
         option(
             "--loop-weight",
+            group=_DATA,
             help="Of a token in a tail that repeats itself; an answer's others have 1.",
             within="[0, 1]",
         ),
@@ -67,23 +84,32 @@ class LoopOptions:
         bool, option("--four-bits", help="Judge weights as 4 bits keep them, and train them so while the rate falls.")
     ] = False
     clip: Annotated[float, option("--clip", help="Greatest norm of a gradient.")] = 1.0
-    tokens: Annotated[int, option("--tokens", help="Tokens a batch.")] = 3072
-    longest: Annotated[int, option("--longest", help="Tokens an answer is cut at, its prompt included.")] = 2048
+    tokens: Annotated[int, option("--tokens", group=_DATA, help="Tokens a batch.")] = 3072
+    longest: Annotated[
+        int, option("--longest", group=_DATA, help="Tokens an answer is cut at, its prompt included.")
+    ] = 2048
     gather: Annotated[int, option("--gather", help="Batches a step, of all processes together.", within="[1, inf)")] = 1
     bfloat16: Annotated[bool, option("--bfloat16", help="Products in bfloat16, where the processor has them.")] = False
     held_out: Annotated[
-        float, option("--held-out", help="Share of prompts whose greedy answers judge the drafter.")
+        float, option("--held-out", group=_DATA, help="Share of prompts whose greedy answers judge the drafter.")
     ] = 0.05
-    judged: Annotated[int, option("--judged", help="Most tokens of these answers that are simulated on.")] = 12_000
-    evaluate: Annotated[int, option("--evaluate", help="Steps between two evaluations.", within="[1, inf)")] = 200
+    judged: Annotated[
+        int, option("--judged", group=_BETWEEN, help="Most tokens of these answers that are simulated on.")
+    ] = 12_000
+    evaluate: Annotated[
+        int, option("--evaluate", group=_BETWEEN, help="Steps between two evaluations.", within="[1, inf)")
+    ] = 200
     patience: Annotated[
-        int, option("--patience", help="Evaluations without a gain until it stops; 0: none.", within="[0, inf)")
+        int,
+        option(
+            "--patience", group=_BETWEEN, help="Evaluations without a gain until it stops; 0: none.", within="[0, inf)"
+        ),
     ] = 0
     snapshot: Annotated[
-        float, option("--snapshot", help="Seconds between two snapshots; an evaluation makes one, too.")
+        float, option("--snapshot", group=_BETWEEN, help="Seconds between two snapshots; an evaluation makes one, too.")
     ] = 300.0
-    report: Annotated[float, option("--report", help="Seconds between two lines.")] = 10.0
-    split_seed: Annotated[int, option("--split-seed", help="Of which prompts are held out.")] = 0
+    report: Annotated[float, option("--report", group=_BETWEEN, help="Seconds between two lines.")] = 10.0
+    split_seed: Annotated[int, option("--split-seed", group=_DATA, help="Of which prompts are held out.")] = 0
     seed: Annotated[int, option("--seed", help="Of all else that is drawn at random.")] = 0
 
     def check(self) -> None:
@@ -102,6 +128,7 @@ class EagleOptions:
     ``start``: a drafter whose weights and vocabulary the training begins with instead."""
 
     method: ClassVar[str] = "eagle"
+    GROUP: ClassVar[str] = "the network and its loss"
     steps_ttt: Annotated[
         int, option("--steps-ttt", help="Entries that are unrolled in training.", within="[1, 16]")
     ] = 3
@@ -143,6 +170,7 @@ class MedusaOptions:
     """Medusa-1: heads on the target's last hidden state, and the search of the tree of their candidates."""
 
     method: ClassVar[str] = "medusa"
+    GROUP: ClassVar[str] = "the network and its loss"
     heads: Annotated[int, option("--heads", help="Tokens ahead.", within="[1, 64]")] = 4
     layers: Annotated[int, option("--layers", help="Residual blocks of a head.", within="[1, 64]")] = 1
     decay: Annotated[float, option("--decay", help="Head k has weight decay^k.", within="(0, 1]")] = 0.8
@@ -162,6 +190,7 @@ class ParallelOptions:
     sampling does ("overlap", DSpark's own)."""
 
     method: ClassVar[str] = "parallel"
+    GROUP: ClassVar[str] = "the network and its loss"
     block: Annotated[int, option("--block", help="Tokens a draft.", within="[1, 64]")] = 7
     layers: Annotated[int, option("--layers", help="Of the network.", within="[1, 64]")] = 2
     rank: Annotated[
@@ -202,6 +231,7 @@ class DistilOptions:
     is on the tokens that it sampled. ``free``: embedding and head are trained, else they stay the target's."""
 
     method: ClassVar[str] = "distil"
+    GROUP: ClassVar[str] = "the network and its loss"
     layers: Annotated[int, option("--layers", help="Of the student.", within="[1, inf)")] = 4
     init: Annotated[
         str,

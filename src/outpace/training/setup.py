@@ -22,7 +22,7 @@ from outpace.training.data import Answers
 from outpace.training.devices import Team, device_named
 from outpace.training.loop import Loop
 from outpace.training.objective import Objective
-from outpace.training.options import LoopOptions
+from outpace.training.options import MAY_CHANGE, LoopOptions
 from outpace.training.packing import Packing
 from outpace.training.states import HiddenStateSource
 from outpace.training.target import TargetParts, TargetWeights
@@ -76,10 +76,10 @@ class Setup:
     def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any]) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
         target and the loop's options."""
-        run, free = self.run, ("snapshot", "report", "patience")
+        run = self.run
         shared = {
             "method": method, "data": self.answers.hash, "target": self.answers.target["fingerprint"],
-            **{name: value for name, value in asdict(run.options).items() if name not in free},
+            **{name: value for name, value in asdict(run.options).items() if name not in MAY_CHANGE},
             "hidden_layers": self.hidden_layers,
         }  # fmt: skip
         # A name that is the method's and the loop's would hide one of them; "hidden_layers" are the resolved ones.

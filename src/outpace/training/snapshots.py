@@ -12,6 +12,7 @@ import torch
 
 from outpace.common.files import replacing
 from outpace.errors import Argument, TrainingError
+from outpace.training.options import MAY_CHANGE
 
 NAME = "snapshot.pt"
 FORMAT = 1
@@ -29,7 +30,8 @@ def save(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Any]) ->
 def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state that ``save`` wrote last; None where there is none.
 
-    Raises TrainingError for a snapshot of other data, another target or another recipe, and for one that is damaged.
+    Raises TrainingError for a snapshot of other data, another target or another recipe (but for the options in
+    ``MAY_CHANGE``), and for one that is damaged.
     """
     path = folder / NAME
     if not path.exists():
@@ -40,12 +42,15 @@ def load(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
             f"{path} does not record its {_HIDDEN}, which may not be {identity[_HIDDEN]}: begin with "
             "its best drafter (", Argument("start"), f" {folder}), and give another folder as ", Argument("out"),
         )  # fmt: skip
-    for name in sorted(known):  # an option that came after the snapshot was made had no say in it
-        if known.get(name) != identity.get(name):
-            raise TrainingError(
-                f"{path} was made with {name} {known.get(name)}, not {identity.get(name)}: go on with what it was made "
-                "with, or give another folder as ", Argument("out"),
-            )  # fmt: skip
+    # An option that came after the snapshot was made had no say in it; older snapshots have some that are free now.
+    others = [name for name in sorted(known) if name not in MAY_CHANGE and known[name] != identity.get(name)]
+    if others:
+        what = ", ".join(f"{name} {known[name]}, not {identity.get(name)}" for name in others)
+        free = [part for name in MAY_CHANGE for part in (Argument(name), ", ")][:-1]
+        raise TrainingError(
+            f"{path} was made with {what}: give what it was made with (", *free, " may change), or another folder as ",
+            Argument("out"),
+        )  # fmt: skip
     return dict(state)
 
 

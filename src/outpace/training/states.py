@@ -14,14 +14,12 @@ import numpy as np
 from outpace.errors import DataError
 from outpace.models.base import Model
 from outpace.training import folder as folders
-from outpace.training import missing
+from outpace.training import packages
 from outpace.training.data import Answers
 from outpace.training.hidden_states import BF16, default_layers, forward_states, open_target, with_last
 
-try:
+with packages():
     import torch
-except ModuleNotFoundError as error:
-    raise missing(error) from error
 
 AHEAD = 16_384  # tokens whose states wait to be read
 TOGETHER = 1_024  # tokens computed between two looks at what is wanted next

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
 from outpace.common.option import option
 from outpace.errors import ParameterError
-from outpace.training import missing
+from outpace.training import packages
 from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, Options, ParallelOptions
+
+if TYPE_CHECKING:
+    from outpace.training.loop import Loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,9 @@ class Place:
     model: Annotated[
         str | None, option("--model", "-m", help="The target; checked against the data. Default: the data's.")
     ] = None
-    resume: Annotated[bool, option("--resume", help="Go on from the last snapshot in OUT.")] = False
+    resume: Annotated[
+        bool, option("--resume", help="Go on from the last snapshot in OUT, perhaps to a greater length.")
+    ] = False
     threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
     device: Annotated[str, option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
 
@@ -54,21 +60,22 @@ def distil(place: Place, options: DistilOptions, loop: LoopOptions, common: Comm
 
 def _train(place: Place, options: Options, settings: LoopOptions, common: Common) -> int:
     """Run a training to its end, and print what came of it."""
-    try:
+    with packages():
         from outpace.training.methods import finish, open_run
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
+    from outpace.training.folder import read_meta
     from outpace.training.setup import Run
     from outpace.training.snapshots import NAME
 
     if not place.resume and (place.out / NAME).exists():
         raise ParameterError(f"{place.out} has a training that can go on: give --resume, or another folder as --out")
+    if place.resume and not (place.out / NAME).exists():
+        say(f"{place.out} has no snapshot to go on from: beginning")
     begun = time.perf_counter()
     run = Run(place.data, place.out, settings, place.model, place.threads, place.device, say)
     with open_run(run, options) as loop:
         try:
             if place.resume and loop.resume():
-                say(f"going on at step {loop.at.step}")
+                say(_resumed(loop))
             elif isinstance(options, EagleOptions) and options.start is not None:
                 loop.continue_from(Path(options.start))
             at = loop.run()
@@ -86,10 +93,26 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
     print(f"{place.out}: {at.best:.3f} tokens a step on held-out answers after {at.tokens:,} tokens")
     for name, value in figures.items():
         print(f"  {name.replace('_', ' ')}: {value:.3f}")
+    spec = f"{'model' if options.method == 'distil' else options.method}:{place.out}"
+    model = place.model or read_meta(place.data)["model"]
+    print(f"try it: {shlex.join(['outpace', 'generate', '-m', model, '-d', spec, '--compare', 'Hello!'])}")
     return 0
 
 
+def _resumed(loop: Loop) -> str:
+    """Where a training that was resumed stands."""
+    at, longer = loop.at, "greater --steps, --epochs or --minutes go on"
+    if loop.over:
+        return f"this training is finished, {at.step} of {at.total} steps are taken: {longer}"
+    return f"going on at step {at.step} of {at.total or '?'}"
+
+
 COMMANDS = tuple(
-    Command(function.__name__, function, f"outpace train {function.__name__} --data answers --out drafter --epochs 4")
+    Command(
+        function.__name__,
+        function,
+        f"outpace train {function.__name__} --data answers --out drafter --epochs 4\n"
+        f"outpace train {function.__name__} --data answers --out drafter --epochs 8 --resume",
+    )
     for function in (eagle, parallel, medusa, distil)
 )
