@@ -168,10 +168,10 @@ def test_tokens_are_those_of_the_largest_scores(
         blocks.read([seed], [row.hidden_states], [row.positions])
         places, chances = said(blocks, {seed: row})[seed]
         ask = seed, row.anchor, 20, BLOCK, None
-        normed, logits = blocks._network.states([ask])
+        normed, logits = blocks._network.parallel.states([ask])
         token = row.anchor
         for slot, found in enumerate(logits):
-            before, bias = blocks._network.bias(np.array([token], np.int32))
+            before, bias = blocks._network.parallel.bias(np.array([token], np.int32))
             found = found + bias[0]
             if temperature:
                 chooser = Picks(temperature, seed).noise
@@ -196,7 +196,7 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
     blocks, row = NativeParallel(target, checkpoint()), some(rng, 60)
     blocks.read([1], [row.hidden_states], [row.positions])
     expected, size = said(blocks, {1: row}), blocks.bytes
-    native, its = blocks._network, 1
+    native, its = blocks._network.parallel, 1
     broken = row.hidden_states.copy()
     broken[3, 1, 3] = np.nan
     blocks.read([2], [broken], [row.positions])

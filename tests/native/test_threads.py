@@ -337,7 +337,7 @@ def test_listeners_and_rules_may_not_step_and_what_else_they_do_works() -> None:
 
     def within(record: Any) -> None:
         for call in (
-            engine.step, engine.close, engine.reload, lambda: engine.generate([1]), lambda: next(engine.stream([1])),
+            engine.step, engine.close, lambda: engine.generate([1]), lambda: next(engine.stream([1])),
         ):  # fmt: skip
             with pytest.raises(OutpaceError, match="a step of this engine is under way") as refused:
                 call()  # type: ignore[operator]
@@ -361,7 +361,7 @@ def test_listeners_and_rules_may_not_step_and_what_else_they_do_works() -> None:
     while not engine.idle:
         deltas += engine.step()
     assert {d.request: d.finish_reason for d in deltas if d.result} == {other: "cancelled", more[0]: "cancelled"}
-    assert len(errors) >= 25
+    assert len(errors) >= 20
     engine.on_step = engine.on_result = None
     engine.check()
 

@@ -62,7 +62,7 @@ class Positions:
 class Clocked(Model):
     """A model that takes, on a clock of its own, exactly what a cost says; ``busy``: factors of the first forwards."""
 
-    threads = 2
+    threads, isa = 2, None  # type: ignore[assignment]
 
     def __init__(
         self, truth: Cost = TRUTH, *, limit: int | None = None, max_length: int = 2000, slow: float = 1.0
