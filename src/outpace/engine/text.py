@@ -175,8 +175,13 @@ class TextReader:
             return self._alone(ids)
         text, known = self._decode((*state.context, *ids)), len(state.before)
         if state.before.endswith(BROKEN):  # a character that the context began comes with the token that ends it
-            pairs = zip(state.before, text, strict=False)
-            known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            whole = state.before.rstrip(BROKEN)
+            if text.startswith(whole):
+                rest = text[len(whole) :]
+                known = min(known, len(whole) + len(rest) - len(rest.lstrip(BROKEN)))
+            else:
+                pairs = zip(state.before, text, strict=False)
+                known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return text[known:]
 
     def _alone(self, ids: tuple[int, ...]) -> str:
