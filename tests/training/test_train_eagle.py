@@ -99,8 +99,7 @@ def test_what_is_not_installed_is_said_before_the_first_step(answers, tmp_path, 
     assert not begun
     where = ("--data", "x", "--out", "y")
     commands = [("data", "--prompts", "x", "--out", "y"), ("import", "x", "--out", "y"), ("cache", "x"),
-                *((kind, *where, "--steps", "1") for kind in ("eagle", "parallel", "medusa", "distil")),
-                ("online", "--drafter", "z", *where)]  # fmt: skip
+                *((kind, *where, "--steps", "1") for kind in ("eagle", "parallel", "medusa", "distil"))]  # fmt: skip
     program = """
 import json, sys
 from outpace.cli.app import parse

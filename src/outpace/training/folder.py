@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outpace.common.files import replacing, write_json
+from outpace.common.files import StrPath, replacing, write_json
 from outpace.common.units import format_bytes
 from outpace.errors import DataError
 from outpace.training import packages
@@ -46,9 +46,9 @@ def states_path(folder: Path, number: int) -> Path:
     return folder / f"states-{number:05d}.bin"
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: StrPath) -> dict[str, Any]:
     """Raises DataError that names the file and the remedy."""
-    path = folder / META
+    path = Path(folder) / META
     if not path.is_file():
         raise DataError(f"{folder} is no folder of training data (it has no {META}): make one with outpace train data")
     try:

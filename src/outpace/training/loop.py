@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outpace.common.files import write_json
+from outpace.common.files import StrPath, write_json
 from outpace.common.installing import install
 from outpace.errors import Argument, TrainingError
 from outpace.training import curves, snapshots
@@ -58,7 +58,7 @@ class Loop:
         objective: Objective,
         train: Packing,
         held_out: Packing,
-        out: Path,
+        out: StrPath,
         options: LoopOptions,
         identity: Mapping[str, Any],
         target: Mapping[str, Any],
@@ -67,7 +67,7 @@ class Loop:
         pace: Callable[[], None] = lambda: None,
     ) -> None:
         self.objective, self.train, self.held_out = objective, train, held_out
-        self.out, self.options, self.identity, self.target = out, options, dict(identity), dict(target)
+        self.out, self.options, self.identity, self.target = Path(out), options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
         self._pace = pace
         self._draws = find_spec("matplotlib") is not None  # asked before the first step, used after the last
@@ -88,10 +88,10 @@ class Loop:
         elif options.epochs is not None:
             self.at.total = max(1, round(options.epochs * self._steps_in(0)))
 
-    def continue_from(self, folder: Path) -> None:
+    def continue_from(self, folder: StrPath) -> None:
         """Take up the optimiser's state of the training that made the drafter in ``folder``, if it is there and is of
         such an optimiser and such weights. Raises TrainingError."""
-        state = snapshots.optimiser(folder, self.identity["method"])
+        state = snapshots.optimiser(Path(folder), self.identity["method"])
         self.at.continued = state is not None and self.optimiser.fits(state)
         if state is not None and self.at.continued:
             self.optimiser.restore(state)
