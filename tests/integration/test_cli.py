@@ -168,7 +168,7 @@ def test_generate_joins_what_is_piped_in_as_llm_does(capsys: pytest.CaptureFixtu
         ("x the whole\n", ["-"], " the whole\n"),
         ("x the whole\n", ["--prompt", "-"], " the whole\n"),
         ("", ["x alone"], " alone"),
-        ("\n", ["x alone"], " alone"),
+        ("\n", ["x alone"], " x alone"),
     ):
         assert asked(piped, *args) == expected
 

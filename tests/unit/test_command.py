@@ -163,7 +163,7 @@ def test_a_command_line_is_read_without_heavy_imports() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["hi --json out", "--json out hi", "--json=out hi", "hi --json o/ut", "--json out.txt hi"]
+    "words", ["hi --json out.txt", "--json=out hi", "hi --json=out", "hi --json o/ut", "--json out.txt hi"]
 )
 def test_any_file_takes_json(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -178,6 +178,29 @@ def test_any_file_takes_json(
 
     assert Command("write", write, "").parse("outpace", words.split())() == 0
     assert [path.read_text().strip() for path in tmp_path.rglob("*") if path.is_file()] == ["{}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [("--json Hello", "Hello"), ("--json and/or", "and/or"), ("--prompt=-x --json", "-x"), ("--json -p -x", "-x"),
+     ("--json -- -x", "-x"), ("-- --json", "--json"), ("--json -- --json", "--json")],
+)  # fmt: skip
+def test_a_prompt_is_no_file_and_no_option(
+    words: str, prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Hello").write_text("precious")
+
+    def show(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+        print(prompt)
+        return 0
+
+    command = Command("show", show, "")
+    assert command.parse("outpace", words.split())() == 0
+    assert capsys.readouterr().out == f"{prompt}\n"
+    with pytest.raises(UsageError, match="'world' is one argument too many: quote text that has spaces"):
+        command.parse("outpace", ["--json", "Hello", "world"])()
+    assert (tmp_path / "Hello").read_text() == "precious"
 
 
 def test_json_alone_prints_and_with_a_file_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

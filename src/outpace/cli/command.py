@@ -17,7 +17,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -269,38 +268,47 @@ class Parser:
         """``arguments``, options of other tools that mean the same replaced. Raises UsageError for their others, with
         what there is instead."""
         own = self._parser.names
-        words = iter(arguments)
+        words, free = iter(arguments), list[str]()
         for word in words:
             if word == "--":
-                yield from (word, *words)
-                return
+                break
             name, given, value = word.partition("=")
             if not word.startswith("-") or name in own:
                 yield word
             elif (same := SAME_OPTIONS.get(name)) in own:
                 yield f"{same}{given}{value}"
             elif same is not None and same in self._parser.free:
-                yield from [value] if given else []
+                text = value if given else next(words, None)
+                if text is None:
+                    raise UsageError(f"{name} wants a {same}")
+                free.append(text)
+            elif same == "prompt" and not _meant(name, own):
+                raise UsageError(f"there is no option {name}: outpace generate 'TEXT' answers one prompt")
             elif name in OTHER_OPTIONS and _applies(OTHER_OPTIONS[name], own):
                 raise UsageError(f"there is no option {name}: {OTHER_OPTIONS[name]}")
             else:
                 yield word
+        free += words
+        if free:  # no option, whatever it begins with
+            yield from ("--", *free)
 
-    def _completed(self, arguments: Sequence[str], files: Collection[str] = ()) -> Iterator[str]:
+    def _completed(self, arguments: Sequence[str]) -> Iterator[str]:
         """``arguments``, each option that may stand alone with its value. The word behind it, as behind ``--json``, may
-        as well be a prompt: a file's name is one of ``files``, and what has a folder or a suffix and no space."""
+        as well be a prompt: a file's name has no space, and a suffix or a folder that is there."""
         words = iter(arguments)
         for word in words:
-            if word not in self._bare:
+            if word == "--":
+                yield from (word, *words)
+            elif word not in self._bare:
                 yield word
-                continue
-            following = next(words, None)
-            if following is not None and (following in files or _FILE.fullmatch(following)):
-                yield f"{word}={following}"
-                continue
-            yield f"{word}={self._bare[word]}"
-            if following is not None:
-                yield from self._completed([following, *words], files)
+            else:
+                following = next(words, None)
+                if following is not None and _names_file(following):
+                    yield f"{word}={following}"
+                    continue
+                yield f"{word}={self._bare[word]}"
+                if following is not None:
+                    yield from self._completed([following, *words])
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Raises UsageError, or SystemExit after ``--help``."""
@@ -309,9 +317,6 @@ class Parser:
             lists = ("\n".join([f"{title}:", *_columns(entries())]) for title, entries in self._listings)
             self._parser.epilog = "\n\n".join([*lists, _examples(self._example)])
         found, unknown = self._parser.parse_known_args(list(self._completed(arguments)))
-        behind = {after for word, after in pairwise(arguments) if word in self._bare and not after.startswith("-")}
-        if behind and not any(word.startswith("-") for word in unknown) and unknown:  # one argument too many: a file's
-            found, unknown = self._parser.parse_known_args(list(self._completed(arguments, behind)))
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), None)
             if name is None:
@@ -321,7 +326,10 @@ class Parser:
         return found
 
 
-_FILE = re.compile(r"(?!-)[^\s]*(/[^\s]*|\.\w{1,8})")
+def _names_file(word: str) -> bool:
+    path = Path(word)
+    folder = "/" in word and path.parent.is_dir()
+    return not re.search(r"^-|\s", word) and (folder or re.search(r"\.\w{1,8}$", word) is not None)
 
 
 def _applies(hint: str, own: Collection[str]) -> bool:

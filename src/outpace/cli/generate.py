@@ -65,7 +65,7 @@ def run(
     ] = None,
 ) -> int:
     """Answer a prompt."""
-    prompt = _whole(prompt)
+    prompt = _whole(prompt, raw)
     if not raw and not prompt.strip():
         raise ParameterError("the prompt is empty: give some text as an argument or on standard input")
     if system is not None and raw:
@@ -137,9 +137,9 @@ def _traced(engine: Engine, path: Path | None, load: Load) -> AbstractContextMan
     return tracing(engine, path, load=load.load_options(), scores=True)
 
 
-def _whole(given: str | None) -> str:
-    """The prompt: what is piped in, a space, and what was ``given``, as ``llm`` joins them. A terminal is read only
-    where nothing, or "-", was given. Raises ParameterError."""
+def _whole(given: str | None, raw: bool) -> str:
+    """The prompt: what is piped in, a space, and what was ``given``, as ``llm`` joins them; what is blank counts only
+    where it is ``raw``. A terminal is read only where nothing, or "-", was given. Raises ParameterError."""
     given = None if given == "-" else given
     stream = sys.stdin
     if stream is None or (given is not None and stream.isatty()):
@@ -152,7 +152,7 @@ def _whole(given: str | None) -> str:
         piped = stream.read()
     except UnicodeDecodeError as error:
         raise ParameterError(f"standard input is not UTF-8 ({error.reason}): convert it") from error
-    return " ".join(part for part in (piped, given) if part is not None and part.strip())
+    return " ".join(part for part in (piped, given) if part and (raw or part.strip()))
 
 
 def _say_if_it_waits(stream: TextIO) -> None:

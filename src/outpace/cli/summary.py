@@ -40,7 +40,7 @@ def cautions(result: Result, params: SamplingParams) -> list[str]:
     said, total = [], result.completion_tokens
     if result.finish_reason == "length":
         more = "--max-tokens" if total == params.max_tokens else "a greater --max-length, up to the model's,"
-        said.append(f"cut off after {total} tokens: {more} allows more")
+        said.append(f"cut off after {total} {'token' if total == 1 else 'tokens'}: {more} allows more")
     if tail := repeated_tail(result.token_ids):
         said.append(f"the last {tail} of {total} tokens are a loop, which drafts far better than other text")
     return said

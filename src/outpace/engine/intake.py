@@ -93,6 +93,7 @@ def encode(
     add_special_tokens: bool = True,
 ) -> I32:
     """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
+    checked_flags(raw=raw, add_special_tokens=add_special_tokens)
     if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
         raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
     is_raw = isinstance(prompt, str) and (raw or tokenizer is None or not tokenizer.has_chat_template)

@@ -92,7 +92,7 @@ class Result:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 3] + "..."
         end = f"error: {self.error}" if self.error is not None else self.finish_reason
-        return f"Result({text!r}, {end}, {self.drafter}, {self.stats.summary}, seed {self.seed})"
+        return f"Result({text!r}, {end}, {self.drafter}, {self.stats.summary})"
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, what drafters wrote in colour, and the figures."""
@@ -105,7 +105,7 @@ class Result:
 
         text = "".join(marked(*piece) for piece in self.pieces)
         who = ", ".join([*(marked(source, source) for source in drafters), "the rest: the target's own"])
-        figures = "; ".join([self.finish_reason, self.stats.summary, f"seed {self.seed}", *self.notes])
+        figures = "; ".join([self.finish_reason, self.stats.summary, *self.notes])
         figures = f"error: {self.error}; {figures}" if self.error is not None else figures
         return (
             f'<div style="white-space: pre-wrap">{text}</div>'

@@ -198,7 +198,8 @@ class Stats:
     def summary(self) -> str:
         """The main figures, in a line."""
         accepted = f"; {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
-        speed = f"{self.tokens} tokens at {self.decode_tokens_per_second:.0f} tokens/s"
+        rate = self.decode_tokens_per_second or self.end_to_end_tokens_per_second
+        speed = f"{self.tokens} {'token' if self.tokens == 1 else 'tokens'} at {rate:.0f} tokens/s"
         near = f"; {self.near_ties} near-tie{'s' if self.near_ties > 1 else ''}" if self.near_ties else ""
         return f"{speed}; {self.tokens_per_step:.2f} tokens a step{accepted}{near}"
 

@@ -66,10 +66,10 @@ class LoadOptions:
             value = getattr(self, name)
             if not isinstance(value, str) and (name, value) != ("revision", None):
                 raise ParameterError(Argument(name, value), " is no text: give one, or leave it out")
-        for name in ("threads", "max_length", "kv_memory"):
+        for name, least in (("threads", 1), ("max_length", 2), ("kv_memory", 1)):  # a prompt's token and an answer's
             number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                limits = " is out of range: give a whole number of at least 1, or leave it out"
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+                limits = f" is out of range: give a whole number of at least {least}, or leave it out"
                 raise ParameterError(Argument(name, number), limits)
 
 

@@ -36,7 +36,7 @@ class ChatTemplates:
         if template is None:
             raise ParameterError(
                 f"this model's chat templates are named {', '.join(sorted(self._templates))}, and none of them is for "
-                "a conversation without tools: give tools, or plain text with ", Argument("raw", True),
+                "a conversation without tools: give plain text with ", Argument("raw", True),
             )  # fmt: skip
         return template.render(messages, **variables)
 

@@ -84,7 +84,8 @@ def _converted(folder: Path, config: dict[str, Any]) -> Any:
     if tekken.is_file():
         return _tekken(tekken, config)
     if pieces.is_file() and (kind in _SENTENCEPIECE or not (kind or model)):
-        found = sentencepiece.read(pieces, legacy=config.get("legacy") is not False)
+        # Of a class of transformers as there, where false is the default; else as sentencepiece reads the file.
+        found = sentencepiece.read(pieces, legacy=bool(config.get("legacy", not (kind or model))))
         if found is not None:
             return _sentencepiece(found, pieces, config)
     if kind in _BYTE_LEVEL and vocabulary.is_file() and merges.is_file():

@@ -33,8 +33,10 @@ _CONTROL_NAMES = re.compile(
 _END_NAMES = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>",
-    "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+))  # fmt: skip
+_MIDDLE_END_NAMES = frozenset((
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
     "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -115,10 +117,13 @@ def chat_templates(gguf: GGUFFile) -> dict[str, str]:
 
 
 def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
-    """Every id that ends an answer: those that the file has keys for, the main one first, and those known by name."""
-    keyed = [token_id(gguf, name) for name in _END_KEYS]
+    """Every id that ends an answer: those that the file has keys for, the main one first, and those known by name. What
+    ends a completed middle comes last."""
+    keyed, tokens = [token_id(gguf, name) for name in _END_KEYS], _listed(gguf)
+    middle = {i for name, i in zip(_END_KEYS, keyed, strict=True) if name.startswith("fim")}
+    middle |= {i for i in _ends_by_name(gguf) if tokens[i] in _MIDDLE_END_NAMES}
     found = dict.fromkeys(i for i in (*keyed, *_ends_by_name(gguf)) if i is not None)
-    tokens = _listed(gguf)
+    found = dict.fromkeys(sorted(found, key=lambda i: i in middle and i != keyed[0]))
     names = {tokens[i] for i in found}
     if names & {"<|return|>", "<|flush|>"} and names & {"<|call|>", "<|calls|>"}:
         return tuple(i for i in found if tokens[i] != "<|end|>")  # gpt-oss and Solar end a message with it, no answer
@@ -128,7 +133,7 @@ def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
 def _ends_by_name(gguf: GGUFFile) -> list[int]:
     first: dict[str, int] = {}
     for i, token in enumerate(_listed(gguf)):
-        if token in _END_NAMES:
+        if token in _END_NAMES or token in _MIDDLE_END_NAMES:
             first.setdefault(token, i)  # a duplicate has another name (_tokens)
     if "<eos>" in first:
         # Gemma ends with <eos> and writes HTML, of which </s> is a tag. llama.cpp knows that of Gemma 4 alone.

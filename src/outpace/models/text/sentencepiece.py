@@ -24,6 +24,7 @@ from outpace.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a piece's type, in both kinds of file
 SPACE = "\u2581"  # how SentencePiece writes a space
+_ALL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def build(pieces: Pieces, name: str, cache: Path | None) -> Any:
     if cuts:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if pieces.prefix != "never":
-        back.append(decoders.Strip(content=" ", left=1))
+    if pieces.squeeze or pieces.prefix != "never":
+        back.append(decoders.Strip(content=" ", left=_ALL if pieces.squeeze else 1))
     tokenizer.decoder = decoders.Sequence(back)
     return tokenizer
 
