@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
@@ -69,7 +70,6 @@ def early(ids: torch.Tensor, scores: Any) -> torch.Tensor:
         {"min_new_tokens": 16, "suppress_tokens": [5, 6, 7]},
         {"bad_words_ids": [[4, 5], [9]]},
         {"no_repeat_ngram_size": 2, "renormalize_logits": True},
-        {"logits_processor": LogitsProcessorList([doubled]), "repetition_penalty": 1.2},
         {"stopping_criteria": StoppingCriteriaList([early])},
         {"prefix_allowed_tokens_fn": lambda row, ids: [3 + row, 8, 11, int(ids[-1]) % 40]},
     ],
@@ -85,6 +85,57 @@ def test_greedy_tokens_are_the_models_own(model: Any, asked: dict[str, Any]) -> 
         assert not patched.stats.own
     assert torch.equal(model.generate(ids, **asked, custom_generate=outpace.generate), expected)
     outpace.unpatch(model)
+
+
+class Bias:
+    """Row by row: [B, V]."""
+
+    def __init__(self) -> None:
+        self.bias = torch.stack([torch.linspace(-2, 2, 97), torch.linspace(2, -2, 97)])
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + self.bias[:, : scores.shape[1]]
+
+
+class OneEach(LogitsProcessor):
+    """Every call counts, and every row has a token of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        for row in range(len(ids)):
+            scores[row, 5 + 7 * row + self.calls] = 100.0
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (lambda: {"encoder_repetition_penalty": 1.5}, "EncoderRepetitionPenalty"),
+        (lambda: {"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGram"),
+        (lambda: {"logits_processor": LogitsProcessorList([Bias()])}, "caller's own"),
+        (lambda: {"logits_processor": LogitsProcessorList([OneEach()])}, "caller's own"),
+        (lambda: {"logits_processor": LogitsProcessorList([doubled]), "repetition_penalty": 1.2}, "caller's own"),
+    ],
+)
+def test_processors_that_know_their_rows_are_the_models_own(model: Any, asked: Any, named: str) -> None:
+    ids = torch.cat([PROMPT, PROMPT.flip(1)])
+    common: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    with outpace.patch(model, size=4) as patched:
+        for prompt, given in ((ids, common), (PROMPT, common | {"num_beams": 1, "num_return_sequences": 2})):
+            given = given | ({"do_sample": True} if "num_return_sequences" in given else {})
+            torch.manual_seed(5)
+            expected = own(model, prompt, **given, **asked())
+            torch.manual_seed(5)
+            assert torch.equal(model.generate(prompt, **given, **asked()), expected)
+        assert [named in reason for reason in patched.stats.own] == [True]
+        assert sum(patched.stats.own.values()) == 2
+        if named != "caller's own" or asked()["logits_processor"] == [doubled]:  # one row, and pure
+            assert torch.equal(model.generate(PROMPT, **common, **asked()), own(model, PROMPT, **common, **asked()))
+            assert sum(patched.stats.own.values()) == 2
 
 
 def test_drafters_that_a_call_names(patched: Any) -> None:

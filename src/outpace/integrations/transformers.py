@@ -531,7 +531,7 @@ class _Loop:
 
     def _params(self, row: int, seed: int) -> SamplingParams:
         width, new = self.input_ids.shape[1], max(self._new, 1)
-        processors = of_row(self.processors, row, width)
+        processors = of_row(self.processors, row, len(self._rows))
         fields: dict[str, Any] = {"temperature": 1.0 if self.config.do_sample else 0.0}
         if not self._keep:
             fields, taken = as_parameters(processors, self._ends, width, sampled=self.config.do_sample)

@@ -16,6 +16,8 @@ from outpace.params import MIN_TEMPERATURE
 
 # They run the model, or remember what they were called with: a rule sees drafts that may never be committed.
 _REFUSED = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# They hold something of every row's prompt.
+_OF_BATCH = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 State = tuple[int, ...]
 
 
@@ -50,10 +52,11 @@ class Processors:
         logits[:] = after[0].float().cpu().numpy()
 
 
-def of_row(processors: list[Any], row: int, width: int) -> list[Any]:
-    """What of ``processors`` depends on a row's place in the batch, for ``row`` alone, with its prompts ``width`` wide.
+def of_row(processors: list[Any], row: int, batch: int) -> list[Any]:
+    """``processors`` of a ``batch`` of rows as they are for ``row`` alone.
 
-    Raises NotDraftedError for those that cannot be called on drafts.
+    Raises NotDraftedError for those that cannot be called on drafts, and where there are several rows for those that
+    may know them by their places: a caller's own cannot be looked into.
     """
     found = []
     for processor in processors:
@@ -62,6 +65,10 @@ def of_row(processors: list[Any], row: int, width: int) -> list[Any]:
             raise NotDraftedError(f"a {kind} as logits processor, which takes more than ids and scores")
         if kind in _REFUSED:
             raise NotDraftedError(f"{kind}, which runs the model or remembers its calls")
+        if batch > 1 and not type(processor).__module__.startswith("transformers."):
+            raise NotDraftedError("a logits processor of the caller's own in a batch, whose rows it may tell apart")
+        if batch > 1 and kind in _OF_BATCH:
+            raise NotDraftedError(f"a {kind} in a batch, whose rows it tells apart")
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, torch.Tensor):
             processor = copy(processor)
