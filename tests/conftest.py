@@ -2,5 +2,10 @@
 
 import signal
 
-# A shell that starts tests in the background has them ignore Ctrl-C, and the processes that they start, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> None:
+    """A shell that starts tests in the background has them ignore Ctrl-C, as does a command that was interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

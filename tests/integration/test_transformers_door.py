@@ -281,6 +281,28 @@ def test_an_error_of_a_processor_is_the_callers(patched: Any) -> None:
     assert patched.generate(PROMPT, max_new_tokens=4).shape[0] == 1
 
 
+def test_what_asks_for_nothing_is_drafted(model: Any) -> None:
+    """Drafters that calls name do not pile up, nor do reasons that differ in numbers."""
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with outpace.patch(model) as patched:
+        for given in ({"synced_gpus": False}, {"trust_remote_code": False}, {"logits_to_keep": 1}):
+            assert torch.equal(model.generate(PROMPT, **asked, **given), own(model, PROMPT, **asked, **given))
+        for size in range(1, 25):
+            model.generate(PROMPT, **asked, prompt_lookup_num_tokens=size)
+        assert patched.stats.own == {}
+        assert len(patched._engines) < 12
+        for longest in range(200, 203):
+            model.generate(PROMPT, max_new_tokens=longest, stopping_criteria=StoppingCriteriaList([early]))
+        assert [*patched.stats.own.values()] == [3]
+
+
+@pytest.mark.parametrize("given", [{"drafter": "model:/nowhere"}, {"drafter": "ngram:size=99"}, {"size": 99}])
+def test_a_drafter_that_cannot_be_is_refused_at_once(model: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(outpace.OutpaceError):
+        outpace.patch(model, **given)
+    assert not {"generate", "_outpace_door"} & vars(model).keys()
+
+
 def test_stats_of_patched_calls(model: Any) -> None:
     with pytest.raises(ParameterError, match=r"not patched: call outpace.patch\(model\) first"):
         outpace.stats(model)

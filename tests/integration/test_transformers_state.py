@@ -13,7 +13,8 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import Thread
+from functools import partial
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import peft
@@ -194,6 +195,13 @@ def adapted(model: Any) -> None:
     lora(model)
 
 
+def other_adapter(model: Any) -> None:
+    with_two = lora(model)
+    with_two.add_adapter("other", with_two.peft_config["default"])
+    with_two.set_adapter("other")
+    with_two.eval()
+
+
 def merged(model: Any) -> None:
     lora(model).merge_adapter()
 
@@ -238,8 +246,8 @@ CHANGES: tuple[Change, ...] = (
     in_place, optimizer_step, a_row_of_data, a_column_of_data, other_data, state_dict, assigned_state_dict,
     new_parameter, new_module, layers_change_places, more_tokens, rotary, epsilon, scaling, hook, pre_hook,
     hidden_states_once, global_hook, weight_norm, pruned, forward_of_anything, forward_of_a_part, other_inputs,
-    adapted, merged, merged_and_unloaded, disabled, compiled, sdpa, autocast, inference_mode, quoted("train"),
-    quoted("to", torch.bfloat16), quoted("half"), quoted("double"), quoted("requires_grad_", False),
+    adapted, other_adapter, merged, merged_and_unloaded, disabled, compiled, sdpa, autocast, inference_mode,
+    quoted("train"), quoted("to", torch.bfloat16), quoted("half"), quoted("double"), quoted("requires_grad_", False),
 )  # fmt: skip
 
 
@@ -426,6 +434,56 @@ def test_generate_inside_generate(model: Any) -> None:
     outpace.unpatch(model)
 
 
+def test_an_old_patch_does_not_undo_a_newer_one(model: Any) -> None:
+    expected = own(model, PROMPT, **GREEDY)
+    old = outpace.patch(model, size=3)
+    with outpace.patch(model, size=2) as new:
+        old.close()
+        assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+        assert new.stats.calls == 1
+        assert new.stats.own == {}
+        with pytest.raises(ParameterError, match="undone"):
+            old.engine()
+    assert not {"generate", "_outpace_door"} & vars(model).keys()
+
+
+@pytest.mark.parametrize("again", [False, True])  # patched again meanwhile
+@pytest.mark.parametrize("loop", [{}, {"custom_generate": outpace.generate}])
+def test_calls_that_wait_while_the_patch_is_undone(model: Any, again: bool, loop: dict[str, Any]) -> None:
+    expected, found = own(model, PROMPT, **GREEDY), []
+    old, waits = outpace.patch(model, size=3), Event()
+
+    class Lock:
+        """The patch's own, and says when somebody comes to wait for it."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            if current_thread() is caller:
+                waits.set()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    old.lock = Lock(old.lock)
+    generate = partial(own, model) if loop else model.generate
+    caller = Thread(target=lambda: found.append(generate(PROMPT, **GREEDY, **loop)))
+    with old.lock:
+        caller.start()
+        assert waits.wait(60)
+        old.close()
+        new = outpace.patch(model, size=2) if again else None
+    caller.join()
+    assert torch.equal(found[0], expected)
+    assert not old._engines
+    if new is not None:
+        assert (new.stats.calls, new.stats.own) == (1, {})
+    outpace.unpatch(model)
+    assert not {"generate", "_outpace_door"} & vars(model).keys()
+
+
 def test_several_serve_one_module(model: Any) -> None:
     """A patch, engines over the module, and the module as its own assistant; in half precision they share weights."""
     for kind in (torch.float32, torch.float16):
@@ -467,6 +525,56 @@ def test_wrappers(model: Any) -> None:
     assert not patched.stats.own
     outpace.unpatch(whole)
     assert "generate" not in vars(adapted.get_base_model())
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's
+def test_the_adapter_at_work_counts_where_prefixes_are_kept(model: Any) -> None:
+    """What was kept under one adapter is not gone on with under another; nor is another scale."""
+    prompt = PROMPT.repeat(1, 12)
+
+    def tokens(model: Any) -> Any:
+        return model.generate(input_ids=prompt, **GREEDY)
+
+    torch.manual_seed(7)
+    adapted = lora(model)
+    adapted.add_adapter("other", adapted.peft_config["default"])
+    adapted.eval()  # a new adapter's dropout is on
+    reference = copy.deepcopy(adapted)
+    answers = []
+    with outpace.patch(adapted, size=3, prefix_rows=4) as patched:
+        for name in ("default", "other", "default"):
+            for each in (adapted, reference):
+                each.set_adapter(name)
+            for _ in range(2):
+                answers.append(tokens(reference))
+                assert torch.equal(tokens(adapted), answers[-1])
+        for each in (adapted, reference):
+            for part in each.modules():
+                if isinstance(getattr(part, "scaling", None), dict):
+                    part.scaling["default"] *= 6
+        assert torch.equal(tokens(adapted), tokens(reference))
+        assert not torch.equal(answers[0], answers[2])
+        assert patched.stats.own == {}
+    with outpace.Engine.load(model=adapted, size=3) as engine:
+        engine.generate(prompt[0].tolist(), max_tokens=4)
+        adapted.set_adapter("other")
+        with pytest.raises(ModelError, match="has changed since"):
+            engine.generate(prompt[0].tolist(), max_tokens=4)
+
+
+def test_weights_lie_alone_once_nobody_serves_them(model: Any, tmp_path: Any) -> None:
+    """safetensors saves no tensors that share memory. While two serve the module, one of them leaves them together."""
+    from safetensors.torch import save_model
+
+    model.half()
+    expected = own(model, PROMPT, **GREEDY)
+    with outpace.Engine.load(model=model, size=3) as engine:
+        with outpace.patch(model, size=3):
+            assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+        assert engine.generate(PROMPT[0].tolist(), max_tokens=4).token_ids
+    save_model(model, str(tmp_path / "model.safetensors"))
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert torch.equal(own(model, PROMPT, **GREEDY), expected)
 
 
 def test_copies_are_not_patched(model: Any, tmp_path: Any) -> None:

@@ -395,6 +395,7 @@ def test_two_tabs_keep_each_others_chats(page: Any) -> None:
     page.reload()
     assert [its["title"] for its in kept_chats(page)] == ["The second tab.", "The first tab."]
     page.click("#list button:has-text('The first tab.')")
+    page.locator("article.user").nth(1).wait_for(timeout=10_000)
     assert page.locator("article.user").count() == 2
 
 

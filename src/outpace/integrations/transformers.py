@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from threading import Lock, RLock
@@ -50,6 +52,7 @@ from outpace.params import SamplingParams
 
 _DOOR = "_outpace_door"
 _MOST_NODES = 63
+_MOST_SPECS = 8  # drafters that calls named and that are kept
 _OPENING = Lock()  # two threads that call a model's first generate share one engine
 
 log = logging.getLogger(__name__)
@@ -98,11 +101,13 @@ class Patch:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # assistants that have a finalizer
         self._state: ModuleState | None = None  # of the module, as the engines have it
         self._refusal: str | None = None  # why there can be none
+        self._closed = False
         self.model: Model
         self._serve(module)
         self.lock = RLock()  # one generate at a time
         self.drafting = False  # whether an engine runs; a generate that is called from within is the model's own
         self._calls, self._own, self._notes = 0, Counter[str](), dict[str, None]()
+        self._reasons: dict[str, str] = {}  # the first of those that differ in numbers alone
         self._last: Stats | None = None
         self._total = pooled([])
 
@@ -119,9 +124,12 @@ class Patch:
         self._notes |= dict.fromkeys(note for result in results for note in result.notes)
 
     def count_own(self, reason: str) -> None:
-        """Add a call that the model's own ``generate`` served, and log its ``reason`` once."""
-        if reason not in self._own:
+        """Add a call that the model's own ``generate`` served, and log its ``reason`` once. Reasons that differ in
+        numbers alone are one."""
+        kind = re.sub(r"\d+", "0", reason)
+        if kind not in self._reasons:
             log.warning("outpace: undrafted, by the model's own generate: %s", reason)
+        reason = self._reasons.setdefault(kind, reason)
         self._calls += 1
         self._own[reason] += 1
         self._last = None
@@ -130,9 +138,14 @@ class Patch:
         self.model = live(module, None, self._load_options, weak=True)[0]
         self._state = ModuleState(module)
 
+    def serves(self, module: Any) -> bool:
+        """Whether ``module`` has this patch. Under ``lock`` that stays so."""
+        return module.__dict__.get(_DOOR) is self
+
     def follow(self, module: Any) -> None:
         """Serve ``module`` as it is now: one that changed since is read, and proven, again. Raises NotDraftedError
-        inside another call, and ModelError where it can no longer be served exactly."""
+        inside another call and once the patch is undone, ModelError where it can no longer be served exactly."""
+        self._require_open()
         if self.drafting:
             raise NotDraftedError("a generate inside another one")
         if self._state is None or not self._state.same(module):
@@ -146,13 +159,25 @@ class Patch:
         if self._refusal is not None:
             raise ModelError(self._refusal)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NotDraftedError("a patch that was undone")
+
     def engine(self, drafter: str | None = None, assistant: Any = None, tokenizers: Any = None) -> Engine:
-        """The engine that drafts by the spec ``drafter`` (None: the patch's own) or with the module ``assistant``."""
+        """The engine that drafts by the spec ``drafter`` (None: the patch's own) or with the module ``assistant``.
+        Raises NotDraftedError once the patch is undone."""
+        self._require_open()
         identity = id(assistant)
         if identity in self._assistants and not self._assistants[identity].same(assistant):
             self._forget(identity)
         key = (drafter or self._drafter, identity)
-        if key not in self._engines:
+        if key in self._engines:
+            self._engines[key] = self._engines.pop(key)  # the latest is the last
+        else:
+            own = (self._drafter, id(None))
+            past = [each for each in self._engines if each != own and each[1] == own[1]]
+            if drafter is not None and len(past) >= _MOST_SPECS:
+                self._engines.pop(past[0]).drafter.close()
             options = dict(self._options)
             spec = parse(key[0])
             if spec.size is not None:
@@ -199,8 +224,10 @@ class Patch:
             if self.drafting:
                 raise ParameterError("this model's generate is running: undo the patch when it has returned")
             module = self._module()
-            if module is not None and module.__dict__.pop(_DOOR, None) is not None:
+            if module is not None and self.serves(module):  # a newer patch stays
+                del module.__dict__[_DOOR]
                 module.__dict__.pop("generate", None)
+            self._closed = True
             self._release()
 
     def __enter__(self) -> Patch:
@@ -236,6 +263,12 @@ def patch(
     model = _module_of("patch", model)
     unpatch(model)
     found = _open(model, drafter, {**options, "kv_memory": kv_memory})
+    if drafter != "auto" or options or kv_memory is not None:  # what was asked for is there, or refused now
+        try:
+            found.engine()
+        except BaseException:
+            found.close()
+            raise
     model.generate = MethodType(_generate, model)
     return found
 
@@ -280,13 +313,23 @@ def _open(model: Any, drafter: StrPath = "auto", options: dict[str, Any] | None 
     return found
 
 
+@contextmanager
+def _held(find: Callable[[], Patch | None], model: Any) -> Iterator[Patch | None]:
+    """The patch of ``model`` that ``find`` gives, locked; looked for anew where another thread undid it meanwhile."""
+    while (patched := find()) is not None:
+        with patched.lock:
+            if patched.serves(model):
+                yield patched
+                return
+    yield None
+
+
 def _generate(self: Any, *args: Any, **named: Any) -> Any:
     """A patched model's ``generate``: drafted, or else the model's own with the very same arguments."""
     own = type(self).generate
-    patched = self.__dict__.get(_DOOR)
-    if patched is None:  # a copy
-        return own(self, *args, **named)
-    with patched.lock:
+    with _held(lambda: self.__dict__.get(_DOOR), self) as patched:
+        if patched is None:  # a copy, or no longer patched when it was this call's turn
+            return own(self, *args, **named)
         call = _Call(patched)
         random = torch.get_rng_state()
         try:
@@ -329,12 +372,14 @@ class _Call:
             given |= value if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
         if given.get("custom_generate") is generate:
             del given["custom_generate"]
-        require_known(given)
+        require_known(model, given)
         self.streamer, self.assistant = given.pop("streamer", None), given.pop("assistant_model", None)
         self.assistant_tokenizer, self.tokenizer = given.pop("assistant_tokenizer", None), given.pop("tokenizer", None)
         if self.tokenizer is not None and (stops := given.pop("stop_strings", None)) is not None:
             criteria = given.get("stopping_criteria") or []
             given["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(self.tokenizer, stops)])
+        elif getattr(given.get("generation_config") or model.generation_config, "stop_strings", None) is not None:
+            given["tokenizer"] = self.tokenizer
         return own(model, **given, custom_generate=self)
 
     def __call__(
@@ -401,8 +446,8 @@ def generate(
             "outpace.generate is a decoding loop, for model.generate(..., custom_generate=outpace.generate): "
             'for text, use outpace.Engine.load("demo").generate("Hello")'
         )
-    patched = _open(model)
-    with patched.lock:
+    with _held(lambda: _open(model), model) as patched:
+        assert patched is not None
         call = _Call(patched, streamer, assistant_model, assistant_tokenizer, text_tokenizer)
         return call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 

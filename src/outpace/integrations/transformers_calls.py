@@ -24,7 +24,8 @@ _SERVED = {
     "assistant_model", "assistant_tokenizer", "tokenizer", "streamer", "attention_mask", "position_ids",
     "use_cache",
 }  # fmt: skip
-_MARKS_OF_IMAGES = ("mm_token_type_ids", "moe_mm_token_type_ids")  # 0 where a token is text
+_MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids")  # 0 where a token is text; token_type_ids are only Gemma's
+_OFF = ("synced_gpus", "trust_remote_code")
 # Fields of GenerationConfig that neither become an object nor are read here: outputs, and lossy or foreign drafting.
 _LOOPS_OWN = (
     "output_attentions", "output_hidden_states", "token_healing", "assistant_ensemble_weight", "speculation_type",
@@ -40,11 +41,10 @@ class NotDraftedError(ParameterError):
         self.reason = reason
 
 
-def require_known(given: Mapping[str, Any]) -> None:
+def require_known(model: Any, given: Mapping[str, Any]) -> None:
     """Raise NotDraftedError for the first of ``generate``'s arguments ``given`` that asks for more than tokens."""
     for name, value in given.items():
-        known = name in _SERVED or hasattr(_DEFAULTS, name) or _is_text(name, value)
-        if not known and value is not None:
+        if not (name in _SERVED or hasattr(_DEFAULTS, name) or _neutral(model, name, value)):
             raise NotDraftedError(name)
 
 
@@ -64,7 +64,7 @@ def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, An
         if getattr(config, name, False):
             raise NotDraftedError(name)
     for name, value in given.items():
-        if name not in _SERVED and not _asks_nothing(name, value):
+        if name not in _SERVED and not _asks_nothing(model, name, value):
             raise NotDraftedError(name)
     if (reason := own_generate_only(model)) is not None:
         raise NotDraftedError(reason)
@@ -73,20 +73,22 @@ def require_drafted(model: Any, config: GenerationConfig, given: Mapping[str, An
 _DEFAULTS = GenerationConfig()
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def _asks_nothing(model: Any, name: str, value: Any) -> bool:
     """Whether a ``value`` that transformers prepared leaves the tokens to the model and the prompt alone."""
     if isinstance(value, Cache):
         made_for_this_call = not getattr(value, "_is_user_defined", False) and int(value.get_seq_length()) == 0
         return made_for_this_call and not isinstance(value, QuantizedCache)  # whose rounding changes tokens
     if isinstance(value, Mapping):
         return not value
+    return _neutral(model, name, value)
+
+
+def _neutral(model: Any, name: str, value: Any) -> bool:
+    if name in _MARKS or (name == "token_type_ids" and model.config.model_type.startswith("gemma")):
+        return value is None or (isinstance(value, torch.Tensor) and not value.any())
     if name == "logits_to_keep":  # transformers adds 1
-        return isinstance(value, int) and value == 1
-    return value is None or _is_text(name, value) or (name == "synced_gpus" and value is False)
-
-
-def _is_text(name: str, value: Any) -> bool:
-    return name in _MARKS_OF_IMAGES and isinstance(value, torch.Tensor) and not value.any()
+        return type(value) is int and value == 1
+    return value is None or (name in _OFF and value is False)
 
 
 def padding_of(input_ids: torch.Tensor, given: Mapping[str, Any]) -> list[int]:

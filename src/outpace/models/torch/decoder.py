@@ -6,6 +6,7 @@ them, so that a step of few tokens costs little more than reading the weights.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,16 @@ from outpace.models.torch.state import hooked
 
 REPACKED = (torch.float32, torch.bfloat16)
 TOKENS = 8  # the width that weights are repacked for
+_JOINED: weakref.WeakSet[torch.nn.Linear] = weakref.WeakSet()  # whose weights lie beside others' in one tensor
+
+
+def apart(module: Any) -> None:
+    """Give every weight of ``module`` that was joined with others memory of its own again, as files that are saved
+    from it want."""
+    for part in module.modules():
+        if part in _JOINED:
+            _JOINED.discard(part)
+            part.weight.data = part.weight.data.clone()
 
 
 class Projection:
@@ -42,6 +53,7 @@ class Projection:
         if weight.data_ptr() != weights[0].data_ptr():  # the modules read the same memory
             for module, part in zip(modules, weight.split(self.rows), strict=True):
                 module.weight.data = part
+                _JOINED.add(module)
 
     def settle(self) -> None:
         """Put repacked weights into huge pages: reading them is most of a step."""

@@ -19,7 +19,7 @@ from outpace.models.base import Batch, Model, ModelInfo
 from outpace.models.torch.anatomy import attending, dissect, max_length
 from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
-from outpace.models.torch.decoder import OwnDecoder, described
+from outpace.models.torch.decoder import OwnDecoder, apart, described
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.output import TorchOutput
@@ -29,6 +29,7 @@ from outpace.models.torch.state import ModuleState
 
 # By module: several models may serve one, each for an engine, and a forward through the module's own code marks it.
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, FairLock] = weakref.WeakKeyDictionary()
+_SERVING: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[TransformersModel]] = weakref.WeakKeyDictionary()
 
 
 class TransformersModel(Model):
@@ -64,6 +65,7 @@ class TransformersModel(Model):
         served exactly.
         """
         self.lock = _LOCKS.setdefault(module, FairLock())
+        _SERVING.setdefault(module, weakref.WeakSet()).add(self)
         self._weak, self._strong = weakref.ref(module), None if weak else module
         configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
         self._configs = list(configs.values())
@@ -304,6 +306,11 @@ class TransformersModel(Model):
         self._short.clear()
         self._configs.clear()
         self._strong = None
+        module = self._weak()
+        if module is not None and self in (serving := _SERVING[module]):
+            serving.discard(self)
+            if not serving:
+                apart(module)
 
 
 @contextmanager

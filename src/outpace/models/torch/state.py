@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _PLAIN = (bool, int, float, str)
+_SEVERAL = (list, tuple, set, frozenset, dict)
+_MOST = 64  # values of one attribute that are compared
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Hooks that transformers installs on all layers once somebody asks for hidden states: idle unless somebody does.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
@@ -29,7 +31,8 @@ class ModuleState:
 
     def same(self, module: Any) -> bool:
         """Whether ``module`` computes what it did, as far as can be seen: unseen are changes through ``.data`` that
-        leave every row and column of a weight mostly as it was, and attributes that are neither tensors nor plain."""
+        leave every row and column of a weight mostly as it was, and attributes that are neither tensors, nor plain, nor
+        a few plain ones together."""
         parts, tensors, facts = _described(module)
         before, now = (*self._parts, *self._tensors), (*parts, *tensors)
         if facts != self._facts or len(before) != len(now):
@@ -80,15 +83,28 @@ def _described(module: Any) -> tuple[list[Any], list[Any], list[Any]]:
     for part in module.modules():
         parts.append(weakref.ref(part))
         facts.append(type(part))
-        facts += [value for value in vars(part).values() if type(value) in _PLAIN]
-        facts.append(id(vars(part).get("forward")))
-    facts += [value for value in vars(module.config).values() if type(value) in _PLAIN]
+        facts += _plain_values(part)
+        facts += [id(vars(part).get("forward")), id(getattr(type(part), "forward", None))]
+    facts += _plain_values(module.config)
     tensors = []
     for tensor in _held(module):
         tensors.append(weakref.ref(tensor))
         version = None if tensor.is_inference() else tensor._version
         facts.append((version, _address(tensor), tensor.dtype, tensor.device, tensor.shape))
     return parts, tensors, facts
+
+
+def _plain_values(holder: Any) -> list[Any]:
+    """Plain attributes, and lists, sets and dicts of such, which may name the adapter at work and its scale."""
+    found: list[Any] = []
+    for name, value in vars(holder).items():
+        if type(value) in _PLAIN:
+            found.append(value)
+        elif type(value) in _SEVERAL and 0 < len(value) <= _MOST:
+            every = [*value, *value.values()] if isinstance(value, dict) else value
+            if all(type(each) in _PLAIN for each in every):
+                found.append((name, repr(value)))
+    return found
 
 
 def _address(tensor: Tensor) -> int | None:
