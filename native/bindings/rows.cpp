@@ -43,6 +43,7 @@ struct VerdictsOf : nb::object {
 struct BoundRow {
     Row row;
     nb::object drafter;  // keeps it alive
+    const void* of;      // whose names its sources are numbers of
 };
 
 // A row that decodes: its tokens int32 [L], how many are committed, most nodes; and, where it has rules, the chooser's that are
@@ -73,7 +74,7 @@ public:
         for (const nb::handle name : names) sources.push_back(number(name));
         return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, drafts_for, natively, std::move(sources), reads, ruled,
                                                        acceptance == "coupled", watched, sampling, kind},
-            native});
+            native, this});
     }
 
     // A new step. Rules: None, not all that no single token can be tested by. Chunks end before the last token. policy: None, where
@@ -87,6 +88,7 @@ public:
             const IntView& tokens = views_.emplace_back(nb::handle(given[1]).ptr());
             const long length = whole(nb::handle(given[2]).ptr()), most = whole(nb::handle(given[3]).ptr());
             if (length < 1 || length > tokens.size() || most < 0) throw std::invalid_argument("a row's length or most is out of range");
+            if (row.tokens) throw std::invalid_argument("a row is in a step once");
             row.begin(tokens.data(), static_cast<size_t>(length), static_cast<int>(most));
             rows_.rows.push_back(&row);
             if (given.size() < 6) continue;
@@ -212,7 +214,7 @@ public:
         }
     }
     void drop(const std::vector<size_t>& where) {
-        for (const size_t i : where) rows().rows.at(i)->proposed = {};
+        for (const size_t i : where) rows().drop(i);
     }
     void lead(size_t i, const std::vector<int32_t>& tokens, const nb::str& source) { rows().lead(i, tokens, number(source)); }
     void keep(size_t i, const std::vector<int32_t>& nodes) { rows().keep(i, nodes); }
@@ -349,8 +351,10 @@ private:
     Row& row_of(const nb::tuple& given) {
         if (!nb::isinstance<BoundRow>(given[0]))
             throw nb::type_error("a row is (Row, tokens, length, most), a chunk (Row, tokens, start, count, wanted)");
+        BoundRow& bound = *nb::inst_ptr<BoundRow>(given[0]);
+        if (bound.of != this) throw std::invalid_argument("a row of another Rows");
         held_.push_back(given[0]);
-        return nb::inst_ptr<BoundRow>(given[0])->row;
+        return bound.row;
     }
 
     int number(const nb::handle name) {

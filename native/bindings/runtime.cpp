@@ -102,10 +102,10 @@ auto pool_value(Runtime& runtime) {
 
 // A run to whose barrier the last thread comes late, asleep or at work so long, and after which every thread is at work for
 // `after` seconds; a lone thread is at work for 20 ms before. See Pool::pretend. Which team such a run has next.
-int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double after, unsigned kind) {
+int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double lost, double after, unsigned kind) {
     if (kind > Pool::kDrafting) throw std::invalid_argument("no kind of run");
     return of_pool(runtime, [&](Pool& pool) {
-        pool.pretend(away);
+        pool.pretend(away, lost);
         pool.run([&](Seat& me) {
             if (me.rank == me.count - 1) {
                 const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(me.count > 1 ? seconds : 0.02);
@@ -116,7 +116,7 @@ int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double 
             const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(after);
             while (std::chrono::steady_clock::now() < end) {}
         }, kind);
-        pool.pretend(-1.0);
+        pool.pretend(-1.0, -1.0);
         return pool.team(kind);
     });
 }
@@ -139,8 +139,8 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_rw("claims", &pool_value<&Pool::uneven>,
             [](Runtime& x, bool claims) { of_pool(x, [&](Pool& pool) { pool.treat_as_uneven(claims); }); },
             "Whether threads claim a half of every product, since cores differ: measured when they began, or as it was set.")
-        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "after"_a = 0.0, "kind"_a = 0u,
-            "For tests: a run whose last thread is late, asleep or at work. away: see Pool::pretend. The team then.")
+        .def("late_run", &late_run, "seconds"_a, "sleeps"_a, "away"_a, "lost"_a = -1.0, "after"_a = 0.0, "kind"_a = 0u,
+            "For tests: a run whose last thread is late, asleep or at work. away, lost: see Pool::pretend. The team then.")
         .def_prop_ro("wake_seconds", &pool_value<&Pool::wake_seconds>)
         .def_prop_ro("hand_over_seconds", &pool_value<&Pool::hand_over_seconds>);
     m.attr("KV_BLOCK") = kBlock;

@@ -59,6 +59,7 @@ public:
 
     // Rows that it knows. Afterwards `nodes` and `levels` say what to ask for.
     void plan(const std::vector<View>& views, int64_t prefill);
+    size_t planned() const { return count_; }  // rows of the step that is under way; 0 once it was learned from
     int nodes(size_t i) const { return steps_[i].nodes; }
     int levels(size_t i) const { return steps_[i].levels; }
     double floor(size_t i) const { return steps_[i].floor; }
@@ -66,7 +67,7 @@ public:
     // `drafts`: of all rows. `drawn`: nodes carry q. Afterwards `kept` are the nodes to verify, ascending, with their parents.
     void trim(const std::vector<const Draft*>& drafts, bool drawn);
     const std::vector<int>& kept(size_t i) const { return steps_[i].kept; }
-    const Decision& decision(size_t i) const { return steps_[i].decision; }
+    const Decision& decision(size_t i) const { return steps_.at(i).decision; }
 
     // `paths`: of all rows, the accepted nodes of what was kept.
     void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds);

@@ -263,7 +263,6 @@ void Pool::account() {
     asleep_since_ = {};
     away_ = {};
     for (int i = 0; i < began_; ++i) away_ += places_[static_cast<size_t>(i)].away;
-    if (pretended_ >= 0.0) away_ = std::chrono::duration_cast<Clock::duration>(pretended_ * lost_);
 }
 
 // Seconds a unit of work that a team is thought to take while nobody else uses the cores; 0: unknown.
@@ -274,12 +273,16 @@ double Pool::expected(int team, unsigned kind) const {
 }
 
 bool Pool::slow() const {
+    if (pretended_lost_ >= 0.0) return pretended_lost_ > kLost;
     const Clock::duration whole = std::max(Clock::now() - begun_, expected_ + lost_);
     return lost_ > kHiccup && lost_ > std::chrono::duration_cast<Clock::duration>(kLost * whole);
 }
 
 // A run is slow because others use the cores.
-bool Pool::robbed() const { return slow() && away_ > std::chrono::duration_cast<Clock::duration>(kAway * lost_); }
+bool Pool::robbed() const {
+    const bool away = pretended_away_ >= 0.0 ? pretended_away_ > kAway : away_ > std::chrono::duration_cast<Clock::duration>(kAway * lost_);
+    return away && slow();
+}
 
 // Half of the team stays, the last to arrive among them: it has its core, and those that sleep may have lost theirs.
 void Pool::shrink(const Seat& last) {

@@ -52,8 +52,9 @@ public:
     double hand_over_seconds() const { return hand_over_seconds_; }  // and of threads that spin
     long long dropped() const { return dropped_; }  // runs that went on with fewer threads, since others used the cores
     long long waited() const { return waited_; }    // slow runs that kept their team, since nobody did
-    // For tests: what threads say that they were away, as a multiple of the time that was lost; negative: the truth.
-    void pretend(double away) { pretended_ = away; }
+    // For tests: what a run goes by, whatever clocks say: time that threads were away, as a multiple of what was lost, and what was
+    // lost, of the whole run. Negative: the truth.
+    void pretend(double away, double lost) { pretended_away_ = away, pretended_lost_ = lost; }
 
     // Runs body(seat) on every thread of the team and returns with how many it ended; the caller is thread 0. `body` must
     // not throw. Teams are compared by runs of one `kind`, which take a time in proportion to `work`. Not reentrant.
@@ -127,7 +128,7 @@ private:
     std::atomic<Clock::rep> idle_spin_;              // of a worker between runs
     bool calibrated_ = false, uneven_ = false;
     long long dropped_ = 0, waited_ = 0;
-    double pretended_ = -1.0;
+    double pretended_away_ = -1.0, pretended_lost_ = -1.0;
     double wake_seconds_ = 0.0, hand_over_seconds_ = 0.0;
     // Each on its own cache line: they are written while others spin on them.
     alignas(64) std::atomic<int> sleeping_{0};

@@ -18,10 +18,22 @@ void Row::begin(const int32_t* committed, size_t count, int most_nodes) {
 }
 
 void Rows::clear() {
+    for (Row* row : rows) row->tokens = nullptr;
     rows.clear(), chunks.clear();
-    planned_ = limits_depth_ = false;
+    planned_ = limits_depth_ = packed_ = final_ = false;
     policy_ = nullptr;
     result_.reset();
+}
+
+Row& Rows::drafting(size_t i) {
+    if (final_) throw std::invalid_argument("the step's drafts are packed or decided: they stay as they are");
+    return *rows.at(i);
+}
+
+Policy& Rows::planned() const {
+    if (policy_->planned() != rows.size())
+        throw std::invalid_argument("the policy has planned another step since, or learnt from this one");
+    return *policy_;
 }
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
@@ -53,6 +65,7 @@ bool Rows::computes() const {
 }
 
 std::vector<Rows::Failed> Rows::propose() {
+    if (!rows.empty()) drafting(0);
     std::vector<Failed> failed;
     std::vector<char> done(rows.size());
     std::vector<size_t> at;
@@ -95,7 +108,7 @@ void Rows::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
 }
 
 void Rows::put(size_t i, Draft draft) {
-    Row& each = *rows.at(i);
+    Row& each = drafting(i);
     const size_t k = draft.tokens.size();
     if (k > static_cast<size_t>(each.nodes))
         throw std::invalid_argument("it proposed " + std::to_string(k) + " nodes where " + std::to_string(each.nodes) + " were asked for");
@@ -111,9 +124,10 @@ void Rows::put(size_t i, Draft draft) {
 
 void Rows::lead(size_t i, const std::vector<int32_t>& tokens, int source) {
     constexpr double kFirst = 0.99, kLast = 0.09;
-    Row& each = *rows.at(i);
+    Row& each = drafting(i);
     Draft chain, &own = each.proposed;
     for (const int32_t token : tokens) {
+        if (token < 0 || token >= vocab_) throw std::invalid_argument("a token that must follow is not in the vocabulary");
         const auto n = static_cast<double>(chain.size());
         chain.add(token, static_cast<int32_t>(chain.size()) - 1, kFirst - kLast * n / static_cast<double>(tokens.size()), source);
     }
@@ -124,12 +138,15 @@ void Rows::lead(size_t i, const std::vector<int32_t>& tokens, int source) {
 }
 
 void Rows::keep(size_t i, const std::vector<int32_t>& nodes) {
-    Row& each = *rows.at(i);
+    Row& each = drafting(i);
+    std::vector<char> kept(each.proposed.tokens.size());
     int32_t last = -1;
     for (const int32_t node : nodes) {
-        if (node <= last || static_cast<size_t>(node) >= each.proposed.tokens.size())
-            throw std::invalid_argument("nodes to keep must ascend, within the draft");
-        last = node;
+        const bool ascends = node > last && static_cast<size_t>(node) < kept.size();
+        const int32_t parent = ascends ? each.proposed.parents[static_cast<size_t>(node)] : -1;
+        if (!ascends || (parent >= 0 && !kept[static_cast<size_t>(parent)]))
+            throw std::invalid_argument("nodes to keep must ascend, within the draft, each with its parent");
+        kept[static_cast<size_t>(last = node)] = 1;
     }
     if (nodes.size() < each.proposed.tokens.size()) each.proposed = each.proposed.only(nodes);
 }
@@ -139,18 +156,19 @@ void Rows::trim() {
     std::vector<const Draft*> drafts;
     bool drawn = false;
     for (const Row* row : rows) drafts.push_back(&row->proposed), drawn = drawn || row->drawn;
-    policy_->trim(drafts, drawn);
+    if (!rows.empty()) drafting(0);
+    planned().trim(drafts, drawn);
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
-        if (nodes.size() == rows[i]->proposed.tokens.size()) continue;
-        rows[i]->kept = rows[i]->proposed.only(nodes);
-        rows[i]->trimmed = true;
+        rows[i]->trimmed = nodes.size() != rows[i]->proposed.tokens.size();
+        if (rows[i]->trimmed) rows[i]->kept = rows[i]->proposed.only(nodes);
     }
 }
 
 // -- forward and verdicts ---------------------------------------------------------------------------------------------
 
 void Rows::pack() {
+    packed_ = final_ = true;
     size_t n = 0;
     for (const Row* each : rows) n += 1 + each->draft().tokens.size();
     for (const PromptChunk& chunk : chunks) n += chunk.count();
@@ -193,6 +211,8 @@ BatchView Rows::batch(int layers) const {
 }
 
 void Rows::verify(std::shared_ptr<Result> result) {
+    if (!packed_ || static_cast<size_t>(result->tokens) != token.size() || result->vocab != vocab_)
+        throw std::invalid_argument("a result of another batch");
     result_ = std::move(result);
     int sampled = 0;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -218,6 +238,7 @@ void Rows::verify(std::shared_ptr<Result> result) {
 
 void Rows::decide(size_t i, Verdict verdict) {
     const Draft& draft = rows.at(i)->draft();
+    final_ = true;
     if (verdict.tokens.size() != verdict.path.size() + 1)
         throw std::invalid_argument("a verdict has one token more than its path has nodes");
     int32_t at = -1;
@@ -263,7 +284,7 @@ void Rows::learn(double draft, double body) {
     if (!policy()) return;
     std::vector<const std::vector<int32_t>*> paths;
     for (const Row* each : rows) paths.push_back(&each->verdict.path);
-    policy_->learn(paths, {draft, body});
+    planned().learn(paths, {draft, body});
 }
 
 std::vector<NativeDrafter*> Rows::observe(const std::vector<std::pair<int, int>>& gains) {

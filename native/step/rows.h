@@ -37,7 +37,7 @@ struct Row {
     Sampling sampling;       // `index` aside
     Policy::Kind kind;
 
-    const int32_t* tokens = nullptr;  // committed; the last one is pending
+    const int32_t* tokens = nullptr;  // committed; the last one is pending. Null between two steps
     size_t length = 0;
     int most = 0, nodes = 0, depth = 0;  // nodes that it may draft, and that the policy leaves it, of so many levels
     double floor = 0.0;
@@ -79,15 +79,19 @@ public:
     std::vector<PromptChunk> chunks;
     void clear();
 
+    // Drafts change until they are packed or decided; a batch is verified by a result of its own. Whatever comes out of order, or
+    // names no row, throws std::invalid_argument or std::out_of_range.
+
     // How many nodes each row may be asked for. `policy` null: as many as it may have.
     void plan(Policy* policy);
     // Whether `propose` runs a network, and may take long.
     bool computes() const;
     // Native drafters draft for their rows. Returns those that did not.
     std::vector<Failed> propose();
-    void put(size_t i, Draft draft);                                     // throws std::invalid_argument
+    void put(size_t i, Draft draft);
+    void drop(size_t i) { drafting(i).proposed = {}; }
     void lead(size_t i, const std::vector<int32_t>& tokens, int source);  // tokens that must follow come first
-    void keep(size_t i, const std::vector<int32_t>& nodes);              // throws std::invalid_argument
+    void keep(size_t i, const std::vector<int32_t>& nodes);  // with their parents
     // The policy drops nodes that do not pay.
     void trim();
 
@@ -99,7 +103,7 @@ public:
 
     // Drafters get the likeliest tokens after their rows' nodes, and rows are decided, as far as C++ can.
     void verify(std::shared_ptr<Result> result);
-    void decide(size_t i, Verdict verdict);  // throws std::invalid_argument
+    void decide(size_t i, Verdict verdict);
     // The rows' KV becomes what their verdicts say: all but the last token. Returns rows that could not be settled, and why.
     std::vector<std::pair<int, std::string>> settle(Model& model) const;
     // Slots of row i's path, and whether they are the first that were written.
@@ -117,6 +121,8 @@ public:
     std::vector<NativeDrafter*> observe(const std::vector<std::pair<int, int>>& gains);
 
 private:
+    Row& drafting(size_t i);  // a row whose draft may still change
+    Policy& planned() const;  // the policy, whose step this still is
     void ask(NativeDrafter& drafter, const std::vector<size_t>& at);
     Final gained(size_t i, int count) const;
     Final written(size_t j) const;
@@ -125,6 +131,7 @@ private:
     const std::vector<int> hidden_layers_;
     Policy* policy_ = nullptr;
     bool planned_ = false, limits_depth_ = false;
+    bool packed_ = false, final_ = false;  // the batch is made; drafts stay as they are
     std::shared_ptr<Result> result_;
     std::vector<Policy::View> views_;
     std::vector<Asked> asked_;

@@ -7,9 +7,13 @@ after every step, no row and no block leaks.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import F32, I32
 from outpace.engine.results import Result
-from outpace.errors import MemoryLimitError
+from outpace.errors import MemoryLimitError, ParameterError
 from tests.driving import finished
 from tests.exact.test_engine_property import STEM, VOCAB, Scripted, plain
 from tests.toy import BYTES, ToyModel, ToyTokenizer
@@ -229,6 +233,108 @@ def test_a_rule_that_fails_ends_its_own_request(
                 assert "blown" in result.error
                 assert result.finish_reason == "error"
         judge(engine, results, but=set())
+
+
+DRIVER = {str(Path(outpace.engine.walk.__file__).with_name(f"{name}.py")) for name in (
+    "core", "drafting", "prefix", "scheduler", "sequence", "step", "turns",
+)}  # fmt: skip
+
+
+class Interrupt:
+    """What a signal's handler does: KeyboardInterrupt before the ``at``-th time that a step comes to a line of code."""
+
+    def __init__(self, line: tuple[str, int] | None = None, at: int = 0) -> None:
+        self.line, self.at = line, at
+        self.lines: Counter[tuple[str, int]] = Counter()
+
+    def step(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        def interrupted() -> Any:
+            before = sys.gettrace()
+            sys.settrace(self._called)
+            try:
+                return step()
+            finally:
+                sys.settrace(before)
+
+        return interrupted
+
+    def _called(self, frame: FrameType, what: str, value: object) -> Any:
+        return self._reached if frame.f_code.co_filename in DRIVER else None
+
+    def _reached(self, frame: FrameType, what: str, value: object) -> Any:
+        if what == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.lines[line] += 1
+            if line == self.line and self.lines[line] == self.at:
+                raise KeyboardInterrupt
+        return self._reached
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_interrupt_between_any_two_lines_loses_nothing(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a row, nor a token, a log-probability or a delta: at every line that changes what a request has."""
+
+    def interrupted(interrupt: Interrupt) -> None:
+        engine = build(Fuse(), "tree", monkeypatch)
+        monkeypatch.setattr(engine, "step", interrupt.step(engine.step))
+        results, raised = run(engine, Fuse(), ruled=True)
+        assert raised == (interrupt.line is not None)
+        judge(engine, results, but=set())
+
+    counted = Interrupt()
+    interrupted(counted)
+    lines = sorted(counted.lines.items())
+    assert len(lines) > 500
+    for line, times in lines[part::12]:
+        try:
+            interrupted(Interrupt(line, (times + 1) // 2))
+        except Exception as error:
+            error.add_note(f"interrupted at {line}")
+            raise
+
+
+@pytest.mark.parametrize("how", ["steps", "cancel", "no memory"])
+def test_a_listener_that_raises_costs_no_request_its_end(how: str) -> None:
+    """Every sample of every request ends once; the engine knows none of them afterwards."""
+    target = ToyModel(VOCAB, seed=1, max_length=72, memory=100)
+    engine = Engine(target, max_rows=2)
+    heard = []
+
+    def fail(result: Result) -> None:
+        heard.append((result.request, result.sample))
+        raise SomeError("heard")
+
+    engine.on_result = fail
+    ids = [engine.add([1, 2, i], SamplingParams(max_tokens=4, n=2, ignore_eos=True)) for i in range(3)]
+    ended = []
+    if how == "cancel":
+        engine.step()
+        for request in ids:
+            with pytest.raises(SomeError):
+                engine.cancel(request)
+    if how == "no memory":
+        monkey = target.kv.alloc
+
+        def full() -> int:
+            raise MemoryLimitError("full")
+
+        target.kv.alloc = full  # type: ignore[method-assign]
+    for _ in range(40):
+        if engine.idle:
+            break
+        with suppress(SomeError):
+            ended += [(delta.request, delta.sample) for delta in engine.step() if delta.result is not None]
+        engine.check()
+    if how == "no memory":
+        target.kv.alloc = monkey  # type: ignore[method-assign]
+    assert engine.idle
+    every = [(request, sample) for request in ids for sample in range(2)]
+    assert sorted(ended) == sorted(heard) == every
+    for request in ids:
+        with pytest.raises(ParameterError, match="neither runs nor waits"):
+            engine.request(request)
+    engine.close()
+    assert target.kv.rows == []
 
 
 class BrokenTokenizer(ToyTokenizer):

@@ -243,15 +243,17 @@ def test_threads_are_dropped_on_evidence_alone() -> None:
     """Waits as such cost no thread its place: only those for threads that lacked a processor; and they come back."""
     runtime = _native.Runtime(2)
     before = runtime.drops
-    assert [runtime.late_run(0.01, False, away=0.0) for _ in range(5)] == [2] * 5
-    assert (runtime.drops[0], runtime.drops[1] > before[1]) == (before[0], True)
-    assert runtime.late_run(0.01, False, away=0.9) == 1
-    assert runtime.drops[0] == before[0] + 1
-    for _ in range(100):  # runs of one thread, then a trial that goes well
-        if runtime.late_run(0.0, False, away=0.0) == 2:
+    assert [runtime.late_run(0.0, False, away=0.0, lost=0.9) for _ in range(5)] == [2] * 5
+    assert runtime.late_run(0.0, False, away=0.9, lost=0.1) == 2
+    assert runtime.drops == (before[0], before[1] + 5)
+    assert runtime.late_run(0.0, False, away=0.9, lost=0.9) == 1
+    assert runtime.drops == (before[0] + 1, before[1] + 5)
+    for _ in range(300):  # runs of one thread, then a trial that goes well
+        if runtime.late_run(0.0, False, away=0.0, lost=0.0) == 2:
             break
-    assert runtime.late_run(0.0, False, away=0.0) == 2
-    assert runtime.late_run(0.03, True, away=-1.0) == 1  # asleep for the system, not for the pool: that is real
+    assert runtime.late_run(0.0, False, away=0.0, lost=0.0) == 2
+    # Asleep for the system, not for the pool: that it was away is real.
+    assert runtime.late_run(0.03, True, away=-1.0, lost=0.9) == 1
 
 
 def test_a_run_is_robbed_by_what_it_takes_as_a_whole() -> None:
@@ -270,7 +272,7 @@ def test_a_run_is_robbed_by_what_it_takes_as_a_whole() -> None:
 def test_what_robbed_a_run_says_nothing_of_other_kinds() -> None:
     """A moment that is most of a short run, such as a draft's, would cost the next forward half of its threads."""
     runtime = _native.Runtime(2)
-    assert runtime.late_run(0.01, False, away=0.9, kind=1) == 1
+    assert runtime.late_run(0.0, False, away=0.9, lost=0.9, kind=1) == 1
     assert runtime.team == 2  # of kind 0
 
 

@@ -379,6 +379,38 @@ def test_listeners_and_rules_may_not_step_and_what_else_they_do_works() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals between threads")
+def test_streams_that_are_dropped_in_each_others_steps_hang_nobody() -> None:
+    """The garbage collector may close a stream of one engine within another's step, in each of two threads."""
+    engines = [Engine(ToyModel(6, max_length=400)) for _ in range(2)]
+    streams = [engine.stream([1], max_tokens=200, ignore_eos=True) for engine in engines]
+    for stream in streams:
+        next(stream)
+    both = threading.Barrier(2)
+
+    def drop(other: int) -> Any:
+        def within(record: Any) -> None:
+            engines[1 - other].on_step = None
+            both.wait(60)  # both are in a step
+            streams[other].close()
+            both.wait(60)
+
+        return within
+
+    for i, engine in enumerate(engines):
+        engine.on_step = drop(1 - i)
+    threads = [threading.Thread(target=engine.generate, args=([2],), daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "each waits for the other's lock"
+    for engine in engines:
+        while not engine.idle:  # a stream that was dropped meanwhile ends at the latest now
+            engine.step()
+        assert not engine._core.requests
+        engine.check()
+
+
 def test_an_interrupt_while_another_thread_steps() -> None:
     """The thread that waits gets it; the one that steps, and the engine, do not notice."""
     engine = Engine(ToyModel(6, max_length=400))

@@ -233,7 +233,7 @@ def test_the_index_finds_what_a_search_of_all_rows_would(ops: list[tuple[bool, i
             row = sorted(rows)[other % len(rows)]
             cache.forget(row)
             del rows[row]
-        cache.check()
+        assert cache.fault(set(rows)) is None
     row, shared = cache.find(text[:n])
     whole = [common_prefix(text[:n], tokens) // PIECE for tokens in rows.values()]
     assert shared // PIECE == max(whole, default=0)
@@ -290,9 +290,9 @@ def test_kept_prefixes_are_found_within_their_scope() -> None:
     assert cache.find(tokens) == (-1, 0)
     assert cache.find(tokens, "one") == (1, 40)
     cache.keep(2, tokens, "two")
-    cache.check()
+    assert cache.fault({1, 2}) is None
     cache.forget(1)
-    cache.check()
+    assert cache.fault({1, 2}) is None
     assert cache.find(tokens, "one") == (-1, 0)
     assert cache.find(tokens, "two") == (2, 40)
 

@@ -46,12 +46,13 @@ class _Forks(threading.local):
     def before(self) -> None:
         for lock in _living():
             if not lock.mine:
+                self.held.append(lock)  # first: an interrupt may come between the two
                 lock.acquire()
-                self.held.append(lock)
 
     def in_parent(self) -> None:
         while self.held:
-            self.held.pop().release()
+            if (lock := self.held.pop()).mine:
+                lock.release()
 
     def in_child(self) -> None:
         for lock in _living():
@@ -64,6 +65,11 @@ _locks: WeakValueDictionary[int, FairLock] = WeakValueDictionary()
 _forks = _Forks()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+
+
+def any_mine() -> bool:
+    """Whether this thread has any of them: to wait for another then may be to wait for ever."""
+    return any(lock.mine for lock in _living())
 
 
 def _living() -> list[FairLock]:

@@ -26,7 +26,8 @@ class Core:
         self.model, self.drafting, self.scheduler = model, drafting, scheduler
         self.on_step: Callable[[StepRecord], None] | None = None
         self.on_result: Callable[[Result], None] | None = None
-        self.requests: dict[int, Request] = {}  # those that run or wait
+        self.requests: dict[int, list[Sequence]] = {}  # samples that have not left, by request
+        self._torn = False  # a change was interrupted, and what it left was not mended yet
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
         self.steps = itertools.count()
@@ -36,15 +37,17 @@ class Core:
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue a request's samples."""
-        self.requests[request.id] = request
         for sequence in sequences:
             self.scheduler.submit(sequence)
+        self.requests[request.id] = list(sequences)
 
     def cancel(self, request: int, error: OutpaceError | None = None) -> None:
         """End a request's samples as they are: cancelled, or in ``error``."""
-        for sequence in [s for s in self.scheduler.sequences if s.request.id == request]:
+        ending = list(self.requests.get(request, ()))
+        for sequence in ending:
             if sequence.finish_reason is None:
                 sequence.commit(sequence.ended("cancelled" if error is None else "error", error))
+        for sequence in ending:
             self.leave(sequence)
 
     def clock(self, sequence: Sequence, clock: Clock) -> None:
@@ -59,14 +62,37 @@ class Core:
             deadline = sequence.request.deadline
             if deadline is not None and sequence.finish_reason is None and now > sequence.request.added + deadline:
                 sequence.commit(sequence.ended("deadline", f"the deadline of {deadline:g} s passed"))
-            if sequence.finish_reason is not None:  # now, or in a step that was interrupted
+            if sequence.finish_reason is not None:  # now, or by what it was resumed after
                 self.leave(sequence)
 
-    def sweep(self) -> None:
-        """Whoever has ended leaves, in whatever step that was interrupted."""
-        for sequence in self.scheduler.sequences:
+    def change(self, call: Callable[..., None], *arguments: object) -> None:
+        """``call(*arguments)``, which changes what runs and waits. Where it raises, nothing is lost, wherever
+        that is: a signal's handler may, between any two calls."""
+        try:
+            if self._torn:
+                self._mend()
+            self._torn = True
+            call(*arguments)
+        except BaseException:
+            self._mend()
+            raise
+        self._torn = False
+
+    def _mend(self) -> None:
+        """After an interruption, of this too: scheduler, cache and drafters are made to fit what requests have
+        committed. Whoever has ended leaves."""
+        self._torn = True
+        self.requests = {
+            request: left for request, each in self.requests.items() if (left := [s for s in each if not s.left])
+        }
+        living = [sequence for each in self.requests.values() for sequence in each]
+        self.scheduler.mend(living)
+        for sequence in living:
             if sequence.finish_reason is not None:
                 self.leave(sequence)
+            else:
+                self.send(sequence)
+        self._torn = False
 
     def give_way(self, why: str) -> None:
         """A forward found no memory: what is kept goes, then the youngest row waits; one that is alone ends, if it
@@ -81,20 +107,34 @@ class Core:
             sequence.commit(sequence.ended("error", why))
             self.leave(sequence)
 
+    def send(self, sequence: Sequence) -> None:
+        """What was gained since the last delta goes out: once, whatever interrupts this and calls it again."""
+        while (again := sequence.unsent is not None) or not sequence.reported:
+            delta = sequence.unsent if again else sequence.delta()
+            assert delta is not None
+            if not again or not any(delta is other for other in self.outbox):
+                self.outbox.append(delta)
+            sequence.unsent = None
+
     def leave(self, sequence: Sequence) -> None:
-        """A sequence has ended: its row is given up, its last delta goes out."""
+        """A sequence has ended: its row is given up, its last delta goes out. Called again, it goes on where it was."""
         sequence.count_up()
         sequence.stats.kv_bytes = self.model.kv.bytes_for(max(sequence.cached, 1))
         try:
             self.scheduler.release(sequence)
         finally:
-            delta = sequence.delta()
-            self.outbox.append(delta)
-            self.finished = pooled([self.finished, sequence.stats])
-            if self.on_result is not None and delta.result is not None:
-                self.on_result(delta.result)
-            if not any(s.request is sequence.request for s in self.scheduler.sequences):
-                self.requests.pop(sequence.request.id, None)
+            self.send(sequence)
+            try:
+                if not sequence.left:
+                    self.finished, sequence.left = pooled([self.finished, sequence.stats]), True
+                    if self.on_result is not None and sequence.result is not None:
+                        self.on_result(sequence.result)
+            finally:
+                request = sequence.request.id
+                if left := [s for s in self.requests.get(request, ()) if not s.left]:
+                    self.requests[request] = left
+                else:
+                    self.requests.pop(request, None)
 
     def check(self) -> None:
         """Assert the invariants of docs/how-it-works.md."""
@@ -104,7 +144,6 @@ class Core:
             assert sequence.cached <= sequence.length - 1, "the pending token's KV is written already"
             assert sequence.finish_reason is None, "a finished sequence still runs"
             assert sequence.length < sequence.limit
-        assert {s.request.id for s in self.scheduler.sequences} == set(self.requests), (
-            "a request is lost or left behind"
-        )
+        living = sorted(id(sequence) for each in self.requests.values() for sequence in each)
+        assert sorted(map(id, self.scheduler.sequences)) == living, "a request is lost or left behind"
         self.scheduler.check()

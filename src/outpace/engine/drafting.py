@@ -152,6 +152,15 @@ class Drafting:
         if (name := self._retired.pop(row, None)) is not None:
             self._release(name, row, None)
 
+    def mend(self, gone: set[int], kept: SequenceOf[int]) -> None:
+        """After an interruption anywhere: nothing of rows that are ``gone`` is held. ``kept``: the retired ones."""
+        self._retired = {row: name for row, name in self._retired.items() if row in kept}
+        for row in gone | (set(kept) - set(self._retired)):
+            for name in self.drafters:
+                self._release(name, row, None)
+            if self.policy is not None:
+                self.policy.release(row)
+
     def give_up(self, sequence: Sequence, why: str) -> None:
         """The row goes on plainly, and its drafter gives back what it holds for it."""
         sequence.plainly(why)

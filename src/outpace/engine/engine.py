@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from outpace.common.arrays import I32
+from outpace.common.fair_lock import any_mine
 from outpace.common.files import StrPath
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
@@ -102,6 +103,7 @@ class Engine:
         self._ids = itertools.count()
         self._mailboxes: dict[int, deque[Delta]] = {}  # of requests that stream or generate waits for
         self._later: deque[Callable[[], object]] = deque()  # what was asked for within a step, for its end
+        self._delivering = False  # deltas go out; True before that: it was interrupted
         self._busy = self._closed = False  # busy: in a step, or at the end of a request, which may call listeners
 
     @classmethod
@@ -219,7 +221,10 @@ class Engine:
             self._require_open()
             if self._core.scheduler.idle:  # once for requests that run together
                 self.model.require_unchanged()
-            self._core.submit(prepared.request, prepared.sequences)
+            submit: Callable[..., None] = (
+                self._core.submit if self._busy else partial(self._core.change, self._core.submit)
+            )
+            submit(prepared.request, prepared.sequences)
         return prepared.request.id
 
     def encode(self, prompt: Prompt, *, raw: bool = False, add_special_tokens: bool = True) -> I32:
@@ -234,7 +239,7 @@ class Engine:
         with self._lock:
             if request not in self._core.requests:
                 raise ParameterError(f"request {request} neither runs nor waits: it has ended, or never was")
-            return self._core.requests[request]
+            return self._core.requests[request][0].request
 
     def cancel(self, request: int) -> list[Delta]:
         """End the samples of the ``request`` with this id now and return their last deltas (none if it is over).
@@ -251,13 +256,14 @@ class Engine:
         self._alone(self._core.cancel, request)
         outbox = self._core.outbox
         deltas = [delta for delta in outbox if delta.request == request]
-        self._core.outbox = deque(delta for delta in outbox if delta.request != request)
         self._mailboxes.get(request, deque()).extend(deltas)  # whoever waits for it gets them, too
+        self._core.outbox = deque(delta for delta in outbox if delta.request != request)
         return deltas
 
     def _catch_up(self) -> None:
         while self._later:
-            self._later.popleft()()
+            self._later[0]()  # where it raises, it is called again
+            self._later.popleft()
 
     @property
     def idle(self) -> bool:
@@ -398,16 +404,20 @@ class Engine:
 
     def _alone(self, change: Callable[..., None], *arguments: Any) -> None:
         """A change in which rules and listeners may be called."""
-        self._busy = True
         try:
-            change(*arguments)
+            self._busy = True
+            self._core.change(change, *arguments)
         finally:
             self._busy = False
 
     def _deliver(self) -> None:
-        outbox, self._core.outbox = self._core.outbox, deque()
+        outbox, kept, again = self._core.outbox, deque[Delta](), self._delivering
+        self._delivering = True
         for delta in outbox:
-            self._mailboxes.get(delta.request, self._core.outbox).append(delta)
+            mail = self._mailboxes.get(delta.request, kept)
+            if not again or not any(delta is other for other in mail):  # what was interrupted may have brought it
+                mail.append(delta)
+        self._core.outbox, self._delivering = kept, False
 
     def _require_open(self) -> None:
         if self._closed:
@@ -422,13 +432,21 @@ class Engine:
     def _forget(self, requests: SequenceOf[Prepared]) -> None:
         """Nobody waits for ``requests`` any more: what still runs of them ends. For a stream the garbage collector may
         call this, while this very thread is inside another call."""
-        within = self._lock.mine
         for prepared in requests:
             self._mailboxes.pop(prepared.request.id, None)
             self._later.append(partial(self._end, prepared.request.id))
-        if not within:
+        if self._lock.mine:
+            return
+        if not any_mine():
             with self._lock:
                 self._catch_up()
+            return
+        try:  # within another engine's step, whose lock a step of this one may be about to wait for
+            if self._lock.acquire(blocking=False):
+                self._catch_up()
+        finally:
+            if self._lock.mine:
+                self._lock.release()
 
     @property
     def policy(self) -> Adaptive | None:

@@ -71,13 +71,17 @@ class PrefixCache:
                 for key in _keys(kept, scope):
                     self._index.setdefault(key, other)
 
-    def check(self) -> None:
-        """Assert that every kept row can be found, and that the index names no other."""
-        assert len(self._rows) <= self.most
-        assert set(self._index.values()) <= set(self._rows)
-        assert set(self._scopes) == set(self._rows)
-        for row, tokens in self._rows.items():
-            assert all(key in self._index for key in _keys(tokens, self._scopes[row]))
+    def fault(self, rows: set[int]) -> str | None:
+        """What is wrong unless every kept row is one of ``rows`` and can be found, and the index names no other."""
+        if len(self._rows) > self.most or not rows >= set(self._rows) == set(self._scopes):
+            return "a kept prefix has no row, or is one too many"
+        if not set(self._index.values()) <= set(self._rows):
+            return "the index of prefixes names a row that is not kept"
+        if not all(
+            key in self._index for row, tokens in self._rows.items() for key in _keys(tokens, self._scopes[row])
+        ):
+            return "a kept prefix cannot be found"
+        return None
 
 
 def _keys(tokens: I32, scope: str) -> list[int]:

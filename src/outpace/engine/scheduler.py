@@ -66,6 +66,7 @@ class Scheduler:
         self._turns = Turns()
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
+        self._top = 0  # rows that there ever were, at once
         self._sure, self._sure_of = 0, list[Sequence]()  # steps for which there is memory, if these rows decode
 
     @property
@@ -204,6 +205,7 @@ class Scheduler:
             self.close()
         shared, common = self._known(sequence, *donor, shared)
         row = self._kv.alloc()
+        self._top = max(self._top, row + 1)
         try:
             if shared:
                 self._share(row, donor[0], shared, sequence)
@@ -211,6 +213,8 @@ class Scheduler:
             self._kv.free(row)
             sequence.cached = 0
             raise
+        if sequence.cached and donor[1] is not None and donor[1].request is sequence.request:
+            sequence.prompt_logprobs = list(donor[1].prompt_logprobs)
         sequence.row = row
         self._remove(sequence)
         self.running.append(sequence)
@@ -220,8 +224,6 @@ class Scheduler:
             self._drafting.fork(*donor, sequence, common)
             if donor[1] is None:
                 self.prefixes.used(donor[0])
-            elif donor[1].request is sequence.request:
-                sequence.prompt_logprobs = list(donor[1].prompt_logprobs)
         return True
 
     def _known(self, sequence: Sequence, donor: int, source: Sequence | None, shared: int) -> tuple[int, int]:
@@ -319,12 +321,16 @@ class Scheduler:
         try:
             self._leave(sequence, keep=for_another)
         finally:
-            sequence.cached = 0
-            if len(sequence.prompt_logprobs) < sequence.prompt_length:
-                sequence.prompt_logprobs = []  # the prompt is gone through again
+            self._begin_again(sequence)
             sequence.stats.preemptions += 1
             self.preemptions += 1
             self._queue(sequence, (self._turns.join if for_another else self._turns.come_back)(sequence))
+
+    @staticmethod
+    def _begin_again(sequence: Sequence) -> None:
+        sequence.cached = 0
+        if len(sequence.prompt_logprobs) < sequence.prompt_length:
+            sequence.prompt_logprobs = []  # the prompt is gone through again
 
     def release(self, sequence: Sequence) -> None:
         """A sequence has ended: its row is kept for the prefix cache, or freed. Does nothing for one that has left."""
@@ -334,13 +340,38 @@ class Scheduler:
             self._leave(sequence, keep=True)
 
     def roll_back(self) -> None:
-        """A step failed halfway: cut what it wrote behind the committed tokens; preempt a row that cannot be cut."""
+        """Cut what a step wrote behind the committed tokens; preempt a row that cannot be cut."""
         for sequence in list(self.running):
             try:
                 if self._kv.length(sequence.row) != sequence.cached:
                     self._kv.truncate(sequence.row, sequence.cached)
             except Exception:
                 self.preempt(sequence)
+
+    def mend(self, living: list[Sequence]) -> None:
+        """After an interruption anywhere: make rows fit ``living``, all that have not left. Who lost its row waits."""
+        held, rows = {id(s) for s in living}, set(self._kv.rows)
+        self.running = [s for s in self.running if id(s) in held and s.row in rows]
+        runs = {id(s) for s in self.running}
+        waiting = [s for s in living if id(s) not in runs]
+        for sequence in waiting:
+            sequence.row, sequence.native = -1, None
+            self._begin_again(sequence)
+        if self.prefixes.fault(rows - {s.row for s in self.running}) is not None:
+            self.prefixes = PrefixCache(self.prefixes.most)
+        alive = {*(s.row for s in self.running), *self.prefixes.rows}
+        self._drafting.mend(set(range(self._top)) - alive, self.prefixes.rows)
+        for row in rows - alive:
+            self._kv.free(row)
+        if self._turns.fault(self.running, waiting) is not None:
+            self._turns = Turns()
+            for sequence in living:
+                self._turns.join(sequence)
+            for sequence in self.running:
+                self._turns.begin(sequence)
+        self._waiting = sorted(((self._turns.of(s), s) for s in waiting), key=lambda entry: entry[0])
+        self._sure = 0
+        self.roll_back()
 
     def close(self) -> None:
         """Give back what is kept."""
@@ -353,8 +384,10 @@ class Scheduler:
         assert owned == self._kv.rows, f"rows {self._kv.rows} are allocated, but {owned} are owned"
         assert len(self.running) <= self._max_rows
         assert self._memory is None or self._kv.bytes <= self._memory, "more KV memory is in use than there is"
-        self._turns.check(self.sequences)
-        self.prefixes.check()
+        assert (
+            fault := self._turns.fault(self.running, [s for _, s in self._waiting])
+            or self.prefixes.fault(set(self._kv.rows))
+        ) is None, fault
         self._kv.check()
         self._drafting.check([s.row for s in self.running])
 

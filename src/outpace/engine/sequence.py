@@ -65,11 +65,15 @@ class Sequence:
         self.prompt_length = self.length = len(request.prompt)
         self._tokens = np.empty(min(request.limit, self.length + 64), np.int32)
         self._tokens[: self.length] = request.prompt
+        self.left = False  # it has ended, and the engine is through with it
+        self.result: Result | None = None  # that of its last delta
+        self.unsent: Delta | None = None  # the last one, until it is on its way
         self.buffer = self._tokens.data  # the same memory; numpy's own code is large, and cold in every step
         self.pending = int(request.prompt[-1])  # the last committed token, whose KV is not written yet
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._text = reader.start
         self._shown: list[str] = []
+        self._known = 0  # pieces of it that were committed
         self.row = -1  # -1: it waits
         self.native: _fast.native.Row | None = None  # itself in its row, as steps take it (``step.native_row``)
         self.listens = False  # its drafter observes in C++ what becomes final (``step.native_row``)
@@ -217,31 +221,40 @@ class Sequence:
             text, shown = self._text, self._text.pending
         return Extension([], None, text, shown, reason, None, error)
 
-    def commit(self, extension: Extension, sources: SequenceOf[str] = ()) -> None:
-        """Take up what ``extended`` computed. ``sources``: who wrote each token."""
-        n = len(extension.tokens)
-        if self.length + n > len(self._tokens):
-            grown = np.empty(min(self.limit, 2 * (self.length + n)), np.int32)
-            grown[: self.length] = self.tokens
+    def commit(
+        self,
+        extension: Extension,
+        sources: SequenceOf[str] = (),
+        logprobs: SequenceOf[TokenLogprob] = (),
+        cached: int | None = None,
+    ) -> None:
+        """Take up what ``extended`` computed. ``sources``: who wrote each token; ``cached``: positions whose KV is then
+        written (None: as many as before).
+
+        A signal's handler may raise between any two calls. What the last assignment has not taken up is as it was: what
+        lists and the buffer hold beyond is written over by the next commit.
+        """
+        n, text, reason = len(extension.tokens), extension.text, extension.finish_reason
+        at, done, token = self.length, self.length - self.prompt_length, self.pending
+        if at + n > len(self._tokens):
+            grown = np.empty(min(self.limit, 2 * (at + n)), np.int32)
+            grown[:at] = self.tokens
             self._tokens, self.buffer = grown, grown.data
-        if n:
-            buffer, at = self.buffer, self.length
-            for token in extension.tokens:
-                buffer[at] = token
-                at += 1
-            self.pending, self.length = token, at
-        self._text = extension.text
-        if extension.chooser is not None:
-            self._chooser = extension.chooser
-        if extension.shown:
-            self._shown.append(extension.shown)
-        self.sources.extend(sources[:n])
-        if extension.finish_reason is not None:
-            self.finish_reason, self.stopped_by = extension.finish_reason, extension.stopped_by
-            error = extension.error
+        buffer = self.buffer
+        for token in extension.tokens:
+            buffer[at] = token
+            at += 1
+        self.sources[done:] = sources[:n]
+        self.logprobs[max(done - self._unscored, 0) :] = logprobs[:n]
+        self._shown[self._known :] = [extension.shown] if extension.shown else []
+        if reason is not None:
+            self.stopped_by, error = extension.stopped_by, extension.error
             self.error = None if error is None else str(error)
             self.cause = error if isinstance(error, OutpaceError) else None
-            self._text = self._text._replace(held="", shown=b"")
+            text = text._replace(held="", shown=b"")
+        chooser = extension.chooser or self._chooser
+        new = token, at, text, chooser, len(self._shown), self.cached if cached is None else cached, reason
+        self.pending, self.length, self._text, self._chooser, self._known, self.cached, self.finish_reason = new
 
     def count(self, step: Counted) -> None:
         """Take down what a step did, for ``stats``: counted in bunches, since that code is cold in every step."""
@@ -270,19 +283,17 @@ class Sequence:
     @property
     def reported(self) -> bool:
         """Whether there is nothing new for a delta."""
-        return self._reported >= self.length - self.prompt_length and self.finish_reason is None
+        ended = self.finish_reason is None or self.result is not None
+        return ended and self._reported >= self.length - self.prompt_length
 
     def delta(self) -> Delta:
-        """What was gained since the last delta; the last one carries the result."""
+        """What was gained since the last delta, and is ``unsent`` then; the last one carries the result."""
         start = self._reported
-        self._reported = max(start, self.length - self.prompt_length)
-        text, self._reported_text = "".join(self._shown[self._reported_text :]), len(self._shown)
-        if self._covered:
-            covered = min(self._covered, len(text))
-            text, self._covered = text[covered:], self._covered - covered
-        drafted, self._drafted = self._drafted, 0
+        end, pieces = max(start, self.length - self.prompt_length), self._known
+        text = "".join(self._shown[self._reported_text : pieces])
+        covered = min(self._covered, len(text))
         now = time.perf_counter()
-        gained = self._reported - start
+        gained = end - start
         first = self._first is None and gained > 0
         if first:
             self._first = now
@@ -291,18 +302,23 @@ class Sequence:
         if self._first is not None:
             self.stats.decode_seconds = now - self._first
         self.stats.total_seconds = now - self.request.added
-        return Delta(
+        result = self._result() if self.finish_reason else None
+        delta = Delta(
             request=self.request.id,
             sample=self.sample,
-            text=text,
+            text=text[covered:],
             token_ids=tuple(self.buffer[self.length - gained : self.length].tolist()),
-            sources=tuple(self.sources[start:]),
-            logprobs=tuple(self.logprobs[start - self._unscored :]),
+            sources=tuple(self.sources[start:end]),
+            logprobs=tuple(self.logprobs[start - self._unscored : end - self._unscored]),
             prompt_logprobs=tuple(self.prompt_logprobs) if first and self.delivered is None else (),
-            drafted=drafted,
+            drafted=self._drafted,
             finish_reason=self.finish_reason,
-            result=self._result() if self.finish_reason else None,
+            result=result,
         )
+        left = self._covered - covered
+        self._reported, self._reported_text, self._covered, self._drafted = end, pieces, left, 0
+        self.result, self.unsent = result, delta
+        return delta
 
     def _result(self) -> Result:
         assert self.finish_reason is not None

@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def advance(core: Core) -> None:
-    """One step. When it raises, what was committed is whole and the rest is as it was."""
+    """One step, within ``Core.change``: when it raises, what was committed is whole and the rest is as it was."""
     clock = Clock()
     core.drafting.begin()
     core.expire()
@@ -107,17 +107,9 @@ def advance(core: Core) -> None:
     except (MemoryLimitError, MemoryError, _fast.native.MemoryLimit) as error:
         core.scheduler.roll_back()
         core.give_way(str(error) or "the machine is out of memory")
-    except BaseException:
-        core.scheduler.roll_back()
-        core.sweep()
-        raise
     else:
         core.starved = 0
-        try:
-            tell(step, ends, states, clock)
-        except BaseException:
-            core.sweep()
-            raise
+        tell(step, ends, states, clock)
     finally:
         core.rows.end()
 
@@ -361,17 +353,15 @@ def commit(step: Step, outcomes: list[Outcome], ends: list[Extension]) -> None:
             core.scheduler.preempt(sequence)
             ends[i] = end._replace(tokens=[])
             continue
-        sequence.commit(end, row.sources)
-        sequence.cached = length
-        if i in step.logprobs:
-            sequence.logprobs.extend(step.logprobs[i][:kept])
+        sequence.commit(end, row.sources, step.logprobs.get(i, ()), length)
         near = near_ties(step, i, row.path, kept)
         sequence.count(Counted(kept, row.depth, row.named, row.path, row.size, row.expected, threads or None, near))
     for j, chunk in enumerate(step.plan.chunks):
-        chunk.sequence.cached = chunk.start + chunk.count
+        sequence, cached = chunk.sequence, chunk.start + chunk.count
+        scored = sequence.prompt_logprobs
         if chunk.wanted:
-            known, found = chunk.sequence.prompt_logprobs, step.logprobs[len(outcomes) + j]
-            known.extend(found if known else [None, *found])  # the first token follows nothing
+            scored = [*(scored or [None]), *step.logprobs[len(outcomes) + j]]  # the first token follows nothing
+        sequence.cached, sequence.prompt_logprobs = cached, scored
 
 
 def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenStates]:
@@ -413,8 +403,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
     for sequence in plan.decoding:
         if sequence.row >= 0:
             core.clock(sequence, clock)
-            if not sequence.reported:
-                core.outbox.append(sequence.delta())
+            core.send(sequence)
     if core.scheduler.pace.bounded:
         tokens = sum(chunk.count for chunk in plan.chunks)
         core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])

@@ -89,14 +89,19 @@ class Turns:
         last = max(sequences, key=self.of).request.owner
         return max((s for s in sequences if s.request.owner == last), key=lambda s: (-s.request.priority, self.of(s)))
 
-    def check(self, sequences: list[Sequence]) -> None:
-        """Assert that ``sequences``, which wait or run, are all that it knows."""
-        there = {id(s) for s in sequences}
-        assert there == set(self._places) == set(self._arrivals), "a sequence's place is not that of one that lives"
-        assert all(self._waiting.values()), "an owner of none that waits"
+    def fault(self, running: list[Sequence], waits: list[Sequence]) -> str | None:
+        """What is wrong unless these, which run or wait, are all that it knows."""
+        there = {id(s) for s in (*running, *waits)}
+        if not there == set(self._places) == set(self._arrivals):
+            return "a sequence's place is not that of one that lives"
+        if not all(self._waiting.values()):
+            return "an owner of none that waits"
+        if sorted(id(s) for waiting in self._waiting.values() for s in waiting) != sorted(map(id, waits)):
+            return "one has its turn to come that does not wait"
         for waiting in self._waiting.values():
-            assert {id(s) for s in waiting} <= there, "one waits that has left"
-            assert waiting == sorted(waiting, key=self._rank) == sorted(waiting, key=self.of), "not in order"
+            if not waiting == sorted(waiting, key=self._rank) == sorted(waiting, key=self.of):
+                return "not in order"
+        return None
 
     def _rank(self, sequence: Sequence) -> tuple[int, int]:
         """Its order among its owner's."""
