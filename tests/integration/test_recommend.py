@@ -52,7 +52,7 @@ def steps(engine: Engine, prompt: list[int], params: SamplingParams, size: int) 
     found: list[tuple[int, int, int]] = []
 
     def on_step(step: StepRecord) -> None:
-        found.extend(zip(step.starts, step.kept.widths.tolist(), step.gained, strict=True))
+        found.extend((row.start, len(row.kept), row.gained) for row in step.rows)
 
     engine.on_step = on_step
     engine.generate_many([prompt], params, size=size)

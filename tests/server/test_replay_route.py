@@ -89,6 +89,20 @@ def test_what_was_altered_is_named(demo: Running, chat: Any, change: Callable[[A
     demo.at_rest()
 
 
+def test_a_gap_is_that_of_its_own_prompt(demo: Running) -> None:
+    """Also where several were asked together, and part from their records at one place."""
+    texts = ask(demo, "/v1/completions", TEXTS)
+    for choice in texts["choices"]:
+        choice["token_ids"][0] += 1
+    together = ask(demo, "/v1/replay", {"request": TEXTS, "answer": texts})["choices"]
+    for prompt, choice, found in zip(TEXTS["prompt"], texts["choices"], together, strict=True):
+        answer = {**texts, "choices": [choice]}
+        (alone,) = ask(demo, "/v1/replay", {"request": {**TEXTS, "prompt": prompt}, "answer": answer})["choices"]
+        assert found["difference"] == alone["difference"]
+        assert found["difference"]["gap"] > 0
+    demo.at_rest()
+
+
 def test_responses_are_said_again(demo: Running) -> None:
     """Text with its log-probabilities, calls, and an answer that the length ended; what was altered is named."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}

@@ -35,8 +35,8 @@ def run(
 ) -> int:
     """Check that drafting, or a server, changes no token. Exit code 1 when one does: here more than by a near-tie."""
     from outpace.exact.noise import fresh_seed
-    from outpace.measure.compare import require_tokens
     from outpace.measure.prompts import read_prompts
+    from outpace.measure.same import require_tokens
 
     if against is not None and url is None:
         raise ParameterError(Argument("against", against), " needs another server: give it as ", Argument("url"))
@@ -56,8 +56,7 @@ def run(
 def _servers(
     url: str, against: str | None, model: str | None, concurrency: int, rows: list[Any], params: Any, common: Common
 ) -> int:
-    from outpace.measure.remote import Remote
-    from outpace.measure.servers import answers, difference, ways
+    from outpace.measure.remote import Remote, answers, difference, ways
 
     key = os.environ.get(_KEY) or None
     other = None if against is None else Remote(against, key)
@@ -81,7 +80,7 @@ def _servers(
         wrong = counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
         changed += wrong
         each = [
-            {"id": row.id, "difference": None if part is None else part.to_dict()}
+            {"id": row.id, "difference": None if part is None else part.to_dict("a", "b")}
             for row, part in zip(rows, differences, strict=True)
         ]
         listed.append({"a": first.name, "b": way.name, **counts, "prompts": each})

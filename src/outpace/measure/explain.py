@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outpace.measure.compare import NEAR_TIE, first_difference
-from outpace.measure.replay import SENSITIVE, Target, score_gap
-from outpace.measure.tracefile import Trace, TracedRequest
+from outpace.measure.replay import changes, recorded_gap
+from outpace.measure.same import NEAR_TIE, Target, first_difference
+from outpace.measure.trace import Trace, TracedRequest
 
 _SERVING = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "seed", "stop", "include_stop", "skip_special_tokens")
 _ENDS = ("max_tokens", "stop", "stop_ids", "ignore_eos")  # these end an answer, and choose no token
@@ -183,13 +183,9 @@ def _causes(a: Mapping[str, Any], b: Mapping[str, Any], one: TracedRequest, othe
         yield Cause("acceptance", f"{one.acceptance} / {other.acceptance}")
     elif one.acceptance != "coupled" and not greedy:
         yield Cause("acceptance", f"{one.acceptance} promises the same distribution, not the same tokens")
-    if a.get("outpace") != b.get("outpace"):
-        yield Cause("version", f"outpace {a.get('outpace')} / {b.get('outpace')}")
+    for name, x, y in changes(a, b):
+        yield Cause("version", f"outpace {x} / {y}") if name == "outpace" else Cause(name, f"{x} / {y}")
     models = a.get("model", {}), b.get("model", {})
-    for key, name in SENSITIVE.items():
-        x, y = models[0].get(key), models[1].get(key)
-        if x != y and x is not None and y is not None:
-            yield Cause(name, f"{x} / {y}")
     if models[0].get("fingerprint") is None and models[0].get("name") != models[1].get("name"):
         yield Cause("model", f"{models[0].get('name')} / {models[1].get('name')}")
 
@@ -227,7 +223,7 @@ def _gap(
     if not one.params.get("rules"):
         target = model()
         if target is not None:
-            return score_gap(target, one, sample, output, x, y), False
+            return recorded_gap(target, one, sample, output, (x, y)), False
     recorded = [
         margins[len(output)]
         for trace, request in ((a, one), (b, other))

@@ -191,14 +191,13 @@ def plain(
     def on_step(step: StepRecord) -> None:
         nonlocal ended
         begun, ended = ended, time.perf_counter()
-        each = step.kept.widths.tolist()
-        context = sum(
-            n * (table.position + table.position_width * (1 + w)) for n, w in zip(step.starts, each, strict=True)
-        )
+        rows = step.rows
+        context = sum(row.start * (table.position + table.position_width * (1 + len(row.kept))) for row in rows)
         spent = max(ended - begun - step.seconds["draft"] - context, 1e-9)
-        accepted, old = sum(step.verdicts.accepted.tolist()), sum(request in answering for request in step.requests)
-        groups[-1].append(MeasuredStep(len(step) + sum(each), accepted, spent, old, bool(step.chunks)))
-        answering.update(step.requests)
+        width, accepted = sum(1 + len(row.kept) for row in rows), sum(len(row.path) for row in rows)
+        old = sum(row.request in answering for row in rows)
+        groups[-1].append(MeasuredStep(width, accepted, spent, old, bool(step.chunks)))
+        answering.update(row.request for row in rows)
 
     prompt_ids = [prompt.tolist() for prompt in prompts]
     for each in (engine, measuring):

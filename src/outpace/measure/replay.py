@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
+from outpace.engine.request import RowRecord, StepRecord
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
-from outpace.measure.compare import NEAR_TIE, promises_tokens
-from outpace.measure.facts import Described, facts
-from outpace.measure.scores import gap_between, scores_along
-from outpace.measure.trace import rows_of
-from outpace.measure.tracefile import Trace, TracedRequest, TracedRow, row_from
+from outpace.measure.same import Difference, Target, first_difference, promises_tokens, score_gap
+from outpace.measure.trace import Trace, TracedRequest, facts
 from outpace.models.options import LoadOptions
 from outpace.params import Acceptance, SamplingParams
 
 if TYPE_CHECKING:
-    from outpace.engine.request import StepRecord
-    from outpace.engine.results import Delta
-    from outpace.models.base import Model
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.engine.engine import Engine
 
 Key = tuple[int, int]  # request, sample
-Target = tuple["Model", "Tokenizer | None"]
-
-
-class Replayable(Described, Protocol):
-    """An engine, as far as a replay goes; its drafter is the ReplayDrafter, its size fixed."""
-
-    on_step: Callable[[StepRecord], None] | None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def idle(self) -> bool: ...
-
-    def add(self, prompt: list[int], params: SamplingParams, *, acceptance: Acceptance | None = None) -> int: ...
-
-    def step(self) -> list[Delta]: ...
-
-    def cancel(self, request: int) -> object: ...
 
 
 class ReplayDrafter(Drafter):
@@ -87,33 +62,24 @@ class ReplayDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a sample's replay first left its record: at output index ``index``, in the trace's step ``step``.
+    """Where a sample's replay first left its record, in the trace's step ``step``: recorded and now.
 
-    ``tokens``: recorded and now (None: there was none). ``gap``: how far the worse of them scores below the best, noise
-    included; None where both say the same tokens or no score decides.
+    The difference's ``what`` is "token" (None: there was none), "path" or "gained" of a step with the same tokens, or
+    "step": none was recorded after so many tokens.
     """
 
     request: int
     sample: int
     step: int
-    index: int
-    tokens: tuple[int | None, int | None]
-    why: str
-    gap: float | None = None
-
-    @property
-    def near_tie(self) -> bool:
-        return self.gap is not None and self.gap < NEAR_TIE
+    difference: Difference
 
     def __str__(self) -> str:
         sample = f", sample {self.sample}" if self.sample else ""
-        gap = "" if self.gap is None else f", score gap {self.gap:.2g}{' (near-tie)' if self.near_tie else ''}"
-        return f"request {self.request}{sample}: {self.why} at token {self.index}, step {self.step}{gap}"
+        return f"request {self.request}{sample}, step {self.step}: {self.difference}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which has no infinity: such a gap is None."""
-        gap = self.gap if self.gap is not None and math.isfinite(self.gap) else None
-        return {**asdict(self), "tokens": list(self.tokens), "gap": gap, "near_tie": self.near_tie}
+        """Plain values for JSON."""
+        return {"request": self.request, "sample": self.sample, "step": self.step, **self.difference.to_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +110,7 @@ class Report:
         }
 
 
-def replay(trace: Trace, engine: Replayable, drafter: ReplayDrafter) -> Report:
+def replay(trace: Trace, engine: Engine, drafter: ReplayDrafter) -> Report:
     """Run the trace's requests again, all at once. ``drafter`` is the engine's own, made of the same trace.
 
     Raises ParameterError when no request can be replayed.
@@ -175,12 +141,13 @@ def replay(trace: Trace, engine: Replayable, drafter: ReplayDrafter) -> Report:
         engine.on_step = before
         for number in added:
             engine.cancel(number)
-    departures = tuple(_with_gap(departure, trace, engine, check.outputs) for departure in check.finish())
-    notes = tuple(changes(trace.header, facts(engine)))
+    target = engine.model, engine.tokenizer
+    departures = tuple(_with_gap(departure, trace, target, check.outputs) for departure in check.finish())
+    notes = tuple(f"{name} {then} then, {now} now" for name, then, now in changes(trace.header, facts(engine)))
     return Report(len(check.outputs), check.tokens, check.steps, departures, tuple(skipped), notes)
 
 
-def _replayable(request: TracedRequest, rows: Mapping[Key, Mapping[int, tuple[int, TracedRow]]]) -> SamplingParams:
+def _replayable(request: TracedRequest, rows: Mapping[Key, Mapping[int, tuple[int, RowRecord]]]) -> SamplingParams:
     drawn = any(row.drawn for key, steps in rows.items() if key[0] == request.id for _, row in steps.values())
     if drawn and request.acceptance == "rejection":
         raise ParameterError(
@@ -212,7 +179,7 @@ class _Check:
         self._requests[number] = request
 
     def step(self, record: StepRecord) -> None:
-        for row in map(row_from, rows_of(record)):
+        for row in record.rows:
             request = self._requests.get(row.request)
             if request is not None:
                 self._row((request.id, row.sample), request, row)
@@ -232,82 +199,75 @@ class _Check:
                     rows = self.rows[key].values()
                     step, row = next((step, row) for step, row in rows if row.start + row.gained > length)
                     token = row.output[max(0, length - row.start)]
-                    self._departed[key] = Departure(*key, step, index, (token, None), "the replay ended early")
+                    self._departed[key] = Departure(*key, step, Difference("token", index, (token, None)))
         return [self._departed[key] for key in sorted(self._departed)]
 
-    def _row(self, key: Key, request: TracedRequest, now: TracedRow) -> None:
+    def _row(self, key: Key, request: TracedRequest, now: RowRecord) -> None:
         self._reached[key] = now.start + now.gained
         if key in self._departed or now.start >= self._end.get(key, 0):
             return
         output = self.outputs.setdefault(key, [])
-        index = now.start - len(request.prompt)
-        if now.start not in self.rows[key]:
-            nearest = max((start for start in self.rows[key] if start < now.start), default=min(self.rows[key]))
-            step = self.rows[key][nearest][0]
-            self._departed[key] = Departure(*key, step, index, (None, None), "no step was recorded")
-            return
-        step, was = self.rows[key][now.start]
-        same = _common(was.verdict, now.verdict)
-        if same < max(len(was.verdict), len(now.verdict)):
-            output.extend(now.verdict[:same])
-            tokens = _item(was.verdict, same), _item(now.verdict, same)
-            parted = " / ".join("nothing" if token is None else str(token) for token in tokens)
-            self._departed[key] = Departure(*key, step, index + same, tokens, f"recorded {parted} now")
-            return
-        path = tuple(was.kept[node] for node in now.path)
-        if path != was.path or now.gained != was.gained:
-            why = f"path {list(was.path)} / {list(path)} now, gained {was.gained} / {now.gained}"
-            self._departed[key] = Departure(*key, step, index, (None, None), why)
+        index, rows = now.start - len(request.prompt), self.rows[key]
+        nearest = max((start for start in rows if start <= now.start), default=min(rows))
+        step, was = rows[nearest]
+        if (found := _difference(was, now, index)) is not None:
+            self._departed[key] = Departure(*key, step, found)
+            if found.what == "token":
+                output.extend(now.verdict[: found.index - index])
             return
         output.extend(now.output)
         self.steps += 1
         self.tokens += now.gained
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _difference(was: RowRecord, now: RowRecord, index: int) -> Difference | None:
+    """The first one between a recorded row and its replay, which begins at output index ``index``."""
+    if was.start != now.start:
+        return Difference("step", index, (None, now.verdict))
+    at = first_difference(was.verdict, now.verdict)
+    if at is not None:
+        a, b = (verdict[at] if at < len(verdict) else None for verdict in (was.verdict, now.verdict))
+        return Difference("token", index + at, (a, b))
+    path = tuple(was.kept[node] for node in now.path)  # what was kept is all that the replay proposes
+    if path != was.path:
+        return Difference("path", index, (was.path, path))
+    return None if now.gained == was.gained else Difference("gained", index, (was.gained, now.gained))
 
 
-def _item(items: Sequence[int], index: int) -> int | None:
-    return items[index] if index < len(items) else None
-
-
-def _with_gap(
-    departure: Departure, trace: Trace, engine: Replayable, outputs: Mapping[Key, Sequence[int]]
-) -> Departure:
-    """The departure with its score gap, where two tokens stand against each other and a best score chose."""
-    request = next(r for r in trace.requests if r.id == departure.request)
-    a, b = departure.tokens
-    if a is None or b is None:
+def _with_gap(departure: Departure, trace: Trace, target: Target, outputs: Mapping[Key, Sequence[int]]) -> Departure:
+    """The departure with its score gap, where two tokens stand against each other."""
+    found = departure.difference
+    if found.what != "token" or None in found.values:
         return departure
-    output = outputs[departure.request, departure.sample][: departure.index]
-    return replace(departure, gap=score_gap((engine.model, engine.tokenizer), request, departure.sample, output, a, b))
+    request = next(r for r in trace.requests if r.id == departure.request)
+    output = outputs[departure.request, departure.sample][: found.index]
+    gap = recorded_gap(target, request, departure.sample, output, found.values)
+    return replace(departure, difference=replace(found, gap=gap))
 
 
-def score_gap(
-    target: Target, request: TracedRequest, sample: int, output: Sequence[int], a: int, b: int
+def recorded_gap(
+    target: Target, request: TracedRequest, sample: int, output: Sequence[int], tokens: tuple[int, int]
 ) -> float | None:
-    """How far the worse of ``a`` and ``b`` scores below the best after ``output``; None where no best score chooses, or
-    the KV cache has no room to compute it."""
+    """How far the worse of two tokens scores below the best after a recorded ``output``; None where no best score
+    chooses, or the KV cache has no room to compute it."""
     params = request.sampling()
     if not promises_tokens(request.acceptance, params):
         return None
     prompt, noise = np.array(request.prompt, np.int32), Noise(request.seed, sample)
     try:
-        (scores,) = scores_along(*target, prompt, output, params, noise, first=len(output))
+        return score_gap(target, prompt, output, tokens, params, noise)
     except MemoryLimitError:
         return None
-    return gap_between(scores, a, b)
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between two headers and may change a token, in words."""
-    if then.get("outpace") != now.get("outpace"):
-        yield f"outpace {then.get('outpace')} then, {now.get('outpace')} now"
+def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What differs between two headers and may change a token: its name, and both values."""
+    if a.get("outpace") != b.get("outpace"):
+        yield "outpace", a.get("outpace"), b.get("outpace")
     for key, name in SENSITIVE.items():
-        a, b = then.get("model", {}).get(key), now.get("model", {}).get(key)
-        if a != b and a is not None and b is not None:
-            yield f"{name} {a} then, {b} now"
+        x, y = a.get("model", {}).get(key), b.get("model", {}).get(key)
+        if x != y and x is not None and y is not None:
+            yield name, x, y
 
 
 SENSITIVE = {  # of the header's model: what the arithmetic depends on
@@ -328,7 +288,7 @@ def load_options(trace: Trace, **changed: Any) -> LoadOptions:
 
 
 @contextmanager
-def engine_for(trace: Trace, model: str | None = None, **changed: Any) -> Iterator[tuple[Replayable, ReplayDrafter]]:
+def engine_for(trace: Trace, model: str | None = None, **changed: Any) -> Iterator[tuple[Engine, ReplayDrafter]]:
     """An engine that replays ``trace``, on the model its header names or on ``model``; ``changed``: load options.
 
     Raises ModelError or ParameterError.

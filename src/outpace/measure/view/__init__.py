@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.common.files import StrPath
-from outpace.measure.tracefile import lines
+from outpace.measure.trace import lines
 from outpace.params import PARAMETERS
 
 
