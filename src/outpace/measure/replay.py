@@ -115,109 +115,96 @@ def replay(trace: Trace, engine: Engine, drafter: ReplayDrafter) -> Report:
 
     Raises ParameterError when no request can be replayed.
     """
-    check = _Check(trace)
+    recorded, now = trace.rows(), dict[Key, list[RowRecord]]()
+    ends: dict[int, dict[Key, int]] = {}  # of each recorded request: how long its samples became
+    for key, rows in recorded.items():
+        ends.setdefault(key[0], {})[key] = max(row.start + row.gained for _, row in rows)
+    replayed: dict[int, TracedRequest] = {}  # by the engine's ids
+    running: set[int] = set()
     skipped: list[tuple[int, str]] = []
-    added: dict[int, TracedRequest] = {}
-    before, engine.on_step = engine.on_step, check.step
+
+    def on_step(record: StepRecord) -> None:
+        for row in record.rows:
+            if row.request in replayed:
+                now.setdefault((replayed[row.request].id, row.sample), []).append(row)
+
+    def over(number: int) -> bool:
+        """Whether all samples are as long as the trace goes."""
+        last = ((now[key][-1] if key in now else None, end) for key, end in ends.get(replayed[number].id, {}).items())
+        return all(row is not None and row.start + row.gained >= end for row, end in last)
+
+    before, engine.on_step = engine.on_step, on_step
     try:
         for request in trace.requests:
             try:
-                params = _replayable(request, check.rows)
+                params = _replayable(request, recorded)
             except ParameterError as error:
                 skipped.append((request.id, str(error)))
                 continue
             number = engine.add(list(request.prompt), params, acceptance=cast(Acceptance, request.acceptance))
             drafter.follow(number, request.id)
-            check.follow(number, request)
-            added[number] = request
-        if not added:
+            replayed[number] = request
+            running.add(number)
+        if not replayed:
             raise ParameterError(skipped[0][1] if skipped else f"{trace.name} has no requests: trace a run first")
         while not engine.idle:
             engine.step()
-            for number in [number for number in added if check.over(number)]:
+            for number in [number for number in running if over(number)]:
                 engine.cancel(number)  # it was cancelled, or cut off, where the trace ends
-                del added[number]
+                running.remove(number)
     finally:
         engine.on_step = before
-        for number in added:
+        for number in running:
             engine.cancel(number)
-    target = engine.model, engine.tokenizer
-    departures = tuple(_with_gap(departure, trace, target, check.outputs) for departure in check.finish())
-    notes = tuple(f"{name} {then} then, {now} now" for name, then, now in changes(trace.header, facts(engine)))
-    return Report(len(check.outputs), check.tokens, check.steps, departures, tuple(skipped), notes)
+    target, tokens, steps = (engine.model, engine.tokenizer), 0, 0
+    departures: list[Departure] = []
+    for request in replayed.values():
+        for key in ends.get(request.id, ()):
+            output, same, departure = _checked(key, request, recorded[key], now.get(key, ()))
+            tokens, steps = tokens + len(output), steps + same
+            if departure is not None:
+                departures.append(_with_gap(departure, request, output, target))
+    departures.sort(key=lambda departure: (departure.request, departure.sample))
+    notes = tuple(f"{name} {then} then, {today} now" for name, then, today in changes(trace.header, facts(engine)))
+    return Report(len(now.keys() & recorded.keys()), tokens, steps, tuple(departures), tuple(skipped), notes)
 
 
-def _replayable(request: TracedRequest, rows: Mapping[Key, Mapping[int, tuple[int, RowRecord]]]) -> SamplingParams:
-    drawn = any(row.drawn for key, steps in rows.items() if key[0] == request.id for _, row in steps.values())
-    if drawn and request.acceptance == "rejection":
+Recorded = Sequence[tuple[StepRecord, RowRecord]]  # a sample's steps, in order
+
+
+def _replayable(request: TracedRequest, recorded: Mapping[Key, Recorded]) -> SamplingParams:
+    samples = {key[1]: rows for key, rows in recorded.items() if key[0] == request.id}
+    if request.acceptance == "rejection" and any(row.drawn for rows in samples.values() for _, row in rows):
         raise ParameterError(
             f"request {request.id} was verified by rejection against a drafter's distributions, which no trace holds: "
             "replay runs under coupled acceptance, or with a drafter that looks tokens up"
         )
     params = request.sampling()
-    return params.with_(n=max(params.n, 1 + max((key[1] for key in rows if key[0] == request.id), default=0)))
+    return params.with_(n=max(params.n, 1 + max(samples, default=0)))
 
 
-class _Check:
-    """Holds every step of a replay against the recorded one."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.rows = {key: {row.start: (step.index, row) for step, row in rows} for key, rows in trace.rows().items()}
-        self._end = {
-            key: max(start + row.gained for start, (_, row) in rows.items()) for key, rows in self.rows.items()
-        }
-        self._keys: dict[int, list[Key]] = {}  # of each recorded request
-        for key in self._end:
-            self._keys.setdefault(key[0], []).append(key)
-        self._requests: dict[int, TracedRequest] = {}  # by the engine's id
-        self._reached: dict[Key, int] = {}
-        self._departed: dict[Key, Departure] = {}
-        self.outputs: dict[Key, list[int]] = {}  # as replayed, up to the first difference
-        self.steps = self.tokens = 0
-
-    def follow(self, number: int, request: TracedRequest) -> None:
-        self._requests[number] = request
-
-    def step(self, record: StepRecord) -> None:
-        for row in record.rows:
-            request = self._requests.get(row.request)
-            if request is not None:
-                self._row((request.id, row.sample), request, row)
-
-    def over(self, number: int) -> bool:
-        """Whether all samples of the engine's request are as long as the trace goes."""
-        keys = self._keys.get(self._requests[number].id, ())
-        return all(self._reached.get(key, 0) >= self._end[key] for key in keys)
-
-    def finish(self) -> list[Departure]:
-        """All differences, one a sample; a sample that ended before its record did is one."""
-        for request in self._requests.values():
-            for key in self._keys.get(request.id, ()):
-                index = len(self.outputs.get(key, ()))
-                length = len(request.prompt) + index
-                if key not in self._departed and length < self._end[key]:
-                    rows = self.rows[key].values()
-                    step, row = next((step, row) for step, row in rows if row.start + row.gained > length)
-                    token = row.output[max(0, length - row.start)]
-                    self._departed[key] = Departure(*key, step, Difference("token", index, (token, None)))
-        return [self._departed[key] for key in sorted(self._departed)]
-
-    def _row(self, key: Key, request: TracedRequest, now: RowRecord) -> None:
-        self._reached[key] = now.start + now.gained
-        if key in self._departed or now.start >= self._end.get(key, 0):
-            return
-        output = self.outputs.setdefault(key, [])
-        index, rows = now.start - len(request.prompt), self.rows[key]
-        nearest = max((start for start in rows if start <= now.start), default=min(rows))
+def _checked(
+    key: Key, request: TracedRequest, recorded: Recorded, now: Sequence[RowRecord]
+) -> tuple[list[int], int, Departure | None]:
+    """A sample's output as replayed, up to the first difference; in how many steps; and that difference."""
+    rows = {row.start: (step.index, row) for step, row in recorded}
+    prompt, end = len(request.prompt), max(row.start + row.gained for _, row in recorded)
+    output: list[int] = []
+    for steps, row in enumerate(now):
+        if row.start >= end:
+            return output, steps, None
+        nearest = row.start if row.start in rows else max((at for at in rows if at < row.start), default=min(rows))
         step, was = rows[nearest]
-        if (found := _difference(was, now, index)) is not None:
-            self._departed[key] = Departure(*key, step, found)
-            if found.what == "token":
-                output.extend(now.verdict[: found.index - index])
-            return
-        output.extend(now.output)
-        self.steps += 1
-        self.tokens += now.gained
+        if (found := _difference(was, row, row.start - prompt)) is not None:
+            output.extend(row.verdict[: found.index - (row.start - prompt)])
+            return output, steps, Departure(*key, step, found)
+        output.extend(row.output)
+    length = prompt + len(output)
+    if length == end:
+        return output, len(now), None
+    step, was = next((step, row) for step, row in rows.values() if row.start + row.gained > length)
+    ended = Difference("token", len(output), (was.output[max(0, length - was.start)], None))
+    return output, len(now), Departure(*key, step, ended)
 
 
 def _difference(was: RowRecord, now: RowRecord, index: int) -> Difference | None:
@@ -234,14 +221,12 @@ def _difference(was: RowRecord, now: RowRecord, index: int) -> Difference | None
     return None if now.gained == was.gained else Difference("gained", index, (was.gained, now.gained))
 
 
-def _with_gap(departure: Departure, trace: Trace, target: Target, outputs: Mapping[Key, Sequence[int]]) -> Departure:
+def _with_gap(departure: Departure, request: TracedRequest, output: Sequence[int], target: Target) -> Departure:
     """The departure with its score gap, where two tokens stand against each other."""
     found = departure.difference
     if found.what != "token" or None in found.values:
         return departure
-    request = next(r for r in trace.requests if r.id == departure.request)
-    output = outputs[departure.request, departure.sample][: found.index]
-    gap = recorded_gap(target, request, departure.sample, output, found.values)
+    gap = recorded_gap(target, request, departure.sample, output[: found.index], found.values)
     return replace(departure, difference=replace(found, gap=gap))
 
 
