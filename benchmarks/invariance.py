@@ -36,8 +36,7 @@ from outpace.common.progress import progress
 from outpace.errors import Argument, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import PromptRow, read_prompts
-from outpace.measure.remote import Answer, Remote, RemoteError, Token
-from outpace.measure.servers import Way, bodies, difference
+from outpace.measure.remote import Answer, Remote, RemoteError, Token, Way, bodies, difference
 from outpace.params import SamplingParams
 
 T = TypeVar("T")
@@ -235,7 +234,7 @@ def outcome(contender: Contender, remote: Remote, body: Fields, item: Item, expe
     if contender.ours and answer.fingerprint != expected.fingerprint:
         raise RemoteError(f"the server is {answer.fingerprint}, and was {expected.fingerprint}: begin another journal")
     found = difference(expected, answer)
-    return None if found is None else found.to_dict()
+    return None if found is None else found.to_dict("a", "b")
 
 
 def answer_of(value: Mapping[str, Any]) -> Answer:

@@ -34,8 +34,8 @@ from outpace.engine.intake import checked_size
 from outpace.engine.request import Size
 from outpace.errors import Argument, ParameterError
 from outpace.exact.noise import Noise
-from outpace.measure.compare import NEAR_TIE, compare_tokens
 from outpace.measure.prompts import encode_turns, read_prompts
+from outpace.measure.same import NEAR_TIE, compare
 from outpace.models import demo
 from outpace.models.load import load
 from outpace.models.options import LoadOptions
@@ -153,7 +153,7 @@ def _run(
 def _gap(engine: Engine, prompt: Any, params: SamplingParams, first: list[int], other: list[int]) -> dict[str, Any]:
     """Whether two outputs agree; where not, the gap of the scores there."""
     assert params.seed is not None
-    difference = compare_tokens(engine, prompt, params, Noise(params.seed), first, other)
+    difference = compare(engine, prompt, params, Noise(params.seed), first, other)
     found = difference.to_dict() if difference else {}
     return {**found, "tokens": len(other), "identical": difference is None}
 

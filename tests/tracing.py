@@ -16,8 +16,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.exact.drafts import Draft
-from outpace.measure.trace import tracing
-from outpace.measure.tracefile import Trace, read
+from outpace.measure.trace import Trace, read, tracing
 from outpace.params import SamplingParams
 from tests.toy import ToyModel, ToyTokenizer
 

@@ -17,9 +17,7 @@ from outpace.drafters.registry import build, parse
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.exact.noise import Noise
-from outpace.measure.compare import compare_tokens
-from outpace.measure.trace import rows_of
-from outpace.measure.tracefile import row_from
+from outpace.measure.same import compare
 from outpace.models.base import Model
 from outpace.models.options import LoadOptions
 from outpace.models.torch.model import TransformersModel
@@ -39,7 +37,7 @@ def differences(
 ) -> list[Any]:
     assert all(result.finish_reason in ("stop", "length") for result in (*plain, *other))
     return [
-        compare_tokens(engine, prompt, params, Noise(params.seed or 0), list(a.token_ids), list(b.token_ids))
+        compare(engine, prompt, params, Noise(params.seed or 0), list(a.token_ids), list(b.token_ids))
         for prompt, a, b in zip(prompts, plain, other, strict=True)
     ]
 
@@ -100,7 +98,7 @@ def test_near_ties_are_counted_while_decoding(device: str, there: bool, monkeypa
             engine = Engine(model, drafter=drafter, size=5, prefix_rows=0, on_step=records.append)
             result = engine.generate(prompt, SamplingParams(max_tokens=24))
             assert list(result.token_ids) == answer
-            traced = [row_from(row) for record in records for row in rows_of(record)]
+            traced = [row for record in records for row in record.rows]
             rival_there = [row.start <= len(prompt) + 9 < row.start + row.gained for row in traced]
             assert [row.near_ties for row in traced] == [int(hit and not strict) for hit in rival_there]
             assert engine.stats.near_ties == result.stats.to_dict()["near_ties"] == result.stats.near_ties

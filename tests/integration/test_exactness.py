@@ -14,7 +14,7 @@ from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.load import load_engines
 from outpace.exact.noise import Noise
-from outpace.measure.compare import NEAR_TIE, compare, first_difference, scores_after
+from outpace.measure.same import compare
 from outpace.models import demo
 from outpace.models.base import Model
 from outpace.models.load import load
@@ -71,7 +71,8 @@ def test_the_same_tokens_whatever_drafts(engines: list[Engine], temperature: flo
             ]
             engine.check()
             for i, result in zip(some, results, strict=True):
-                difference = compare(engine, prompts[i], params[i], plain[i], result)
+                noise, answers = Noise(plain[i].seed), (plain[i].token_ids, result.token_ids)
+                difference = compare(engine, prompts[i], params[i], noise, *answers)
                 assert difference is None or (difference.near_tie and not exact), f"{PROMPTS[i]!r}: {difference}"
                 identical, ties = identical + (difference is None), ties + (difference is not None)
     assert all(engine.stats.accepted for engine in engines), "nothing was accepted, so nothing was tested"
@@ -111,10 +112,8 @@ def test_greedy_is_what_transformers_generate_gives() -> None:
                     pad_token_id=engine.model.info.eos_ids[0],
                 )
             theirs = out[0, len(prompt) :].tolist()
-            index = first_difference(mine, theirs)
-            if index is not None:
-                scores = scores_after(engine, prompt, mine[:index], params, Noise(0))
-                assert abs(scores[mine[index]] - scores[theirs[index]]) < NEAR_TIE, f"{text!r} differs at {index}"
+            difference = compare(engine, prompt, params, Noise(0), mine, theirs)
+            assert difference is None or difference.near_tie, f"{text!r}: {difference}"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from outpace.engine.load import load_engines
 from outpace.engine.request import StepRecord
 from outpace.errors import DrafterError, ParameterError
 from outpace.exact.noise import Noise
-from outpace.measure.accepted import Recorded, record, replayed
 from outpace.measure.recommend import (
     LEAST,
     SIZES,
@@ -27,12 +26,15 @@ from outpace.measure.recommend import (
     Plain,
     Prediction,
     Ran,
+    Recorded,
     best_measured,
     best_predicted,
     fit,
     plain,
     predictions,
     priced,
+    record,
+    replayed,
 )
 from outpace.params import SamplingParams
 from tests.toy import ToyModel
@@ -52,7 +54,7 @@ def steps(engine: Engine, prompt: list[int], params: SamplingParams, size: int) 
     found: list[tuple[int, int, int]] = []
 
     def on_step(step: StepRecord) -> None:
-        found.extend(zip(step.starts, step.kept.widths.tolist(), step.gained, strict=True))
+        found.extend((row.start, len(row.kept), row.gained) for row in step.rows)
 
     engine.on_step = on_step
     engine.generate_many([prompt], params, size=size)

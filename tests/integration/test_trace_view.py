@@ -18,8 +18,7 @@ from outpace.cli.app import parse
 from outpace.common.arrays import I32
 from outpace.engine.engine import Engine
 from outpace.errors import ParameterError
-from outpace.measure.trace import tracing
-from outpace.measure.tracefile import VERSION
+from outpace.measure.trace import VERSION, tracing
 from outpace.measure.view import page, write
 from outpace.models import load as loading
 from outpace.params import SamplingParams
@@ -236,7 +235,7 @@ def test_replay(capsys: pytest.CaptureFixture[str], served: dict[str, Any], trac
     served["model"] = Swapped([1, 2, 3, 4, 5], 6, by=1.5)
     code, out, _ = outpace(capsys, "trace", "replay", trace)
     assert code == 1
-    assert "request 0: recorded" in out
+    assert "request 0, step 2: DIFFERENT at token 0" in out
     assert "score gap 1.5" in out
     assert "1 of 7 answers differ" in out
     served["model"] = Swapped([1, 2, 3, 4, 5], 6, by=1.5)

@@ -21,8 +21,7 @@ from outpace.drafters.learned.native_eagle import NativeEagle
 from outpace.drafters.learned.native_runtime import NativeParallel
 from outpace.errors import ParameterError
 from outpace.measure.replay import engine_for, replay
-from outpace.measure.trace import tracing
-from outpace.measure.tracefile import read
+from outpace.measure.trace import read, tracing
 from outpace.models.options import LoadOptions
 from tests.learned import random_checkpoint
 

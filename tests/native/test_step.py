@@ -34,7 +34,6 @@ from outpace.engine import step
 from outpace.engine.clock import Clock
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
-from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch, KVCache, Model, Output
@@ -145,22 +144,6 @@ def watch(model: NativeModel) -> None:
     model.__class__, model.kv.__class__ = Watched, WatchedKV
 
 
-def nodes(drafts: Drafts) -> list[Any]:
-    """What is in use of ``drafts``: tokens, parents and who drafted them, by row."""
-    rows = range(len(drafts))
-    return [(d.tokens, d.parents, drafts.sources_of(i)) for i, d in ((i, drafts.row(i)) for i in rows)]
-
-
-def plain(record: StepRecord) -> tuple[Any, ...]:
-    verdicts = [(v.tokens.tolist(), v.path.tolist()) for v in record.verdicts]
-    confidence = None if record.proposed.confidence is None else record.proposed.confidence.tolist()
-    levels = None if record.proposed.levels is None else record.proposed.levels.tolist()
-    return (
-        record.index, record.requests, record.samples, record.rows, record.starts, nodes(record.proposed), confidence,
-        levels, nodes(record.kept), verdicts, record.gained, record.decisions, record.chunks, record.faults,
-    )  # fmt: skip
-
-
 def told(result: Result) -> Result:
     stats = replace(result.stats, **{name: 0.0 for name in TIMES if name != "seconds"}, seconds={}, steps_by_threads={})
     return replace(result, stats=stats)
@@ -186,17 +169,17 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
 
 def run(
     model: NativeModel, drafter: Drafter | None, requests: list[Asked], **options: Any
-) -> tuple[list[Result], list[tuple[Any, ...]], int]:
+) -> tuple[list[Result], list[StepRecord], int]:
     """All requests together, the invariants checked after every step; results, records, forwards in C++."""
     watched = options.pop("watched", True)
     runs = model.run
     served: list[object] = []
     model.run = lambda rows: served.append(rows) or runs(rows)  # type: ignore[method-assign, func-returns-value]
-    records: list[tuple[Any, ...]] = []
+    records: list[StepRecord] = []
     outpace.engine.step.Clock.made = count()  # type: ignore[attr-defined]
     with Engine(model, drafter=drafter, cost=COST, max_rows=4, **options) as engine:
         if watched:
-            engine.on_step = lambda record: records.append(plain(record))
+            engine.on_step = lambda record: records.append(replace(record, seconds={}))
         for prompt, params, asked in requests:
             engine.add(prompt.tolist(), params, **asked)
         results: dict[tuple[int, int], Result] = {}
@@ -239,7 +222,7 @@ def test_equal_to_the_reference(tiny: Tiny, kind: str, size: int | str, watched:
     assert not none
     if watched:
         assert served == len(records)
-        assert any(record[1] and record[12] for record in records)
+        assert any(record.rows and record.chunks for record in records)
 
 
 @pytest.mark.parametrize("kind", LEARNED)
@@ -273,7 +256,7 @@ def test_learned_drafters_are_equal_to_the_reference(
     assert results == reference
     assert records == expected
     assert served == len(records)
-    assert any(record[1] and record[12] for record in records)
+    assert any(record.rows and record.chunks for record in records)
     assert not none
     assert any(result.stats.accepted_by.get("eagle") for result in results)
 
@@ -321,7 +304,7 @@ def test_a_drafter_that_fails_in_cpp_loses_its_rows(tiny: Tiny) -> None:
     assert results == reference
     assert any("decoded plainly from there on" in note for result in results for note in result.notes)
     assert records == expected
-    faults = [fault for record in records for fault in record[-1]]
+    faults = [fault for record in records for fault in record.faults]
     assert any("failed (ValueError: it proposed a token that is not in the vocabulary" in fault for fault in faults)
 
 

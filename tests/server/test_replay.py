@@ -1,4 +1,5 @@
-"""An answer replayed is the same under other drafters and another batch; one altered token is always caught."""
+"""An answer replayed is the same under other drafters and another batch; one altered token is always caught. What else
+is compared, or refused: test_replay_route.py."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from outpace import Engine, Result, SamplingParams
 from outpace._fast import native
 from outpace.engine.aio import AsyncEngine
-from outpace.errors import ParameterError
-from outpace.server.api.comparison import Departure, Recorded, departure, measured, prepared, watching
+from outpace.measure.same import Difference, Output, difference
+from outpace.server.api.replay import prepared, watching
 from outpace.server.engines.models import system_fingerprint
 from tests.native.native_helpers import Tiny
 
@@ -44,22 +46,20 @@ async def replay(
     serving: AsyncEngine,
     prompt: list[int],
     params: SamplingParams,
-    recorded: list[Recorded],
+    recorded: list[Output],
     acceptance: str = "coupled",
-) -> list[Departure | None]:
+) -> list[Difference | None]:
     """What ``POST /v1/replay`` does, on an engine."""
-    again, options = prepared(serving.engine, params, recorded, acceptance)
+    prompts = [np.array(prompt, np.int32)]
+    again, options = prepared(serving.engine, prompts, params, recorded, acceptance)
     results = await serving.generate_many([prompt], again, errors="return", **options)
-    found = [departure(answer, Recorded.of(result)) for answer, result in zip(recorded, results, strict=True)]
-    second = watching(serving.engine, params, recorded, found)
+    found = [difference(answer, Output.of(result)) for answer, result in zip(recorded, results, strict=True)]
+    second = watching(serving.engine, prompts, params, recorded, found)
     if second is None:
         return found
     closer, drafted = second
     await serving.generate_many([prompt], closer, errors="return", **options)
-    return [
-        its and measured(i, its, drafted, params, result)
-        for i, (its, result) in enumerate(zip(found, results, strict=True))
-    ]
+    return drafted.measured(found, params, results)
 
 
 @pytest.mark.parametrize("drafter", ["ngram:size=8", "none"])
@@ -70,7 +70,7 @@ def test_all_are_identical_and_each_altered_token_is_caught(
 
     async def scenario() -> None:
         async with AsyncEngine(Engine.load(path, drafter=drafter, max_rows=7, prefill_chunk=3)) as engine:
-            recorded = [[Recorded.of(result) for result in results] for _, _, results in answers]
+            recorded = [[Output.of(result) for result in results] for _, _, results in answers]
             for its, (_, params, _) in zip(recorded, answers, strict=True):
                 if not params.wants_logprobs:
                     its[:] = [dataclasses.replace(said, logprobs=None) for said in its]
@@ -87,12 +87,12 @@ def test_all_are_identical_and_each_altered_token_is_caught(
             altered, where = [], []
             for its in recorded:
                 sample = rng.randrange(len(its))
-                ids = list(its[sample].token_ids or ())
+                ids = list(its[sample].tokens or ())
                 at = rng.randrange(len(ids))
                 ids[at] = (ids[at] + rng.randrange(1, 170)) % 179
                 where.append((sample, at))
                 altered.append(
-                    [dataclasses.replace(s, token_ids=tuple(ids)) if i == sample else s for i, s in enumerate(its)]
+                    [dataclasses.replace(s, tokens=tuple(ids)) if i == sample else s for i, s in enumerate(its)]
                 )
             found = await asyncio.gather(
                 *(
@@ -106,52 +106,11 @@ def test_all_are_identical_and_each_altered_token_is_caught(
                 caught = its[sample]
                 assert caught is not None
                 assert (caught.what, caught.index) == ("token", at)
-                assert caught.now == results[sample].token_ids[at]
+                assert caught.values[1] == results[sample].token_ids[at]
                 gaps.append(caught.gap)
             assert all(gap is not None and gap > 0 for gap in gaps)
 
     asyncio.run(scenario())
-
-
-def test_what_else_may_differ(path: str, answers: list[tuple[list[int], SamplingParams, list[Result]]]) -> None:
-    prompt, params, (result,) = answers[1]
-    said = Recorded.of(result)
-
-    async def one(engine: AsyncEngine, its: Recorded) -> Departure | None:
-        return (await replay(engine, prompt, params, [its]))[0]
-
-    async def scenario() -> None:
-        async with AsyncEngine(Engine.load(path, drafter="ngram")) as engine:
-            assert said.logprobs is not None
-            assert said.token_ids is not None
-            assert said.text is not None
-            last = [*said.logprobs[:-1], said.logprobs[-1] * (1 + 2**-52)]
-            found = await one(engine, dataclasses.replace(said, logprobs=tuple(last)))
-            assert found is not None
-            assert (found.what, found.index) == ("logprob", len(last) - 1)
-            found = await one(engine, dataclasses.replace(said, token_ids=said.token_ids[:-1], logprobs=None))
-            assert found is not None
-            assert (found.what, found.index, found.recorded) == ("token", len(last) - 1, None)
-            found = await one(engine, Recorded(text=said.text[:-1] + "\u0000"))
-            assert found is not None
-            assert (found.what, found.index) == ("text", len(said.text) - 1)
-            assert await one(engine, Recorded(text=said.text, finish="length")) is None
-            found = await one(engine, dataclasses.replace(said, finish="tool_calls"))
-            assert found is not None
-            assert found.what == "finish"
-            found = await one(engine, dataclasses.replace(said, token_ids=(99_999, *said.token_ids[1:])))
-            assert found is not None
-            assert (found.index, found.gap) == (0, None)
-            for wrong, message in [
-                (replay(engine, prompt, params.with_(seed=None), [said]), "seed is missing"),
-                (replay(engine, prompt, params, [Recorded()]), "nothing to replay"),
-                (replay(engine, prompt, params, [said], acceptance="rejection"), "not the same tokens"),
-            ]:
-                with pytest.raises(ParameterError, match=message):
-                    await wrong
-
-    asyncio.run(scenario())
-    assert departure(said, said) is None
 
 
 def test_the_fingerprint_names_what_the_bits_depend_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

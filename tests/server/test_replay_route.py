@@ -49,6 +49,15 @@ def other_id(answer: Any) -> None:
     answer["choices"][1]["token_ids"][5] += 1
 
 
+def unknown_id(answer: Any) -> None:
+    answer["choices"][1]["token_ids"][5] = 99_999
+
+
+def one_less(answer: Any) -> None:
+    its = answer["choices"][1]
+    its["logprobs"], its["token_ids"] = None, its["token_ids"][:5]
+
+
 def other_bit(answer: Any) -> None:
     answer["choices"][1]["logprobs"]["content"][5]["logprob"] *= 1 + 2**-52
 
@@ -70,6 +79,8 @@ def other_end(answer: Any) -> None:
     ("change", "what"),
     [
         (other_id, "token"),
+        (unknown_id, "token"),
+        (one_less, "token"),
         (other_bit, "logprob"),
         (other_text, "message.content"),
         (other_alternative, "logprobs.content.top_logprobs.token"),
@@ -85,7 +96,21 @@ def test_what_was_altered_is_named(demo: Running, chat: Any, change: Callable[[A
     assert found["what"] == what
     if what in ("token", "logprob"):
         assert found["index"] == 5
-    assert (found["gap"] is not None) == (what == "token")
+    assert (found["gap"] is not None) == (change is other_id)
+    demo.at_rest()
+
+
+def test_a_gap_is_that_of_its_own_prompt(demo: Running) -> None:
+    """Also where several were asked together, and part from their records at one place."""
+    texts = ask(demo, "/v1/completions", TEXTS)
+    for choice in texts["choices"]:
+        choice["token_ids"][0] += 1
+    together = ask(demo, "/v1/replay", {"request": TEXTS, "answer": texts})["choices"]
+    for prompt, choice, found in zip(TEXTS["prompt"], texts["choices"], together, strict=True):
+        answer = {**texts, "choices": [choice]}
+        (alone,) = ask(demo, "/v1/replay", {"request": {**TEXTS, "prompt": prompt}, "answer": answer})["choices"]
+        assert found["difference"] == alone["difference"]
+        assert found["difference"]["gap"] > 0
     demo.at_rest()
 
 

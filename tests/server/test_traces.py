@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outpace import Engine
-from outpace.measure.tracefile import read
+from outpace.measure.trace import read
 from tests.server.serving import Running, serving
 
 KEYS = ("the-first-key", "the-second-key")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.cli.bench_table import show
+from outpace.cli.bench import show
 from outpace.common.installing import install
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
@@ -22,18 +22,21 @@ from outpace.errors import MissingExtraError, ParameterError
 from outpace.exact.noise import Noise
 from outpace.measure import machine, plot
 from outpace.measure.bench import CONTROL, Bench, Configuration, Run, speedup
-from outpace.measure.compare import (
+from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
+from outpace.measure.same import (
     NEAR_TIE,
     Difference,
+    Output,
     compare,
-    compare_tokens,
+    difference,
     first_difference,
+    gap_between,
+    margins_along,
     promises_tokens,
     require_tokens,
     score_gap,
-    scores_after,
-)
-from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
+    scores_along,
+)  # fmt: skip
 from outpace.params import SamplingParams
 from tests.toy import ToyModel, ToyTokenizer
 
@@ -292,21 +295,21 @@ def test_replayed_scores_choose_what_decoding_chose(params: SamplingParams) -> N
     """Rules, filters, noise and the output index are those of the run itself."""
     engine = Engine(ToyModel())
     result = engine.generate(PROMPT.tolist(), params)
-    for i, token in enumerate(result.token_ids):
-        scores = scores_after(engine, PROMPT, result.token_ids[:i], params, Noise(3))
-        assert int(scores.argmax()) == token
-    assert engine.model.kv.rows == []  # the replay leaves nothing behind
+    for first in (0, 4, 9):
+        along = list(scores_along((engine.model, None), PROMPT, result.token_ids, params, Noise(3), first))
+        assert [int(scores.argmax()) for scores in along[:-1]] == list(result.token_ids[first:])
+    assert min(margins_along((engine.model, None), PROMPT, result.token_ids, params, Noise(3))) > 0
+    assert engine.model.kv.rows == []  # it leaves nothing behind
 
 
 def test_a_gap_is_measured_from_the_best_score() -> None:
-    engine = Engine(ToyModel())
+    target = ToyModel(), None
     params, noise = SamplingParams(seed=0), Noise(0)
-    scores = scores_after(engine, PROMPT, [], params, noise)
-    order = np.argsort(-scores)
-    best, second, third = (int(i) for i in order[:3])
-    assert score_gap(engine, PROMPT, [], best, second, params, noise) == scores[best] - scores[second]
+    (scores,) = scores_along(target, PROMPT, [], params, noise)
+    best, second, third = (int(i) for i in np.argsort(-scores)[:3])
+    assert score_gap(target, PROMPT, [], (best, second), params, noise) == scores[best] - scores[second]
     # Two that are equal to each other but far from the best are no near-tie.
-    assert score_gap(engine, PROMPT, [], third, third, params, noise) == scores[best] - scores[third] > NEAR_TIE
+    assert gap_between(scores, (third, third)) == scores[best] - scores[third] > NEAR_TIE
 
 
 def test_identical_near_tie_and_different() -> None:
@@ -320,40 +323,51 @@ def test_identical_near_tie_and_different() -> None:
 
     engine = Engine(Close())
     params, noise = SamplingParams(seed=0), Noise(0)
-    assert compare_tokens(engine, PROMPT, params, noise, [4, 4], [4, 4]) is None
-    tie = compare_tokens(engine, PROMPT, params, noise, [4, 4, 4], [4, 5, 4])
+    assert compare(engine, PROMPT, params, noise, [4, 4], [4, 4]) is None
+    tie = compare(engine, PROMPT, params, noise, [4, 4, 4], [4, 5, 4])
     assert tie is not None
     assert tie.near_tie
-    assert (tie.index, tie.tokens) == (1, (4, 5))
+    assert (tie.what, tie.index, tie.values) == ("token", 1, (4, 5))
     assert str(tie).startswith("near-tie at token 1 (4 / 5, score gap ")
-    bug = compare_tokens(engine, PROMPT, params, noise, [4, 4], [4, 6])
+    bug = compare(engine, PROMPT, params, noise, [4, 4], [4, 6])
     assert bug is not None
     assert not bug.near_tie
     assert "DIFFERENT at token 1" in str(bug)
 
 
 def test_an_output_that_ended_early_is_no_near_tie() -> None:
-    engine = Engine(ToyModel())
-    short, long = (engine.generate(PROMPT.tolist(), SamplingParams(seed=0, max_tokens=n)) for n in (3, 5))
-    difference = compare(engine, PROMPT, SamplingParams(seed=0), short, long)
-    assert difference is not None
-    assert (difference.index, difference.gap, difference.near_tie) == (3, math.inf, False)
-    assert difference.tokens == (None, long.token_ids[3])
-    assert "ended" in str(difference)
+    ended = compare(Engine(ToyModel()), PROMPT, SamplingParams(seed=0), Noise(0), [4, 4, 4], [4, 4, 4, 7])
+    assert ended == Difference("token", 3, (None, 7))
+    assert not ended.near_tie
+    assert str(ended) == "DIFFERENT at token 3 (ended / 7)"
 
 
-def test_a_difference_is_valid_json() -> None:
-    written = json.dumps(Difference(2, math.inf, (None, 3)).to_dict(), allow_nan=False)
-    assert json.loads(written) == {"index": 2, "gap": None, "tokens": [None, 3], "near_tie": False}
+@pytest.mark.parametrize("gap", [math.inf, math.nan, None])
+def test_a_difference_is_valid_json(gap: float | None) -> None:
+    written = json.dumps(Difference("token", 2, (4, 3), gap).to_dict(), allow_nan=False)
+    assert json.loads(written) == {"what": "token", "index": 2, "gap": None, "tokens": [4, 3], "near_tie": False}
 
 
-def test_a_filtered_token_and_nan_are_no_near_tie() -> None:
-    engine = Engine(ToyModel())
-    params = SamplingParams(seed=0, temperature=1.0, top_k=1)
-    scores = scores_after(engine, PROMPT, [], params, Noise(0))
-    a, b = int(np.argmin(scores)), int(np.argmax(scores))
-    assert score_gap(engine, PROMPT, [], a, b, params, Noise(0)) == math.inf
-    assert not Difference(0, math.nan, (a, b)).near_tie
+def test_a_filtered_token_is_no_near_tie() -> None:
+    target, params = (ToyModel(), None), SamplingParams(seed=0, temperature=1.0, top_k=1)
+    (scores,) = scores_along(target, PROMPT, [], params, Noise(0))
+    tokens = int(np.argmin(scores)), int(np.argmax(scores))
+    assert score_gap(target, PROMPT, [], tokens, params, Noise(0)) == math.inf
+
+
+def test_what_is_known_of_both_is_compared_and_nothing_else() -> None:
+    answer = Output((1, 2), "bc", (-0.5, -0.25), "stop")
+    assert difference(answer, answer) is difference(answer, Output()) is None
+    for other, what, index, values, text in [
+        (Output((1, 3), "bx", (-0.5, -9.0), "length"), "token", 1, (2, 3), "DIFFERENT at token 1 (2 / 3)"),
+        (Output(None, "bx", None, "length"), "text", 1, ("c", "x"), "DIFFERENT at character 1 ('c' / 'x')"),
+        (Output((1, 2), None, (0.0,), "length"), "finish", 2, ("stop", "length"), "finish DIFFERENT at token 2"),
+        (Output((1, 2), None, (-0.5, 0.0)), "logprob", 1, (-0.25, 0.0), "logprob DIFFERENT at token 1 (-0.25 / 0.0)"),
+    ]:
+        found = difference(answer, other)
+        assert found == Difference(what, index, values)
+        assert str(found).startswith(text)
+    assert not Difference("logprob", 1, (-0.25, -0.25001), 1e-5).near_tie  # the tokens are the same: no tie decided
 
 
 def test_only_what_was_promised_is_compared() -> None:

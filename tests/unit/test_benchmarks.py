@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ import pytest
 from benchmarks import card, forward, paired, prove, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
-from outpace.measure.compare import Difference
 from outpace.measure.report import read
+from outpace.measure.same import Difference
 from outpace.params import SamplingParams
 
 
@@ -185,8 +184,8 @@ def test_prove_fails_where_rounding_does_not_explain_a_difference(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    difference = Difference(3, math.inf if gap is None else gap, (5, 6))
-    monkeypatch.setattr(prove, "compare_tokens", lambda *given: difference)
+    difference = Difference("token", 3, (5, 6), gap)
+    monkeypatch.setattr(prove, "compare", lambda *given: difference)
     rows = [{"identical": True, "tokens": 8}, prove._gap(None, None, SamplingParams(seed=1), [], [5] * 8)]  # type: ignore[arg-type]
     rows = [{**row, "steps": 4, "drafted": 2, "accepted": 1} for row in rows]
     assert prove._report({"settings": {"backend": backend, "dtype": dtype}, "cases": {"ngram": rows}}) == code

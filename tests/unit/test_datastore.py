@@ -21,8 +21,7 @@ from outpace.drafters.lookup.datastore import DEPTH, Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError, ParameterError
-from outpace.measure.corpus import resume, sequences, write_answers
-from outpace.measure.prompts import PromptRow
+from outpace.measure.prompts import PromptRow, resume, sequences, write_answers
 from outpace.params import SamplingParams
 from tests.oracles.datastore import Place, Search
 from tests.toy import ToyTokenizer

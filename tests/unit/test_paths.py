@@ -19,8 +19,7 @@ from outpace.drafters.lookup import datastore
 from outpace.drafters.registry import parse
 from outpace.errors import ParameterError
 from outpace.measure.prompts import read_prompts
-from outpace.measure.trace import tracing
-from outpace.measure.tracefile import read
+from outpace.measure.trace import read, tracing
 from outpace.models.load import estimate, load, resolve
 from tests.toy import ToyModel, ToyTokenizer
 

@@ -108,10 +108,10 @@ def test_an_engine_tells_its_policy() -> None:
         nodes = drafted[stretch] = {1: 0, 2: 0}  # by rows
 
         def count(step: StepRecord, nodes: dict[int, int] = nodes, stretch: float | None = stretch) -> None:
-            if len(step):
-                nodes[len(step)] += int(step.kept.widths.sum())
-            if len(step) == 2:
-                why.setdefault(stretch, set()).update(decision.why for decision in step.decisions)
+            if step.rows:
+                nodes[len(step.rows)] += sum(len(row.kept) for row in step.rows)
+            if len(step.rows) == 2:
+                why.setdefault(stretch, set()).update(row.why for row in step.rows)
 
         model = ToyModel(VOCAB)
         flat = Cost((1, 64), (1.0, 1.0 + 1e-6))

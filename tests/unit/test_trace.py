@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.control.adaptive import Decision
+from outpace.engine.engine import Engine
 from outpace.engine.intake import encoder
-from outpace.engine.request import StepRecord
+from outpace.engine.request import RowRecord
+from outpace.engine.step import places
 from outpace.engine.text import Decoder, TextReader, pieces
 from outpace.errors import ParameterError
-from outpace.exact.drafts import Draft, Drafts, Verdicts
+from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
-from outpace.measure.trace import TraceWriter, _kept, rows_of, tracing
-from outpace.measure.tracefile import VERSION, read, row_from
+from outpace.measure.replay import ReplayDrafter, replay
+from outpace.measure.trace import VERSION, lines, read, row_line, row_of, step_line, tracing
 from outpace.models.fingerprint import fingerprint
 from outpace.params import SamplingParams
 from tests.toy import ToyModel
-from tests.tracing import REQUESTS, VOCAB, Spelled, engine, ids, record
+from tests.tracing import REQUESTS, VOCAB, Branches, Spelled, engine, ids, record
+
+BEFORE = Path(__file__).parents[1] / "recorded" / "format-1.trace"  # as version 0.1.0 wrote it
 
 
 @pytest.mark.parametrize("size", [5, "auto"])
@@ -39,25 +43,15 @@ def test_everything_the_engine_told_is_read_back(tmp_path: Path, size: int | str
     assert any(row.parents != tuple(range(-1, len(row.tokens) - 1)) for step in trace.steps for row in step.rows)
     assert any(len(row.kept) < len(row.tokens) for step in trace.steps for row in step.rows) == (size == "auto")
     for told, step in zip(steps, trace.steps, strict=True):
-        assert step.index == told.index
-        assert step.chunks == tuple((c.request, c.sample, c.row, c.start, c.count) for c in told.chunks)
+        assert replace(step, rows=(), seconds={}) == replace(told, rows=(), seconds={})
         assert step.seconds == pytest.approx(dict(told.seconds), abs=1e-6)
-        assert len(step.rows) == len(told)
-        for i, row in enumerate(step.rows):
-            assert (row.request, row.sample, row.row) == (told.requests[i], told.samples[i], told.rows[i])
-            assert (row.start, row.gained) == (told.starts[i], told.gained[i])
-            proposed, kept, verdict = told.proposed.row(i), told.kept.row(i), told.verdicts.row(i)
-            assert row.tokens == tuple(proposed.tokens)
-            assert row.parents == tuple(proposed.parents)
-            assert [row.tokens[node] for node in row.kept] == kept.tokens
-            assert row.verdict == tuple(verdict.tokens.tolist())
-            assert row.path == tuple(row.kept[node] for node in verdict.path.tolist())
+        for row, own in zip(step.rows, told.rows, strict=True):
+            unrounded = {"confidence": own.confidence, "expected": own.expected, "worth": own.worth}
+            assert replace(row, **unrounded) == own
+            for name, value in unrounded.items():
+                assert getattr(row, name) == (None if value is None else pytest.approx(value, abs=1e-4))
             assert [row.tokens[node] for node in row.path] == list(row.verdict[:-1])
             assert row.sources == ("branches",) * len(row.tokens)
-            decision = told.decisions[i]
-            assert (row.size, row.why) == (decision.size, decision.why)
-            assert row.expected == (None if decision.expected is None else pytest.approx(decision.expected, abs=1e-4))
-            assert row.worth == pytest.approx(decision.worth, abs=1e-4)
     for (prompt, given_), request in zip(REQUESTS, trace.requests, strict=True):
         assert request.prompt == tuple(prompt)
         assert request.sampling() == SamplingParams(**{"seed": 0, **given_})
@@ -97,19 +91,41 @@ def test_kept_nodes_are_found_among_the_proposed(tree: tuple[list[int], list[int
     tokens, parents, stays = tree
     place = {-1: -1, **{node: i for i, node in enumerate(stays)}}
     kept = Draft([tokens[i] for i in stays], [place[parents[i]] for i in stays])
-    assert _kept(Draft(tokens, parents), kept) == stays
+    assert places(Draft(tokens, parents), kept) == place
 
 
 def test_numbers_that_json_has_not_survive() -> None:
-    proposed = Drafts(ids(3)[None], ids(1), confidence=np.array([[np.nan]], np.float32), sources=("a",))
-    verdicts = Verdicts(ids(3, 4)[None], ids(1), ids(0)[None])
-    told = StepRecord(
-        0, (0,), (0,), (0,), (5,), proposed, proposed, verdicts, (2,), (1,), (Decision(1, float("inf"), "so"),), (), {}
-    )
-    row = row_from(json.loads(json.dumps(rows_of(told), allow_nan=False))[0])
-    assert row.expected == float("inf")
-    assert row.near_ties == 1
+    nan, inf = float("nan"), float("inf")
+    told = RowRecord(0, 0, 0, 5, (3,), (-1,), (nan,), ("a",), (0,), (3, 4), (0,), 2, 1, 1, inf, "so", (-inf,), True)
+    row = row_of(json.loads(json.dumps(row_line(told), allow_nan=False)))
+    assert replace(row, confidence=told.confidence) == told
     assert np.isnan(row.confidence[0])
+
+
+def test_a_trace_of_before_is_read_written_and_replayed_as_it_was() -> None:
+    trace, (_, others, cut) = read(BEFORE), lines(BEFORE)
+    assert cut is trace.cut is None
+    assert {(result.request, result.sample) for result in trace.results} == set(trace.outputs())
+    for result in trace.results:  # the token that stopped one is no text
+        tokens = trace.outputs()[result.request, result.sample]
+        assert "".join(chr(97 + token) for token in tokens).removesuffix("b") == result.text == "".join(result.pieces)
+    written = [line for line in others if "step" in line]
+    keys = {key for line in written for row in line["r"] for key in row}
+    assert keys == set("qnwatpcoskvhgzeyu") - {"z"}
+    for step, line in zip(trace.steps, written, strict=True):
+        again = json.loads(json.dumps(step_line(step)))
+        assert [row_of(row) for row in again["r"]] == list(step.rows)
+        for row in (*line["r"], *again["r"]):  # names that no node of the row has were there
+            row.pop("o", None), row.pop("s", None)
+        assert again == line
+    (several,) = {row.sources for step in trace.steps for row in step.rows if len(set(row.sources)) > 1}
+    assert set(several) == {"ngram", "branches"}
+    assert {len(won) for won in trace.margins.values()} == {len(tokens) for tokens in trace.outputs().values()}
+    drafter = ReplayDrafter(trace)
+    with Engine(ToyModel(VOCAB), Spelled(), drafter=drafter, size=drafter.size) as made:
+        report = replay(trace, made, drafter)
+    assert report.identical
+    assert report.samples == len(trace.results) == 3
 
 
 def test_at_most_one_write_a_step_a_request_and_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +210,10 @@ def test_a_tokenizer_that_fails_ends_the_trace_and_nothing_else(
         def token(self, token_id: int) -> str | None:
             raise RuntimeError("no such thing")
 
-    with engine() as made, caplog.at_level(logging.WARNING):
-        writer = TraceWriter(tmp_path / "run.trace", {}, Broken(), made.request)
-        made.on_step = writer.step
-        result = made.generate([1, 2, 3], SamplingParams(max_tokens=5))
+    model, path = ToyModel(VOCAB), tmp_path / "run.trace"
+    with Engine(model, Broken(), drafter=Branches(model)) as made, caplog.at_level(logging.WARNING):
+        with tracing(made, path) as writer:
+            result = made.generate([1, 2, 3], SamplingParams(max_tokens=5))
         assert result.completion_tokens == 5
         assert not writer.on
     assert caplog.text.count("no such thing") == 1

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from outpace.engine.engine import Engine
+from outpace.engine.request import RowRecord
 from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from outpace.measure.explain import Comparison, explain
-from outpace.measure.replay import ReplayDrafter, Report, Target, replay
-from outpace.measure.tracefile import Trace, TracedRow, read
+from outpace.measure.replay import ReplayDrafter, Report, replay
+from outpace.measure.same import Target
+from outpace.measure.trace import Trace, read
 from tests.toy import ToyModel
 from tests.tracing import REQUESTS, VOCAB, Spelled, Swapped, engine, ids, record
 
@@ -61,16 +63,19 @@ def test_a_model_that_changed_is_caught_at_the_token(tmp_path: Path, index: int)
     report = again(trace, Swapped([*prompt, *output[:index]], other, by=0.25))
     assert not report.identical
     (departure,) = report.departures
-    assert (departure.request, departure.sample, departure.index) == (0, 0, index)
-    assert departure.tokens == (output[index], other)
-    assert departure.gap == pytest.approx(0.25, abs=1e-6)
-    assert not departure.near_tie
+    found = departure.difference
+    assert (departure.request, departure.sample, found.what, found.index) == (0, 0, "token", index)
+    assert found.values == (output[index], other)
+    assert found.gap == pytest.approx(0.25, abs=1e-6)
+    assert not found.near_tie
+    said = f"request 0, step {departure.step}: DIFFERENT at token {index} ({output[index]} / {other}, score gap 0.25)"
+    assert str(departure) == said
     step = next(s for s in trace.steps if s.index == departure.step)
     row = next(r for r in step.rows if (r.request, r.sample) == (0, 0))
     assert row.start <= len(prompt) + index < row.start + row.gained
 
 
-def tampered(trace: Trace, change: Callable[[TracedRow], TracedRow | None], nth: int = 2) -> Trace:
+def tampered(trace: Trace, change: Callable[[RowRecord], RowRecord | None], nth: int = 2) -> Trace:
     """The trace with the nth drafted row of request 0 changed."""
     steps, seen = [], -1
     for step in trace.steps:
@@ -88,7 +93,7 @@ def tampered(trace: Trace, change: Callable[[TracedRow], TracedRow | None], nth:
 def test_a_record_that_was_changed_is_caught(tmp_path: Path, change: str) -> None:
     trace, _, _ = record(tmp_path / "run.trace", REQUESTS[:1], made=engine(size="auto"))
 
-    def edit(row: TracedRow) -> TracedRow:
+    def edit(row: RowRecord) -> RowRecord:
         if change == "token":
             return replace(row, verdict=(*row.verdict[:-1], (row.verdict[-1] + 1) % VOCAB))
         if change == "path":
@@ -97,8 +102,8 @@ def test_a_record_that_was_changed_is_caught(tmp_path: Path, change: str) -> Non
 
     (departure,) = again(tampered(trace, edit, nth=1)).departures
     assert departure.request == 0
-    assert (departure.gap is not None) == (change == "token")
-    assert ("path" in departure.why) == (change != "token")
+    assert departure.difference.what == change
+    assert (departure.difference.gap is not None) == (change == "token")
 
 
 def test_a_trace_that_was_cut_or_cancelled_replays_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -144,13 +149,11 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
 def test_the_drafter_proposes_what_was_verified_and_nothing_else(tmp_path: Path) -> None:
     trace, steps, _ = record(tmp_path / "run.trace", made=engine(size="auto"))
     drafter = ReplayDrafter(trace)
-    assert drafter.size == max(int(step.kept.widths.max(initial=0)) for step in steps)
+    assert drafter.size == max(len(row.kept) for step in steps for row in step.rows)
     drafted = 0
     seen: list[tuple[int, int]] = []
     with Engine(ToyModel(VOCAB), Spelled(), drafter=drafter, size=drafter.size) as made:
-        made.on_step = lambda step: seen.extend(
-            zip(step.kept.widths.tolist(), step.verdicts.accepted.tolist(), strict=True)
-        )
+        made.on_step = lambda step: seen.extend((len(row.kept), len(row.path)) for row in step.rows)
         request = trace.requests[0]
         drafter.follow(made.add(list(request.prompt), request.sampling()), request.id)
         while not made.idle:
@@ -170,9 +173,9 @@ def test_gaps_are_measured_with_the_requests_own_noise_and_rules(tmp_path: Path)
     model = Swapped([*prompt, *output[:5]], other, by=60.0)  # whatever the noise says
     (departure,) = again(trace, model).departures
     scores = chooser.scores(model.logits_after([*prompt, *output[:5]]))
-    assert departure.index == 5
-    assert departure.tokens == (output[5], other)
-    assert departure.gap == pytest.approx(scores.max() - scores[output[5]])
+    assert departure.difference.index == 5
+    assert departure.difference.values == (output[5], other)
+    assert departure.difference.gap == pytest.approx(scores.max() - scores[output[5]])
 
 
 PROMPT = [1, 2, 3, 4, 5]

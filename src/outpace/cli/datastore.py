@@ -27,7 +27,7 @@ def build(
 ) -> int:
     """Index files for --drafter retrieval:OUT, with the model's tokenizer. A corpus may be larger than memory."""
     from outpace.drafters.lookup import datastore
-    from outpace.measure.corpus import sequences
+    from outpace.measure.prompts import sequences
 
     if not 1000 <= segment <= 1 << 30:
         raise ParameterError(f"--segment-tokens {segment} is out of range: give 1,000 to {1 << 30:,}")
@@ -64,8 +64,7 @@ def answers(
 ) -> int:
     """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
     from outpace.common.files import check_writable
-    from outpace.measure.corpus import write_answers
-    from outpace.measure.prompts import read_prompts
+    from outpace.measure.prompts import read_prompts, write_answers
     from outpace.params import SamplingParams
 
     if concurrency < 1:

@@ -12,8 +12,8 @@ from outpace.cli.options import Common
 from outpace.common.option import argument, option
 
 if TYPE_CHECKING:
-    from outpace.measure.replay import Target
-    from outpace.measure.tracefile import Trace
+    from outpace.measure.same import Target
+    from outpace.measure.trace import Trace
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     Where everything recorded is the same, the model is loaded to measure how near the tie was.
     """
     from outpace.measure.explain import explain
-    from outpace.measure.tracefile import read
+    from outpace.measure.trace import read
 
     a, b = read(first), read(second)
     with ExitStack() as stack:

@@ -77,7 +77,7 @@ def run(
     if compare and n != 1:
         raise ParameterError(f"--compare compares one sample, not {n}: leave --n out")
     if compare:
-        from outpace.measure.compare import require_tokens
+        from outpace.measure.same import require_tokens
 
         require_tokens(draft.acceptance, params)
     if trace is not None:

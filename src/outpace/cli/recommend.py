@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.bench import end, measured
 from outpace.cli.command import Command
 from outpace.cli.options import PROMPTS, Common, Load
+from outpace.cli.terminal import table
 from outpace.common.option import option
 from outpace.errors import ParameterError
 
@@ -281,9 +282,7 @@ def _notes(value: Mapping[str, Any]) -> list[str]:
 def _show(value: Mapping[str, Any]) -> None:
     heads, lines = _columns(value)
     print(_about(value))
-    wide = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-    for line in [heads, *lines]:
-        print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, wide, strict=True))))
+    print(table(heads, lines))
     for note in _notes(value):
         print(note)
     print(_advice(value))

@@ -23,7 +23,7 @@ def replay(
     """Decode again with the recorded drafts, and check every token and verdict. Exit code 1 for a difference."""
     from outpace.measure.replay import engine_for
     from outpace.measure.replay import replay as run
-    from outpace.measure.tracefile import read
+    from outpace.measure.trace import read
 
     trace = read(file)
     with engine_for(trace, model, threads=threads) as (engine, drafter):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
 from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
 from outpace.cli.summary import seed_of
 from outpace.common.option import option
 from outpace.errors import Argument, ParameterError
+
+if TYPE_CHECKING:
+    from outpace.measure.same import Difference
 
 _KEY = "OUTPACE_API_KEY"
 
@@ -35,8 +39,8 @@ def run(
 ) -> int:
     """Check that drafting, or a server, changes no token. Exit code 1 when one does: here more than by a near-tie."""
     from outpace.exact.noise import fresh_seed
-    from outpace.measure.compare import require_tokens
     from outpace.measure.prompts import read_prompts
+    from outpace.measure.same import require_tokens
 
     if against is not None and url is None:
         raise ParameterError(Argument("against", against), " needs another server: give it as ", Argument("url"))
@@ -56,8 +60,7 @@ def run(
 def _servers(
     url: str, against: str | None, model: str | None, concurrency: int, rows: list[Any], params: Any, common: Common
 ) -> int:
-    from outpace.measure.remote import Remote
-    from outpace.measure.servers import answers, difference, ways
+    from outpace.measure.remote import Remote, answers, difference, ways
 
     key = os.environ.get(_KEY) or None
     other = None if against is None else Remote(against, key)
@@ -67,22 +70,18 @@ def _servers(
     notes += [note] if note else []
     listed, changed = [], 0
     for way in others:
-        found, note = answers(rows, params, way)
+        now, note = answers(rows, params, way)
         notes += [note] if note and note not in notes else []
-        differences = [difference(a, b) for a, b in zip(expected, found, strict=True)]
-        # two servers compute in two ways: that their logprobs' bits differ is no fault
-        counts = {"identical": 0, "other_logprobs": 0, "near_ties": 0, "different": 0}
-        for row, part in zip(rows, differences, strict=True):
-            kind = "identical" if part is None else "near_ties" if part.near_tie else "different"
-            kind = "other_logprobs" if part is not None and part.what == "logprob" else kind
-            counts[kind] += 1
+        found = [difference(a, b) for a, b in zip(expected, now, strict=True)]
+        counts = _counts(found)
+        for row, part in zip(rows, found, strict=True):
+            # two servers compute in two ways: that their logprobs' bits differ is no fault
             if part is not None and not common.prints_json and (part.what != "logprob" or against is None):
                 print(f"{row.id}: {first.name} / {way.name}: {part}", flush=True)
-        wrong = counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
-        changed += wrong
+        changed += counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
         each = [
-            {"id": row.id, "difference": None if part is None else part.to_dict()}
-            for row, part in zip(rows, differences, strict=True)
+            {"id": row.id, "difference": None if part is None else part.to_dict("a", "b")}
+            for row, part in zip(rows, found, strict=True)
         ]
         listed.append({"a": first.name, "b": way.name, **counts, "prompts": each})
         if not common.prints_json:
@@ -108,16 +107,28 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
                 print(f"{run.prompt.id}: {verdict} ({run.result.completion_tokens} tokens)", flush=True)
 
         bench.run(rows, 1, show)
-    runs = [run.to_dict() for run in bench.runs if run.configuration == "drafted"]
-    identical = sum(run["identical"] for run in runs)
-    ties = sum(not run["identical"] and run["difference"]["near_tie"] for run in runs)
-    different = len(runs) - identical - ties
+    runs = [run for run in bench.runs if run.configuration == "drafted"]
+    counts = _counts([run.difference for run in runs])
+    del counts["other_logprobs"]  # only tokens are compared
     names = ("id", "category", "identical", "difference", "tokens")
-    counts = {"identical": identical, "near_ties": ties, "different": different, "seed": params.seed}
-    if not common.emit({**counts, "prompts": [{name: run[name] for name in names} for run in runs]}):
-        figures = f"{identical} identical, {ties} near-ties, {different} different"
+    prompts = [{name: value for name, value in run.to_dict().items() if name in names} for run in runs]
+    if not common.emit({**counts, "seed": params.seed, "prompts": prompts}):
+        figures = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items())
         print("; ".join([figures, *seed_of(params)]))
-    return 1 if different else 0
+    return 1 if counts["different"] else 0
+
+
+def _counts(found: Sequence[Difference | None]) -> dict[str, int]:
+    """How many answers are identical, and how many differ in which way."""
+    counts = {"identical": 0, "other_logprobs": 0, "near_ties": 0, "different": 0}
+    for part in found:
+        if part is None:
+            counts["identical"] += 1
+        elif part.what == "logprob":
+            counts["other_logprobs"] += 1
+        else:
+            counts["near_ties" if part.near_tie else "different"] += 1
+    return counts
 
 
 COMMAND = Command("verify", run, "outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1")

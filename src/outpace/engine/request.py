@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outpace.common.arrays import I32
-from outpace.control.adaptive import Decision
-from outpace.exact.drafts import Drafts, Verdicts
 from outpace.params import Acceptance, SamplingParams
 
 Size = int | Literal["auto"]
@@ -41,34 +39,52 @@ class ChunkRecord:
 
     request: int
     sample: int
-    row: int
+    row: int  # in the KV cache
     start: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step, whole: B decoding rows, their drafts before and after the policy, and what became of them.
+class RowRecord:
+    """A decoding row of a step: k proposed nodes, those that were kept and verified, and the verdict."""
 
-    ``kept`` are nodes of ``proposed``, in their order, with their parents renumbered. ``gained[i]``: tokens that row i
-    committed (a stop may cut the verdict's); ``near_ties[i]``: how many of them another order of sums might have chosen
-    otherwise. ``seconds``: wall time by phase (draft, target, verify, other).
-    """
+    request: int
+    sample: int
+    row: int  # in the KV cache
+    start: int  # committed tokens before the step
+    tokens: tuple[int, ...]  # [k] proposed
+    parents: tuple[int, ...]  # [k]; -1 is the pending token
+    confidence: tuple[float, ...]  # [k], or none
+    sources: tuple[str, ...]  # [k] who proposed it
+    kept: tuple[int, ...]  # proposed nodes that were verified, ascending
+    verdict: tuple[int, ...]  # accepted tokens, then the target's own
+    path: tuple[int, ...]  # accepted nodes, as proposed ones
+    gained: int  # tokens committed: a stop may cut the verdict's
+    near_ties: int  # of them, those that another order of sums might have chosen otherwise
+    size: int  # what the policy decided
+    expected: float | None = None  # speed over plain decoding; None: there was no draft to judge, or its size is fixed
+    why: str = ""
+    worth: tuple[float, ...] = ()  # [k], or none: the chance of each node's whole path, as the policy sees it
+    drawn: bool = False  # the nodes were drawn from distributions, which are not here
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The tokens committed."""
+        return self.verdict[: self.gained]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: its decoding rows, chunks of prompts, wall seconds by phase (draft, target, verify, other), and what
+    failed in it and was survived."""
 
     index: int
-    requests: tuple[int, ...]  # [B]
-    samples: tuple[int, ...]  # [B]
-    rows: tuple[int, ...]  # [B] in the KV cache
-    starts: tuple[int, ...]  # [B] committed tokens before the step
-    proposed: Drafts
-    kept: Drafts
-    verdicts: Verdicts
-    gained: tuple[int, ...]  # [B]
-    near_ties: tuple[int, ...]  # [B]
-    decisions: tuple[Decision, ...]  # [B]
+    rows: tuple[RowRecord, ...]
     chunks: tuple[ChunkRecord, ...]
     seconds: Mapping[str, float]
-    faults: tuple[str, ...] = ()  # what failed in it and was survived
+    faults: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @property
+    def requests(self) -> list[int]:
+        """Ids of the requests that had a part in it."""
+        return list(dict.fromkeys([*(row.request for row in self.rows), *(chunk.request for chunk in self.chunks)]))

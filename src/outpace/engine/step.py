@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,14 +26,14 @@ from outpace.drafters.base import Event
 from outpace.drafters.learned.picks import level_by_level
 from outpace.engine.clock import Clock
 from outpace.engine.core import Core
-from outpace.engine.request import ChunkRecord, StepRecord
+from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
 from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.statistics import Counted
 from outpace.engine.text import TextError
 from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, ParameterError, RuleError
-from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import HiddenStates, Output
@@ -212,18 +212,6 @@ def draft(step: Step, i: int) -> Draft:
     return found
 
 
-def drafts(step: Step, *, kept: bool) -> Drafts:
-    """All drafts, as they were proposed or are verified."""
-    found = Drafts(*step.core.rows.drafts(kept))
-    if not step.q:
-        return found
-    q = found.one_hot(next(iter(step.q.values())).shape[1])
-    for i, own in step.q.items():
-        k = min(int(found.widths[i]), len(own))
-        q[i, :k] = own[:k]
-    return replace(found, q=q)
-
-
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
@@ -271,14 +259,21 @@ def rank(step: Step, i: int, sequence: Sequence, count: int) -> None:
     drafting.attempt(sequence.drafter, [sequence], lambda arg: drafter.rank(sequence.row, *arg), (token[at], ids))
 
 
+def places(proposed: Draft, kept: Draft) -> dict[int, int]:
+    """The nodes of ``proposed`` that were kept, with their numbers in ``kept``; the pending token, -1, is itself. No
+    two children of a node may have one token."""
+    numbers = {(parent, token): n for n, (parent, token) in enumerate(zip(kept.parents, kept.tokens, strict=True))}
+    found = {-1: -1}
+    for node, (parent, token) in enumerate(zip(proposed.parents, proposed.tokens, strict=True)):
+        number = numbers.get((found[parent], token)) if parent in found else None
+        if number is not None:
+            found[node] = number
+    return found
+
+
 def numbered(own: Draft, kept: Draft, choices: I32) -> I32:
     """Choices after ``kept``'s nodes, numbered as the drafter proposed them; -1 where a node was not verified."""
-    numbers = {(parent, token): n for n, (parent, token) in enumerate(zip(kept.parents, kept.tokens, strict=True))}
-    place = {-1: -1}
-    for node, (parent, token) in enumerate(zip(own.parents, own.tokens, strict=True)):
-        found = numbers.get((place[parent], token)) if parent in place else None
-        if found is not None:
-            place[node] = found
+    place = places(own, kept)
     after = [int(choices[place[node] + 1]) if node in place else -1 for node in range(-1, len(own))]
     return np.array(after, np.int32)
 
@@ -428,28 +423,21 @@ def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenSta
 def record(step: Step, ends: list[Extension], row_numbers: tuple[int, ...], clock: Clock) -> StepRecord:
     """The step for whoever watches steps."""
     core, plan, rows = step.core, step.plan, step.core.rows
-    gained = tuple(len(end.tokens) for end in ends)
-    kept = drafts(step, kept=True)
-    decided = rows.decisions()
-    return StepRecord(
-        index=next(core.steps),
-        requests=tuple(s.request.id for s in plan.decoding),
-        samples=tuple(s.sample for s in plan.decoding),
-        rows=row_numbers,
-        starts=tuple(s.length - n for s, n in zip(plan.decoding, gained, strict=True)),
-        proposed=drafts(step, kept=False),
-        kept=kept,
-        verdicts=Verdicts(*rows.verdicts()),
-        gained=gained,
-        near_ties=tuple(near_ties(step, i, rows.verdict(i)[1], n) for i, n in enumerate(gained)),
-        decisions=tuple(
-            [Decision(n, None) for n in kept.widths.tolist()]
-            if decided is None
-            else [Decision(*fields) for fields in decided]
-        ),
-        chunks=tuple(
-            ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks
-        ),
-        seconds=dict(clock.so_far()),
-        faults=tuple(core.drafting.faults),
+    proposed, kept = Drafts(*rows.drafts(False)), Drafts(*rows.drafts(True))
+    decisions = rows.decisions() or [Decision(n, None) for n in kept.widths.tolist()]
+    found = []
+    for i, (sequence, end) in enumerate(zip(plan.decoding, ends, strict=True)):
+        draft, (tokens, path), gained = proposed.row(i), rows.verdict(i), len(end.tokens)
+        nodes = list(range(len(draft))) if kept.widths[i] == len(draft) else sorted(places(draft, kept.row(i)))[1:]
+        size, expected, why, worth = decisions[i]
+        found.append(RowRecord(
+            sequence.request.id, sequence.sample, row_numbers[i], sequence.length - gained, tuple(draft.tokens),
+            tuple(draft.parents), tuple(draft.gains), tuple(proposed.sources_of(i)), tuple(nodes), tuple(tokens),
+            tuple(nodes[node] for node in path), gained, near_ties(step, i, path, gained), size, expected, why,
+            tuple(worth), bool(draft) and i in step.q,
+        ))  # fmt: skip
+    chunks = (
+        ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks
     )
+    seconds, faults = dict(clock.so_far()), tuple(core.drafting.faults)
+    return StepRecord(next(core.steps), tuple(found), tuple(chunks), seconds, faults)

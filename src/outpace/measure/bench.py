@@ -17,9 +17,10 @@ from outpace.common.arrays import F64, I32
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.engine.statistics import Stats, pooled
+from outpace.exact.noise import Noise
 from outpace.measure import machine
-from outpace.measure.compare import Difference, compare
 from outpace.measure.prompts import PromptRow, encode_turns
+from outpace.measure.same import Difference, compare
 from outpace.params import SamplingParams
 
 CONTROL = "control"  # the name of its runs
@@ -130,7 +131,8 @@ class Bench:
             seconds = (time.perf_counter() - begun) / len(rows)
             baseline = baseline or results
             for row, prompt, first, result in zip(rows, prompts, baseline, results, strict=True):
-                difference = compare(configuration.engine, prompt, self.params, first, result)
+                noise, answers = Noise(first.seed, first.sample), (first.token_ids, result.token_ids)
+                difference = compare(configuration.engine, prompt, self.params, noise, *answers)
                 finished.append(Run(row, turn, configuration.name, result, seconds, difference, joules))
         self.runs += finished  # all or none, so that an interruption leaves whole comparisons
         return baseline

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outpace.measure.compare import NEAR_TIE, first_difference
-from outpace.measure.replay import SENSITIVE, Target, score_gap
-from outpace.measure.tracefile import Trace, TracedRequest
+from outpace.measure.replay import changes, recorded_gap
+from outpace.measure.same import NEAR_TIE, Target, first_difference
+from outpace.measure.trace import Trace, TracedRequest, TracedResult
 
 _SERVING = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "seed", "stop", "include_stop", "skip_special_tokens")
 _ENDS = ("max_tokens", "stop", "stop_ids", "ignore_eos")  # these end an answer, and choose no token
@@ -87,6 +87,32 @@ class Comparison:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A sample of one of the two runs. ``result``: None where it has not ended."""
+
+    trace: Trace
+    request: TracedRequest
+    sample: int
+    output: list[int]
+
+    @property
+    def result(self) -> TracedResult | None:
+        results = self.trace.results
+        return next((r for r in results if (r.request, r.sample) == (self.request.id, self.sample)), None)
+
+    def token(self, index: int) -> tuple[int | None, str | None]:
+        """The output token there and its text; None where it had ended."""
+        if index >= len(self.output):
+            return None, None
+        token = self.output[index]
+        return token, self.trace.texts.get(token, f"[{token}]")
+
+    def margin(self, index: int) -> list[float]:
+        """By how much the token there won, where that was recorded."""
+        return list(self.trace.margins.get((self.request.id, self.sample), ())[index : index + 1])
+
+
 def explain(a: Trace, b: Trace, model: Callable[[], Target | None] = lambda: None) -> Comparison:
     """Align two runs and say for each sample whether and why they part.
 
@@ -96,50 +122,32 @@ def explain(a: Trace, b: Trace, model: Callable[[], Target | None] = lambda: Non
     outputs = a.outputs(), b.outputs()
     found: list[Explanation] = []
     for one, other in pairs:
-        samples = {sample for id_, sample in outputs[0] if id_ == one.id}
-        samples |= {sample for id_, sample in outputs[1] if id_ == other.id}
-        found.extend(_explain(a, b, one, other, sample, outputs, model) for sample in sorted(samples))
+        left, right = _samples(outputs[0], one), _samples(outputs[1], other)
+        for sample in sorted(left.keys() | right.keys()):
+            sides = _Side(a, one, sample, left.get(sample, [])), _Side(b, other, sample, right.get(sample, []))
+            found.append(_explain(*sides, model))
     paired = {one.id for one, _ in pairs}, {other.id for _, other in pairs}
-    return Comparison(
-        tuple(found),
-        (
-            tuple(r.id for r in a.requests if r.id not in paired[0]),
-            tuple(r.id for r in b.requests if r.id not in paired[1]),
-        ),
-    )
+    alone = tuple(r.id for r in a.requests if r.id not in paired[0])
+    return Comparison(tuple(found), (alone, tuple(r.id for r in b.requests if r.id not in paired[1])))
 
 
-Outputs = tuple[Mapping[tuple[int, int], list[int]], Mapping[tuple[int, int], list[int]]]
+def _samples(outputs: Mapping[tuple[int, int], list[int]], request: TracedRequest) -> dict[int, list[int]]:
+    return {sample: output for (id_, sample), output in outputs.items() if id_ == request.id}
 
 
-def _explain(
-    a: Trace,
-    b: Trace,
-    one: TracedRequest,
-    other: TracedRequest,
-    sample: int,
-    outputs: Outputs,
-    model: Callable[[], Target | None],
-) -> Explanation:
-    left, right = outputs[0].get((one.id, sample), []), outputs[1].get((other.id, sample), [])
-    causes = list(_causes(a.header, b.header, one, other))
-    index = first_difference(left, right)
-    ids = one.id, other.id
+def _explain(one: _Side, other: _Side, model: Callable[[], Target | None]) -> Explanation:
+    causes = list(_causes(one.trace.header, other.trace.header, one.request, other.request))
+    index, ids = first_difference(one.output, other.output), (one.request.id, other.request.id)
     if index is None:
-        return Explanation(ids, sample, None, len(left), causes=tuple(causes))
-    x, y = (output[index] if index < len(output) else None for output in (left, right))
-    texts = (
-        None if x is None else a.texts.get(x, f"[{x}]"),
-        None if y is None else b.texts.get(y, f"[{y}]"),
-    )
-    if x is None or y is None:
-        causes = [*_ending(a, b, one, other, sample, x is None), *causes]
-        return Explanation(ids, sample, index, index, (x, y), texts, tuple(causes))
+        return Explanation(ids, one.sample, None, len(one.output), causes=tuple(causes))
+    (x, text), (y, other_text) = one.token(index), other.token(index)
     gap, at_least = None, False
-    if not any(cause.name in _DECIDES for cause in causes):
-        gap, at_least = _gap(a, b, one, other, sample, left[:index], x, y, model)
-        causes = _arithmetic(causes, gap, at_least, a.header, one)
-    return Explanation(ids, sample, index, index, (x, y), texts, tuple(causes), gap, at_least)
+    if x is None or y is None:
+        causes = [*_ending(one, other, one if x is None else other), *causes]
+    elif not any(cause.name in _DECIDES for cause in causes):
+        gap, at_least = _gap(one, other, index, (x, y), model)
+        causes = _arithmetic(causes, gap, at_least, one.trace.header)
+    return Explanation(ids, one.sample, index, index, (x, y), (text, other_text), tuple(causes), gap, at_least)
 
 
 _DECIDES = ("prompt", "parameters", "seed", "acceptance", "model")  # where these differ, no score is worth asking for
@@ -169,12 +177,8 @@ def _causes(a: Mapping[str, Any], b: Mapping[str, Any], one: TracedRequest, othe
     if one.prompt != other.prompt:
         at = first_difference(one.prompt, other.prompt)
         yield Cause("prompt", f"they differ from token {at} of {len(one.prompt)} / {len(other.prompt)}")
-    differing = [
-        f"{name}={one.params.get(name)!r} / {other.params.get(name)!r}"
-        for name in dict.fromkeys([*one.params, *other.params])
-        if name not in (*_SERVING, *_ENDS) and one.params.get(name) != other.params.get(name)
-    ]
-    if differing:
+    names = [name for name in dict.fromkeys([*one.params, *other.params]) if name not in (*_SERVING, *_ENDS)]
+    if differing := list(_differing(one, other, names)):
         yield Cause("parameters", ", ".join(differing))
     greedy = not one.params.get("temperature") and not other.params.get("temperature")
     if one.seed != other.seed and not greedy:
@@ -183,62 +187,49 @@ def _causes(a: Mapping[str, Any], b: Mapping[str, Any], one: TracedRequest, othe
         yield Cause("acceptance", f"{one.acceptance} / {other.acceptance}")
     elif one.acceptance != "coupled" and not greedy:
         yield Cause("acceptance", f"{one.acceptance} promises the same distribution, not the same tokens")
-    if a.get("outpace") != b.get("outpace"):
-        yield Cause("version", f"outpace {a.get('outpace')} / {b.get('outpace')}")
+    for name, x, y in changes(a, b):
+        yield Cause("version", f"outpace {x} / {y}") if name == "outpace" else Cause(name, f"{x} / {y}")
     models = a.get("model", {}), b.get("model", {})
-    for key, name in SENSITIVE.items():
-        x, y = models[0].get(key), models[1].get(key)
-        if x != y and x is not None and y is not None:
-            yield Cause(name, f"{x} / {y}")
     if models[0].get("fingerprint") is None and models[0].get("name") != models[1].get("name"):
         yield Cause("model", f"{models[0].get('name')} / {models[1].get('name')}")
 
 
-def _ending(a: Trace, b: Trace, one: TracedRequest, other: TracedRequest, sample: int, first: bool) -> Iterator[Cause]:
+def _differing(one: TracedRequest, other: TracedRequest, names: Iterable[str]) -> Iterator[str]:
+    """Of these parameters, those that differ, with both values."""
+    for name in names:
+        x, y = one.params.get(name), other.params.get(name)
+        if x != y:
+            yield f"{name}={x!r} / {y!r}"
+
+
+def _ending(one: _Side, other: _Side, ended: _Side) -> Iterator[Cause]:
     """Why one output ended where the other goes on."""
-    for name in _ENDS:
-        if one.params.get(name) != other.params.get(name):
-            yield Cause("parameters", f"{name}={one.params.get(name)!r} / {other.params.get(name)!r}")
-    trace, request = (a, one) if first else (b, other)
-    result = next((r for r in trace.results if (r.request, r.sample) == (request.id, sample)), None)
+    for differing in _differing(one.request, other.request, _ENDS):
+        yield Cause("parameters", differing)
+    result, name = ended.result, ended.trace.name
     if result is None:
-        yield Cause("ended", f"{trace.name} has no result for it: {trace.cut or 'it was still running'}")
+        yield Cause("ended", f"{name} has no result for it: {ended.trace.cut or 'it was still running'}")
     elif result.finish_reason not in ("stop", "length"):
         why = f": {result.error}" if result.error else ""
-        yield Cause("ended", f"it was {result.finish_reason} in {trace.name}{why}")
-    elif one.limit != other.limit:
-        yield Cause("ended", f"their limits are {one.limit} / {other.limit} tokens, prompt included")
+        yield Cause("ended", f"it was {result.finish_reason} in {name}{why}")
+    elif one.request.limit != other.request.limit:
+        yield Cause("ended", f"their limits are {one.request.limit} / {other.request.limit} tokens, prompt included")
     else:
-        yield Cause("bug", f"the tokens before are the same, but it ended in {trace.name} ({result.finish_reason})")
+        yield Cause("bug", f"the tokens before are the same, but it ended in {name} ({result.finish_reason})")
 
 
 def _gap(
-    a: Trace,
-    b: Trace,
-    one: TracedRequest,
-    other: TracedRequest,
-    sample: int,
-    output: list[int],
-    x: int,
-    y: int,
-    model: Callable[[], Target | None],
+    one: _Side, other: _Side, index: int, tokens: tuple[int, int], model: Callable[[], Target | None]
 ) -> tuple[float | None, bool]:
     """The score gap between the two tokens, and whether it is only known to be at least so large."""
-    if not one.params.get("rules"):
-        target = model()
-        if target is not None:
-            return score_gap(target, one, sample, output, x, y), False
-    recorded = [
-        margins[len(output)]
-        for trace, request in ((a, one), (b, other))
-        if len(margins := trace.margins.get((request.id, sample), ())) > len(output)
-    ]
+    target = None if one.request.params.get("rules") else model()
+    if target is not None:
+        return recorded_gap(target, one.request, one.sample, one.output[:index], tokens), False
+    recorded = [*one.margin(index), *other.margin(index)]
     return (max(recorded), True) if recorded else (None, False)
 
 
-def _arithmetic(
-    causes: list[Cause], gap: float | None, at_least: bool, header: Mapping[str, Any], request: TracedRequest
-) -> list[Cause]:
+def _arithmetic(causes: list[Cause], gap: float | None, at_least: bool, header: Mapping[str, Any]) -> list[Cause]:
     """The causes with a verdict on the gap put among them."""
     if gap is None:
         return causes or [Cause("unknown", "all else is the same, and the gap is not known: give --model")]

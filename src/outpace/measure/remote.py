@@ -1,4 +1,5 @@
-"""Chats with an OpenAI-compatible server, as ``outpace verify`` needs them: a request out, its tokens and text back."""
+"""OpenAI-compatible servers, as ``outpace verify --url`` needs them: chats, ways to have them answered, and whether two
+answers are the same."""
 
 from __future__ import annotations
 
@@ -8,13 +9,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 
-from outpace.errors import Argument, OutpaceError
+from outpace.common.parameter import Integer, Number, Texts
+from outpace.errors import Argument, OutpaceError, ParameterError
+from outpace.measure.prompts import PromptRow
+from outpace.measure.same import Difference, Output
+from outpace.measure.same import difference as first_of
+from outpace.params import PARAMETERS, SamplingParams
 
+TOP = 5  # alternatives a token, where a server tells them: for the gap
+_DEFAULTS = SamplingParams()
 _TRIES = 5  # of a request that the server asks to repeat later
 _LONGEST = 30.0  # seconds between two of them
 
@@ -45,6 +53,14 @@ class Answer:
     tokens: tuple[Token, ...] | None
     speculation: Mapping[str, Any] | None = None
     fingerprint: str | None = None
+
+    @property
+    def output(self) -> Output:
+        """What another server's answer can be compared with."""
+        if self.tokens is None:
+            return Output(None, self.text, None, self.finish)
+        tokens, logprobs = (tuple(getattr(token, name) for token in self.tokens) for name in ("text", "logprob"))
+        return Output(tokens, self.text, logprobs, self.finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +219,104 @@ def _spelled(item: Any) -> str:
     """A token by its bytes, where the server sends them: half a character has no text."""
     code = item.get("bytes")
     return str(item["token"]) if not code else bytes(code).decode("utf-8", "surrogateescape")
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to have prompts answered."""
+
+    name: str
+    server: Remote
+    model: str
+    concurrency: int = 1
+    more: Mapping[str, Any] | None = None  # of the body
+
+
+def ways(a: Remote, b: Remote | None, wanted: str | None, concurrency: int) -> tuple[list[Way], list[str]]:
+    """What to compare, the first with each other, and notes: two servers, or one alone, crowded, and with its
+    speculation off and on where it takes our field for it. Raises RemoteError."""
+    first = Way(a.url, a, a.model(wanted))
+    if b is not None:
+        there = b.models()
+        model = first.model if first.model in there else b.model(wanted)
+        return [first, Way(b.url, b, model)], [f"{a.url} serves {first.model}, {b.url} {model}"]
+    first = Way("alone", a, first.model)
+    found = [first, Way(f"{concurrency} at once", a, first.model, concurrency)]
+    probe = {"model": first.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
+    off = {"speculation": {"off": True}}
+    try:
+        answered = a.chat({**probe, **off}).speculation
+        refusal = None if answered is not None else "takes speculation: {off} and reports none"
+    except RemoteError as error:
+        if error.status is None or error.status >= 500:
+            raise
+        refusal = f"does not take it ({error})"
+    if refusal is None:
+        found += [Way("speculation off", a, first.model, 1, off)]
+        return found, []
+    return found, [f"speculation is not turned off: {a.url} {refusal}"]
+
+
+def bodies(rows: Sequence[PromptRow], params: SamplingParams, way: Way, *, logprobs: bool) -> list[dict[str, Any]]:
+    """A request for each row's first turn. Raises ParameterError for what cannot be sent."""
+    sent: dict[str, Any] = {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens}
+    for name, parameter in PARAMETERS.items():
+        value = getattr(params, name)
+        if name in sent or value == getattr(_DEFAULTS, name):
+            continue
+        plain = parameter.request == name and isinstance(parameter.values, (Number, Integer, Texts))
+        if not plain:
+            raise ParameterError(Argument(name), " is not sent to servers, which spell it differently: leave it out")
+        sent[name] = list(value) if isinstance(value, tuple) else value
+    if logprobs:
+        sent |= {"logprobs": True, "top_logprobs": TOP}
+    found = []
+    for row in rows:
+        if row.token_ids:
+            raise ParameterError(f"prompt {row.id} is token ids, and a chat takes text: leave it out")
+        messages = list(row.messages) or [{"role": "user", "content": row.turns[0]}]
+        found.append({"model": way.model, "messages": messages, **sent, **(way.more or {})})
+    return found
+
+
+def answers(rows: Sequence[PromptRow], params: SamplingParams, way: Way) -> tuple[list[Answer], str | None]:
+    """What the server says to all rows, and a note where it refuses to tell logprobs. Raises RemoteError."""
+    try:
+        return way.server.chats(bodies(rows, params, way, logprobs=True), way.concurrency), None
+    except RemoteError as error:
+        if error.status not in (400, 422, 501):
+            raise
+        plain = way.server.chats(bodies(rows, params, way, logprobs=False), way.concurrency)
+        return plain, f"{way.server.url} sends no logprobs, so texts are compared ({error})"
+
+
+def difference(a: Answer, b: Answer) -> Difference | None:
+    """None where two answers are the same: in their tokens and the bits of their logprobs if both tell them, in their
+    text and how they ended. Its gap is what the servers say, in nats. Where the text is the same, tokens that do not
+    make it count as logprobs."""
+    found = first_of(a.output, b.output)
+    if found is None or found.what not in ("token", "logprob") or None in found.values:
+        return found
+    assert a.tokens is not None
+    assert b.tokens is not None
+    x, y = a.tokens[found.index], b.tokens[found.index]
+    if found.what == "logprob":
+        return replace(found, gap=abs(x.logprob - y.logprob))
+    # llama.cpp's server tells under a grammar which token would have come without it
+    what = "token" if a.text != b.text or (_spells(a) and _spells(b)) else "logprob"
+    return replace(found, what=what, gap=_gap(x, y))
+
+
+def _spells(answer: Answer) -> bool:
+    """Whether the tokens of the logprobs make the text, with thoughts, stop strings or ends perhaps beside it."""
+    spelled = "".join(token.text for token in answer.tokens or ())
+    return answer.text in spelled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _gap(x: Token, y: Token) -> float | None:
+    """How far apart the two tokens lie in the answer that knows both; the larger of two such figures."""
+    found = [abs(one.logprob - one.top[other]) for one, other in ((x, y.text), (y, x.text)) if other in one.top]
+    return max(found) if found else None

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
+from outpace.engine.request import RowRecord, StepRecord
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
-from outpace.measure.compare import NEAR_TIE, promises_tokens
-from outpace.measure.facts import Described, facts
-from outpace.measure.scores import gap_between, scores_along
-from outpace.measure.trace import rows_of
-from outpace.measure.tracefile import Trace, TracedRequest, TracedRow, row_from
+from outpace.measure.same import Difference, Target, first_difference, promises_tokens, score_gap
+from outpace.measure.trace import Trace, TracedRequest, facts
 from outpace.models.options import LoadOptions
 from outpace.params import Acceptance, SamplingParams
 
 if TYPE_CHECKING:
-    from outpace.engine.request import StepRecord
-    from outpace.engine.results import Delta
-    from outpace.models.base import Model
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.engine.engine import Engine
 
 Key = tuple[int, int]  # request, sample
-Target = tuple["Model", "Tokenizer | None"]
-
-
-class Replayable(Described, Protocol):
-    """An engine, as far as a replay goes; its drafter is the ReplayDrafter, its size fixed."""
-
-    on_step: Callable[[StepRecord], None] | None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def idle(self) -> bool: ...
-
-    def add(self, prompt: list[int], params: SamplingParams, *, acceptance: Acceptance | None = None) -> int: ...
-
-    def step(self) -> list[Delta]: ...
-
-    def cancel(self, request: int) -> object: ...
 
 
 class ReplayDrafter(Drafter):
@@ -87,33 +62,24 @@ class ReplayDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a sample's replay first left its record: at output index ``index``, in the trace's step ``step``.
+    """Where a sample's replay first left its record, in the trace's step ``step``: recorded and now.
 
-    ``tokens``: recorded and now (None: there was none). ``gap``: how far the worse of them scores below the best, noise
-    included; None where both say the same tokens or no score decides.
+    The difference's ``what`` is "token" (None: there was none), "path" or "gained" of a step with the same tokens, or
+    "step": none was recorded after so many tokens.
     """
 
     request: int
     sample: int
     step: int
-    index: int
-    tokens: tuple[int | None, int | None]
-    why: str
-    gap: float | None = None
-
-    @property
-    def near_tie(self) -> bool:
-        return self.gap is not None and self.gap < NEAR_TIE
+    difference: Difference
 
     def __str__(self) -> str:
         sample = f", sample {self.sample}" if self.sample else ""
-        gap = "" if self.gap is None else f", score gap {self.gap:.2g}{' (near-tie)' if self.near_tie else ''}"
-        return f"request {self.request}{sample}: {self.why} at token {self.index}, step {self.step}{gap}"
+        return f"request {self.request}{sample}, step {self.step}: {self.difference}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which has no infinity: such a gap is None."""
-        gap = self.gap if self.gap is not None and math.isfinite(self.gap) else None
-        return {**asdict(self), "tokens": list(self.tokens), "gap": gap, "near_tie": self.near_tie}
+        """Plain values for JSON."""
+        return {"request": self.request, "sample": self.sample, "step": self.step, **self.difference.to_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,170 +110,149 @@ class Report:
         }
 
 
-def replay(trace: Trace, engine: Replayable, drafter: ReplayDrafter) -> Report:
+def replay(trace: Trace, engine: Engine, drafter: ReplayDrafter) -> Report:
     """Run the trace's requests again, all at once. ``drafter`` is the engine's own, made of the same trace.
 
     Raises ParameterError when no request can be replayed.
     """
-    check = _Check(trace)
+    recorded, now = trace.rows(), dict[Key, list[RowRecord]]()
+    ends: dict[int, dict[Key, int]] = {}  # of each recorded request: how long its samples became
+    for key, rows in recorded.items():
+        ends.setdefault(key[0], {})[key] = max(row.start + row.gained for _, row in rows)
+    replayed: dict[int, TracedRequest] = {}  # by the engine's ids
+    running: set[int] = set()
     skipped: list[tuple[int, str]] = []
-    added: dict[int, TracedRequest] = {}
-    before, engine.on_step = engine.on_step, check.step
+
+    def on_step(record: StepRecord) -> None:
+        for row in record.rows:
+            if row.request in replayed:
+                now.setdefault((replayed[row.request].id, row.sample), []).append(row)
+
+    def over(number: int) -> bool:
+        """Whether all samples are as long as the trace goes."""
+        last = ((now[key][-1] if key in now else None, end) for key, end in ends.get(replayed[number].id, {}).items())
+        return all(row is not None and row.start + row.gained >= end for row, end in last)
+
+    before, engine.on_step = engine.on_step, on_step
     try:
         for request in trace.requests:
             try:
-                params = _replayable(request, check.rows)
+                params = _replayable(request, recorded)
             except ParameterError as error:
                 skipped.append((request.id, str(error)))
                 continue
             number = engine.add(list(request.prompt), params, acceptance=cast(Acceptance, request.acceptance))
             drafter.follow(number, request.id)
-            check.follow(number, request)
-            added[number] = request
-        if not added:
+            replayed[number] = request
+            running.add(number)
+        if not replayed:
             raise ParameterError(skipped[0][1] if skipped else f"{trace.name} has no requests: trace a run first")
         while not engine.idle:
             engine.step()
-            for number in [number for number in added if check.over(number)]:
+            for number in [number for number in running if over(number)]:
                 engine.cancel(number)  # it was cancelled, or cut off, where the trace ends
-                del added[number]
+                running.remove(number)
     finally:
         engine.on_step = before
-        for number in added:
+        for number in running:
             engine.cancel(number)
-    departures = tuple(_with_gap(departure, trace, engine, check.outputs) for departure in check.finish())
-    notes = tuple(changes(trace.header, facts(engine)))
-    return Report(len(check.outputs), check.tokens, check.steps, departures, tuple(skipped), notes)
+    target, tokens, steps = (engine.model, engine.tokenizer), 0, 0
+    departures: list[Departure] = []
+    for request in replayed.values():
+        for key in ends.get(request.id, ()):
+            output, same, departure = _checked(key, request, recorded[key], now.get(key, ()))
+            tokens, steps = tokens + len(output), steps + same
+            if departure is not None:
+                departures.append(_with_gap(departure, request, output, target))
+    departures.sort(key=lambda departure: (departure.request, departure.sample))
+    notes = tuple(f"{name} {then} then, {today} now" for name, then, today in changes(trace.header, facts(engine)))
+    return Report(len(now.keys() & recorded.keys()), tokens, steps, tuple(departures), tuple(skipped), notes)
 
 
-def _replayable(request: TracedRequest, rows: Mapping[Key, Mapping[int, tuple[int, TracedRow]]]) -> SamplingParams:
-    drawn = any(row.drawn for key, steps in rows.items() if key[0] == request.id for _, row in steps.values())
-    if drawn and request.acceptance == "rejection":
+Recorded = Sequence[tuple[StepRecord, RowRecord]]  # a sample's steps, in order
+
+
+def _replayable(request: TracedRequest, recorded: Mapping[Key, Recorded]) -> SamplingParams:
+    samples = {key[1]: rows for key, rows in recorded.items() if key[0] == request.id}
+    if request.acceptance == "rejection" and any(row.drawn for rows in samples.values() for _, row in rows):
         raise ParameterError(
             f"request {request.id} was verified by rejection against a drafter's distributions, which no trace holds: "
             "replay runs under coupled acceptance, or with a drafter that looks tokens up"
         )
     params = request.sampling()
-    return params.with_(n=max(params.n, 1 + max((key[1] for key in rows if key[0] == request.id), default=0)))
+    return params.with_(n=max(params.n, 1 + max(samples, default=0)))
 
 
-class _Check:
-    """Holds every step of a replay against the recorded one."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.rows = {key: {row.start: (step.index, row) for step, row in rows} for key, rows in trace.rows().items()}
-        self._end = {
-            key: max(start + row.gained for start, (_, row) in rows.items()) for key, rows in self.rows.items()
-        }
-        self._keys: dict[int, list[Key]] = {}  # of each recorded request
-        for key in self._end:
-            self._keys.setdefault(key[0], []).append(key)
-        self._requests: dict[int, TracedRequest] = {}  # by the engine's id
-        self._reached: dict[Key, int] = {}
-        self._departed: dict[Key, Departure] = {}
-        self.outputs: dict[Key, list[int]] = {}  # as replayed, up to the first difference
-        self.steps = self.tokens = 0
-
-    def follow(self, number: int, request: TracedRequest) -> None:
-        self._requests[number] = request
-
-    def step(self, record: StepRecord) -> None:
-        for row in map(row_from, rows_of(record)):
-            request = self._requests.get(row.request)
-            if request is not None:
-                self._row((request.id, row.sample), request, row)
-
-    def over(self, number: int) -> bool:
-        """Whether all samples of the engine's request are as long as the trace goes."""
-        keys = self._keys.get(self._requests[number].id, ())
-        return all(self._reached.get(key, 0) >= self._end[key] for key in keys)
-
-    def finish(self) -> list[Departure]:
-        """All differences, one a sample; a sample that ended before its record did is one."""
-        for request in self._requests.values():
-            for key in self._keys.get(request.id, ()):
-                index = len(self.outputs.get(key, ()))
-                length = len(request.prompt) + index
-                if key not in self._departed and length < self._end[key]:
-                    rows = self.rows[key].values()
-                    step, row = next((step, row) for step, row in rows if row.start + row.gained > length)
-                    token = row.output[max(0, length - row.start)]
-                    self._departed[key] = Departure(*key, step, index, (token, None), "the replay ended early")
-        return [self._departed[key] for key in sorted(self._departed)]
-
-    def _row(self, key: Key, request: TracedRequest, now: TracedRow) -> None:
-        self._reached[key] = now.start + now.gained
-        if key in self._departed or now.start >= self._end.get(key, 0):
-            return
-        output = self.outputs.setdefault(key, [])
-        index = now.start - len(request.prompt)
-        if now.start not in self.rows[key]:
-            nearest = max((start for start in self.rows[key] if start < now.start), default=min(self.rows[key]))
-            step = self.rows[key][nearest][0]
-            self._departed[key] = Departure(*key, step, index, (None, None), "no step was recorded")
-            return
-        step, was = self.rows[key][now.start]
-        same = _common(was.verdict, now.verdict)
-        if same < max(len(was.verdict), len(now.verdict)):
-            output.extend(now.verdict[:same])
-            tokens = _item(was.verdict, same), _item(now.verdict, same)
-            parted = " / ".join("nothing" if token is None else str(token) for token in tokens)
-            self._departed[key] = Departure(*key, step, index + same, tokens, f"recorded {parted} now")
-            return
-        path = tuple(was.kept[node] for node in now.path)
-        if path != was.path or now.gained != was.gained:
-            why = f"path {list(was.path)} / {list(path)} now, gained {was.gained} / {now.gained}"
-            self._departed[key] = Departure(*key, step, index, (None, None), why)
-            return
-        output.extend(now.output)
-        self.steps += 1
-        self.tokens += now.gained
+def _checked(
+    key: Key, request: TracedRequest, recorded: Recorded, now: Sequence[RowRecord]
+) -> tuple[list[int], int, Departure | None]:
+    """A sample's output as replayed, up to the first difference; in how many steps; and that difference."""
+    rows = {row.start: (step.index, row) for step, row in recorded}
+    prompt, end = len(request.prompt), max(row.start + row.gained for _, row in recorded)
+    output: list[int] = []
+    for steps, row in enumerate(now):
+        if row.start >= end:
+            return output, steps, None
+        nearest = row.start if row.start in rows else max((at for at in rows if at < row.start), default=min(rows))
+        step, was = rows[nearest]
+        if (found := _difference(was, row, row.start - prompt)) is not None:
+            output.extend(row.verdict[: found.index - (row.start - prompt)])
+            return output, steps, Departure(*key, step, found)
+        output.extend(row.output)
+    length = prompt + len(output)
+    if length == end:
+        return output, len(now), None
+    step, was = next((step, row) for step, row in rows.values() if row.start + row.gained > length)
+    ended = Difference("token", len(output), (was.output[max(0, length - was.start)], None))
+    return output, len(now), Departure(*key, step, ended)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _difference(was: RowRecord, now: RowRecord, index: int) -> Difference | None:
+    """The first one between a recorded row and its replay, which begins at output index ``index``."""
+    if was.start != now.start:
+        return Difference("step", index, (None, now.verdict))
+    at = first_difference(was.verdict, now.verdict)
+    if at is not None:
+        a, b = (verdict[at] if at < len(verdict) else None for verdict in (was.verdict, now.verdict))
+        return Difference("token", index + at, (a, b))
+    path = tuple(was.kept[node] for node in now.path)  # what was kept is all that the replay proposes
+    if path != was.path:
+        return Difference("path", index, (was.path, path))
+    return None if now.gained == was.gained else Difference("gained", index, (was.gained, now.gained))
 
 
-def _item(items: Sequence[int], index: int) -> int | None:
-    return items[index] if index < len(items) else None
-
-
-def _with_gap(
-    departure: Departure, trace: Trace, engine: Replayable, outputs: Mapping[Key, Sequence[int]]
-) -> Departure:
-    """The departure with its score gap, where two tokens stand against each other and a best score chose."""
-    request = next(r for r in trace.requests if r.id == departure.request)
-    a, b = departure.tokens
-    if a is None or b is None:
+def _with_gap(departure: Departure, request: TracedRequest, output: Sequence[int], target: Target) -> Departure:
+    """The departure with its score gap, where two tokens stand against each other."""
+    found = departure.difference
+    if found.what != "token" or None in found.values:
         return departure
-    output = outputs[departure.request, departure.sample][: departure.index]
-    return replace(departure, gap=score_gap((engine.model, engine.tokenizer), request, departure.sample, output, a, b))
+    gap = recorded_gap(target, request, departure.sample, output[: found.index], found.values)
+    return replace(departure, difference=replace(found, gap=gap))
 
 
-def score_gap(
-    target: Target, request: TracedRequest, sample: int, output: Sequence[int], a: int, b: int
+def recorded_gap(
+    target: Target, request: TracedRequest, sample: int, output: Sequence[int], tokens: tuple[int, int]
 ) -> float | None:
-    """How far the worse of ``a`` and ``b`` scores below the best after ``output``; None where no best score chooses, or
-    the KV cache has no room to compute it."""
+    """How far the worse of two tokens scores below the best after a recorded ``output``; None where no best score
+    chooses, or the KV cache has no room to compute it."""
     params = request.sampling()
     if not promises_tokens(request.acceptance, params):
         return None
     prompt, noise = np.array(request.prompt, np.int32), Noise(request.seed, sample)
     try:
-        (scores,) = scores_along(*target, prompt, output, params, noise, first=len(output))
+        return score_gap(target, prompt, output, tokens, params, noise)
     except MemoryLimitError:
         return None
-    return gap_between(scores, a, b)
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between two headers and may change a token, in words."""
-    if then.get("outpace") != now.get("outpace"):
-        yield f"outpace {then.get('outpace')} then, {now.get('outpace')} now"
+def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What differs between two headers and may change a token: its name, and both values."""
+    if a.get("outpace") != b.get("outpace"):
+        yield "outpace", a.get("outpace"), b.get("outpace")
     for key, name in SENSITIVE.items():
-        a, b = then.get("model", {}).get(key), now.get("model", {}).get(key)
-        if a != b and a is not None and b is not None:
-            yield f"{name} {a} then, {b} now"
+        x, y = a.get("model", {}).get(key), b.get("model", {}).get(key)
+        if x != y and x is not None and y is not None:
+            yield name, x, y
 
 
 SENSITIVE = {  # of the header's model: what the arithmetic depends on
@@ -328,7 +273,7 @@ def load_options(trace: Trace, **changed: Any) -> LoadOptions:
 
 
 @contextmanager
-def engine_for(trace: Trace, model: str | None = None, **changed: Any) -> Iterator[tuple[Replayable, ReplayDrafter]]:
+def engine_for(trace: Trace, model: str | None = None, **changed: Any) -> Iterator[tuple[Engine, ReplayDrafter]]:
     """An engine that replays ``trace``, on the model its header names or on ``model``; ``changed``: load options.
 
     Raises ModelError or ParameterError.

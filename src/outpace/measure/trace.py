@@ -1,7 +1,7 @@
-"""``--trace``: every step of a run as JSON lines, written beside it and never in its way.
+"""Traces: every step of a run as JSON lines, written beside it and never in its way, and read back as records.
 
 One line each: the header, a request when it is first seen, the texts of tokens when they first occur, every step, every
-result. A line is written whole or not at all, all lines of a step with one write.
+result. A line is written whole or not at all, all lines of a step with one write. docs/traces.md has every key.
 """
 
 from __future__ import annotations
@@ -10,56 +10,40 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import StrPath, check_writable
-from outpace.engine.text import Decoder, TextReader, pieces
+from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
+from outpace.engine.text import TextReader, pieces
 from outpace.errors import ParameterError
-from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
-from outpace.measure.compare import promises_tokens
-from outpace.measure.facts import Described, facts
-from outpace.measure.scores import margins
-from outpace.measure.tracefile import VERSION, number
+from outpace.measure import machine
+from outpace.measure.same import margins_along, promises_tokens
+from outpace.models.fingerprint import arithmetic, fingerprint_of
+from outpace.models.options import BACKENDS, LoadOptions
 from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
-    from outpace.engine.request import Request, StepRecord
+    from outpace.engine.engine import Engine
+    from outpace.engine.request import Request
     from outpace.engine.results import Result
-    from outpace.models.base import Model
-    from outpace.models.options import LoadOptions
+    from outpace.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+VERSION = 1  # of the format; a reader refuses any other
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-class Spells(Decoder, Protocol):
-    """The part of a tokenizer that a trace needs, so that whoever reads it needs none."""
-
-    def token(self, token_id: int) -> str | None: ...
-
-
-class Traceable(Described, Protocol):
-    """An engine, as far as tracing goes. It calls ``on_step`` after every step and ``on_result`` when a sample has
-    ended, however it did: ``request`` still knows the request then, and the record of its last step comes after."""
-
-    on_step: Callable[[StepRecord], None] | None
-    on_result: Callable[[Result], None] | None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def request(self, request: int) -> Request: ...
 
 
 @contextmanager
 def tracing(
-    engine: Traceable, path: StrPath, *, load: LoadOptions | None = None, scores: bool = False
+    engine: Engine, path: StrPath, *, load: LoadOptions | None = None, scores: bool = False
 ) -> Iterator[TraceWriter]:
     """Trace what ``engine`` does inside into ``path``. ``load``: how its model was loaded. ``scores``: at the end,
     compute by how much each output token won (one more prefill of every answer), for ``outpace explain``.
@@ -68,36 +52,28 @@ def tracing(
     """
     if engine.on_step is not None or engine.on_result is not None:
         raise ParameterError("this engine is being watched already: end that trace first")
-    writer = TraceWriter(path, facts(engine, load), engine.tokenizer, engine.request)
+    writer = TraceWriter(path, engine, load)
     engine.on_step, engine.on_result = writer.step, writer.result
     try:
         yield writer
     finally:
         engine.on_step = engine.on_result = None
         if scores:
-            writer.score(engine.model, engine.tokenizer)
+            writer.score()
         writer.close()
 
 
 class TraceWriter:
-    """Writes a trace. ``facts``: what the header says; ``tokenizer``: for the texts of tokens (None: there are none);
-    ``request``: looks a request up by its id.
+    """Writes a trace of what ``engine`` does; ``load``: how its model was loaded.
 
-    After the constructor nothing raises: a full disk, or any other fault, ends tracing with one warning, and what was
-    written until then is a trace.
+    The engine gives it every step and every sample that has ended, however it did. After the constructor nothing
+    raises: a full disk, or any other fault, ends tracing with one warning, and what was written until then is a trace.
     """
 
-    def __init__(
-        self,
-        path: StrPath,
-        facts: Mapping[str, Any],
-        tokenizer: Spells | None = None,
-        request: Callable[[int], Request] | None = None,
-    ) -> None:
-        self.path = Path(path)
+    def __init__(self, path: StrPath, engine: Engine, load: LoadOptions | None = None) -> None:
+        self.path, self._engine, self._tokenizer = Path(path), engine, engine.tokenizer
         check_writable(self.path)
-        self._tokenizer, self._request = tokenizer, request
-        self._spelling = None if tokenizer is None else Spelling(tokenizer)
+        self._spell = None if engine.tokenizer is None else spelling(engine.tokenizer)
         self._requests: dict[int, Request] = {}
         self._outputs: dict[tuple[int, int], tuple[int, ...]] = {}
         self._spelled: set[int] = set()
@@ -105,23 +81,19 @@ class TraceWriter:
         self._file: int | None = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
-        self._write([{"trace": VERSION, **facts}])
-
-    def add(self, request: Request) -> None:
-        """Write a request, once."""
-        self._guarded(lambda: self._seen([request]))
+        self._write([{"trace": VERSION, **facts(engine, load)}])
 
     def step(self, record: StepRecord) -> None:
         """Write a step, and before it the requests and token texts that are new in it."""
         self._guarded(lambda: self._step(record))
 
     def result(self, result: Result) -> None:
-        """Write how a sample ended."""
+        """Write how a sample ended; the record of its last step comes after."""
         self._guarded(lambda: self._result(result))
 
-    def score(self, model: Model, tokenizer: Tokenizer | None) -> None:
+    def score(self) -> None:
         """Compute and write every finished answer's margins. The model's KV must have room for a row."""
-        self._guarded(lambda: self._score(model, tokenizer))
+        self._guarded(self._score)
 
     def close(self) -> None:
         """End the trace. Calling twice is allowed."""
@@ -139,52 +111,33 @@ class TraceWriter:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def _step(self, record: StepRecord) -> None:
-        ids = dict.fromkeys([*record.requests, *(chunk.request for chunk in record.chunks)])
-        new = [] if self._request is None else [self._request(i) for i in ids if i not in self._requests]
-        self._seen(new)
-        rows = rows_of(record)
-        line: dict[str, Any] = {
-            "step": record.index,
-            "s": {phase: round(spent, 7) for phase, spent in record.seconds.items()},
-            "r": rows,
-        }
-        if record.chunks:
-            line["c"] = [[c.request, c.sample, c.row, c.start, c.count] for c in record.chunks]
-        if record.faults:
-            line["f"] = list(record.faults)
-        self._write([*self._texts(tokens_of(rows)), line])
+        for request in record.requests:
+            self._seen(request)
+        new = sorted(tokens_of(record) - self._spelled)
+        texts = [] if self._spell is None or not new else [{"texts": [[token, self._spell(token)] for token in new]}]
+        self._spelled.update(new)
+        self._write([*texts, step_line(record)])
         self._steps += 1
 
-    def _seen(self, requests: Sequence[Request]) -> None:
-        lines = []
-        for request in requests:
-            if request.id in self._requests:
-                continue
-            self._requests[request.id] = request
-            lines.append({"request": request_line(request, self._tokenizer)})
-        self._write(lines)
+    def _seen(self, number: int) -> None:
+        if number not in self._requests:
+            request = self._requests[number] = self._engine.request(number)
+            self._write([{"request": request_line(request, self._tokenizer)}])
 
     def _result(self, result: Result) -> None:
-        if self._request is not None and result.request not in self._requests:
-            self._seen([self._request(result.request)])  # it ended before its first step
+        self._seen(result.request)  # it may have ended before its first step
         if not result.error:
             self._outputs[result.request, result.sample] = result.token_ids
-        self._write([{"result": result_line(result, self._requests.get(result.request), self._tokenizer)}])
+        self._write([{"result": result_line(result, self._requests[result.request], self._tokenizer)}])
 
-    def _score(self, model: Model, tokenizer: Tokenizer | None) -> None:
-        for (id_, sample), output in self._outputs.items():
-            request = self._requests.get(id_)
-            if request is None or not output or not promises_tokens(request.acceptance, request.params):
+    def _score(self) -> None:
+        target = self._engine.model, self._tokenizer
+        for (number, sample), output in self._outputs.items():
+            request = self._requests[number]
+            if not output or not promises_tokens(request.acceptance, request.params):
                 continue  # what is drawn by rejection is no best score
-            found = margins(model, tokenizer, request.prompt, output, request.params, Noise(request.seed, sample))
-            self._write([{"margins": [number(float(f"{m:.6g}")) for m in found], "q": id_, "n": sample}])
-
-    def _texts(self, used: set[int]) -> list[dict[str, Any]]:
-        new = sorted(used - self._spelled)
-        if self._spelling is None or not new:
-            return []
-        self._spelled.update(new)
-        return [self._spelling.line(new)]
+            found = margins_along(target, request.prompt, output, request.params, Noise(request.seed, sample))
+            self._write([{"margins": [number_of(float(f"{m:.6g}")) for m in found], "q": number, "n": sample}])
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +151,7 @@ class TraceWriter:
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """All of these lines with one write; where that is cut short, what was written of them is taken back."""
-        if self._file is None or not lines:
+        if self._file is None:
             return
         data = "".join(_encode(line) + "\n" for line in lines).encode("ascii")
         try:
@@ -231,156 +184,315 @@ class TraceWriter:
             log.debug("%s was not cut to whole lines: %s", self.path, error)
 
 
-def request_line(request: Request, tokenizer: Spells | None) -> dict[str, Any]:
+# -- what stands in a line -------------------------------------------------------------------------------------------
+
+
+def facts(engine: Engine, load: LoadOptions | None = None) -> dict[str, Any]:
+    """What a run's tokens and times depend on beside its requests: model, arithmetic, engine, machine. ``load``: how
+    the model was loaded, so that a replay can load it the same way."""
+    from outpace.common.version import __version__
+
+    model, info = engine.model, engine.model.info
+    options = load or LoadOptions(backend=info.backend if info.backend in BACKENDS else "auto")
+    return {
+        "outpace": __version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "model": {
+            "name": info.name,
+            "fingerprint": fingerprint_of(info.name, options)
+            if info.backend in BACKENDS
+            else None,  # a toy has no files
+            "backend": info.backend,
+            "arithmetic": arithmetic(info.backend),
+            "path": model.isa,
+            "dtype": info.dtype,
+            "kv_dtype": None if load is None or load.kv_dtype == "auto" else load.kv_dtype,
+            "kv_bytes_per_position": info.kv_bytes_per_position,
+            "device": info.device,
+            "threads": model.threads,
+            "layers": info.layers,
+            "vocab_size": info.vocab_size,
+            "max_length": info.max_length,
+        },
+        "load": {name: value for name, value in asdict(options).items() if value != getattr(LoadOptions(), name)},
+        "engine": {"drafters": list(engine.drafters), **asdict(engine.options)},
+        "machine": machine.cpu(),
+    }
+
+
+_REQUEST = ("id", "seed", "limit", "size", "adaptive", "acceptance", "drafter")  # fields that a line has as they are
+_RESULT = ("request", "sample", "text", "sources", "finish_reason", "stopped_by")
+
+
+def _floats(values: Iterable[float | str]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+_ROW: Mapping[str, tuple[str, Callable[[Any], Any]]] = {  # fields of a RowRecord but ``sources``: their keys, and types
+    "request": ("q", int), "sample": ("n", int), "row": ("w", int), "start": ("a", int), "tokens": ("t", tuple),
+    "parents": ("p", tuple), "confidence": ("c", _floats), "drawn": ("d", bool), "kept": ("k", tuple),
+    "verdict": ("v", tuple), "path": ("h", tuple), "gained": ("g", int), "near_ties": ("m", int), "size": ("z", int),
+    "expected": ("e", float), "why": ("y", str), "worth": ("u", _floats),
+}  # fmt: skip
+
+
+def request_line(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A request as a trace has it."""
     prompt = request.prompt.tolist()
-    line = {
-        "id": request.id,
-        "prompt": prompt,
-        "params": request.params.to_dict(),
-        "seed": request.seed,
-        "limit": request.limit,
-        "size": request.size,
-        "adaptive": request.adaptive,
-        "acceptance": request.acceptance,
-        "drafter": request.drafter,
-        "reuse_prefix": request.reuse_prefix,
-        "priority": request.priority,
-        "deadline": request.deadline,
-    }
+    line = {name: getattr(request, name) for name in (*_REQUEST, "reuse_prefix", "priority", "deadline")}
+    line |= {"prompt": prompt, "params": request.params.to_dict()}
     if tokenizer is not None:
         line["pieces"] = pieces(TextReader(tokenizer, skip_special=False), prompt)
     return line
 
 
-def result_line(result: Result, request: Request | None, tokenizer: Spells | None) -> dict[str, Any]:
-    """A result as a trace has it; ``request``: the one that it is of, where that is known."""
-    line: dict[str, Any] = {
-        "request": result.request,
-        "sample": result.sample,
-        "text": result.text,
-        "pieces": [] if tokenizer is None else _cut(_pieces(result, request, tokenizer), result.text),
-        "sources": list(result.sources),
-        "finish_reason": result.finish_reason,
-        "stopped_by": result.stopped_by,
-        "stats": result.stats.to_dict(),
-    }
-    if result.error:
-        line["error"] = result.error
-    if result.notes:
-        line["notes"] = list(result.notes)
-    return line
+def result_line(result: Result, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A result, which is of ``request``, as a trace has it."""
+    line = {name: getattr(result, name) for name in _RESULT}
+    line |= {"pieces": [], "stats": result.stats.to_dict()}
+    if tokenizer is not None:
+        reader = TextReader(tokenizer, skip_special=request.params.skip_special_tokens, after=request.prompt)
+        line["pieces"] = _cut(pieces(reader, result.token_ids), result.text)
+    return line | {name: value for name in ("error", "notes") if (value := getattr(result, name))}
 
 
-def tokens_of(rows: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The tokens that a step's rows name."""
-    return {token for row in rows for token in (*row.get("t", ()), *row["v"])}
-
-
-def rows_of(record: StepRecord) -> list[dict[str, Any]]:
-    """A step's rows as a trace has them: keys whose value a reader would assume are left out."""
-    proposed, kept, verdicts = record.proposed, record.kept, record.verdicts
-    tokens, widths = proposed.tokens.tolist(), proposed.widths.tolist()
-    parents = None if proposed.parents is None else proposed.parents.tolist()
-    confidence = None if proposed.confidence is None else proposed.confidence.tolist()
-    source = None if proposed.source is None else proposed.source.tolist()
-    gained_tokens, accepted, path = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
-    rows = []
-    for i, (request, sample) in enumerate(zip(record.requests, record.samples, strict=True)):
-        k, a, decision = widths[i], max(accepted[i], 0), record.decisions[i]
-        verdict = gained_tokens[i][: a + 1]
-        row: dict[str, Any] = {"q": request, "w": record.rows[i], "a": record.starts[i], "v": verdict}
-        if sample:
-            row["n"] = sample
-        nodes = list(range(k))
-        if k:
-            row["t"] = tokens[i][:k]
-            if parents is not None and parents[i][:k] != list(range(-1, k - 1)):
-                row["p"] = parents[i][:k]
-            if confidence is not None:
-                row["c"] = _rounded(confidence[i][:k])
-            if proposed.sources:
-                row["o"] = list(proposed.sources)
-            if source is not None and any(source[i][:k]):
-                row["s"] = source[i][:k]
-            if proposed.q is not None:
-                row["d"] = 1
-            if kept.widths[i] < k:
-                row["k"] = nodes = _kept(proposed.row(i), kept.row(i))
-        if a:
-            row["h"] = [nodes[node] for node in path[i][:a]]
-        if record.gained[i] != len(verdict):
-            row["g"] = record.gained[i]
-        if record.near_ties[i]:
-            row["m"] = record.near_ties[i]
-        if decision.size != len(nodes):
-            row["z"] = decision.size
-        if decision.expected is not None:
-            row["e"] = number(round(decision.expected, 4))
-        if decision.why:
-            row["y"] = decision.why
-        if decision.worth:
-            row["u"] = _rounded(decision.worth)
-        rows.append(row)
-    return rows
-
-
-def _rounded(values: Sequence[float]) -> list[float] | list[float | str]:
-    out = [round(value, 4) for value in values]
-    return out if math.isfinite(sum(out)) else [number(value) for value in out]
-
-
-def _kept(proposed: Draft, kept: Draft) -> list[int]:
-    """Which nodes of ``proposed`` are the nodes of ``kept``: those in their order, with parents renumbered."""
-    nodes: list[int] = []
-    at = 0
-    for token, parent in zip(kept.tokens, kept.parents, strict=True):
-        above = nodes[parent] if parent >= 0 else -1
-        while proposed.tokens[at] != token or proposed.parents[at] != above:
-            at += 1
-        nodes.append(at)
-        at += 1
-    return nodes
-
-
-def _pieces(result: Result, request: Request | None, tokenizer: Spells) -> list[str]:
-    """The answer's text by token, as it was read."""
-    if request is None:
-        return pieces(TextReader(tokenizer), result.token_ids)
-    reader = TextReader(tokenizer, skip_special=request.params.skip_special_tokens, after=request.prompt)
-    return pieces(reader, result.token_ids)
-
-
-def _cut(texts: list[str], whole: str) -> list[str]:
-    """The pieces as far as ``whole`` goes: a stop string ends it within a token, a stop token is no part of it."""
-    left, out = whole, []
-    for text in texts:
-        if not (text.startswith(left) or left.startswith(text)):
+def _cut(texts: list[str], text: str) -> list[str]:
+    """The pieces as far as ``text`` goes: a stop string ends it within a token, a stop token is no part of it."""
+    left, out = text, []
+    for piece in texts:
+        if not (piece.startswith(left) or left.startswith(piece)):
             return []  # decoded in another way: no text is better than a wrong one
-        out.append(text[: len(left)])
-        left = left[len(text) :]
+        out.append(piece[: len(left)])
+        left = left[len(piece) :]
     if out:
         out[-1] += left  # a stop string that stays in the text, though it spells what is not shown
     return out
 
 
-class Spelling:
-    """A token by itself: its text, its bytes where it is no whole character, or the vocabulary's spelling."""
+def tokens_of(record: StepRecord) -> set[int]:
+    """The tokens that a step's rows name."""
+    return {token for row in record.rows for token in (*row.tokens, *row.verdict)}
 
-    def __init__(self, tokenizer: Spells) -> None:
-        known = isinstance(tokenizer, Tokenizer) and tokenizer.spelling is not None
-        self._tokenizer, self._code = tokenizer, TokenBytes(cast(Tokenizer, tokenizer)) if known else None
 
-    def line(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The line of a trace that spells these tokens."""
-        return {"texts": [[token, self.of(token)] for token in tokens]}
+def spelling(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """How a token by itself is spelled: its text, its bytes where it is no whole character, or the vocabulary's way."""
+    code = None if tokenizer.spelling is None else TokenBytes(tokenizer)
 
-    def of(self, token: int) -> str:
-        """One token."""
-        text = self._tokenizer.decode([token], skip_special=False)
-        spelled = self._tokenizer.token(token) or f"[{token}]"
-        if "\ufffd" in text and self._code is not None and self._code.of(token):
-            return f"⟨{self._code.of(token).hex()}⟩"
+    def spelled(token: int) -> str:
+        text, name = tokenizer.decode([token], skip_special=False), tokenizer.token(token) or f"[{token}]"
+        if "\ufffd" in text and code is not None and code.of(token):
+            return f"⟨{code.of(token).hex()}⟩"
         if not text or "\ufffd" in text:
-            return spelled
-        return " " + text if spelled.startswith("▁") and not text.startswith(" ") else text
+            return name
+        return " " + text if name.startswith("▁") and not text.startswith(" ") else text
+
+    return spelled
+
+
+def step_line(record: StepRecord) -> dict[str, Any]:
+    """A step as a trace has it."""
+    seconds = {phase: round(spent, 7) for phase, spent in record.seconds.items()}
+    line: dict[str, Any] = {"step": record.index, "s": seconds, "r": [row_line(row) for row in record.rows]}
+    if record.chunks:
+        line["c"] = [astuple(chunk) for chunk in record.chunks]
+    if record.faults:
+        line["f"] = record.faults
+    return line
+
+
+def row_line(row: RowRecord) -> dict[str, Any]:
+    """A step's row as a trace has it: what a reader would assume is left out."""
+    assumed = _assumed(len(row.tokens), len(row.kept), len(row.verdict))
+    values = ((key, getattr(row, name), assumed.get(name)) for name, (key, _) in _ROW.items())
+    line = {key: _plain(value) for key, value, usual in values if value != usual}
+    if row.sources:
+        line["o"] = names = list(dict.fromkeys(row.sources))
+        if len(names) > 1:
+            line["s"] = [names.index(name) for name in row.sources]
+    return line
+
+
+def row_of(line: Mapping[str, Any]) -> RowRecord:
+    """The row that a step's line has."""
+    values = {name: kind(line[key]) for name, (key, kind) in _ROW.items() if key in line}
+    k = len(values.get("tokens", ()))
+    assumed = _assumed(k, len(values.get("kept", range(k))), len(values["verdict"]))
+    names, numbers = line.get("o", ["draft"]), line.get("s", [0] * k)
+    return RowRecord(**{**assumed, **values}, sources=tuple(names[number] for number in numbers))
+
+
+def _assumed(proposed: int, kept: int, gained: int) -> dict[str, Any]:
+    """What a reader assumes of a row with so many nodes and tokens: all of a chain was kept, and all tokens committed;
+    nothing is known of the draft."""
+    return {
+        "sample": 0, "tokens": (), "parents": tuple(range(-1, proposed - 1)), "confidence": (), "drawn": False,
+        "kept": tuple(range(proposed)), "path": (), "gained": gained, "near_ties": 0, "size": kept, "expected": None,
+        "why": "", "worth": (),
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A row's value as JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return number_of(round(value, 4))
+    return int(value) if isinstance(value, bool) else value
+
+
+def number_of(value: float) -> float | str:
+    """A float as JSON has it: infinities and NaN as text."""
+    return value if math.isfinite(value) else str(value)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request as it was accepted. ``pieces``: the text of each prompt token, special ones spelled out."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: Mapping[str, Any]  # SamplingParams, field by field, as plain values
+    seed: int
+    limit: int
+    size: int
+    adaptive: bool
+    acceptance: str
+    drafter: str
+    pieces: tuple[str, ...] = ()
+
+    def sampling(self) -> SamplingParams:
+        """The parameters, with the seed that was used. Raises ParameterError where they cannot be had again."""
+        if self.params.get("rules"):
+            named = ", ".join(self.params["rules"])
+            raise ParameterError(
+                f"request {self.id} has logit rules of its own ({named}), which no trace can hold: leave them out"
+            )
+        unknown = sorted(self.params.keys() - PARAMETERS.keys())
+        if unknown:
+            raise ParameterError(
+                f"request {self.id} has the parameter {unknown[0]!r}, which this version of outpace does not know: "
+                "use the version that wrote the trace"
+            )
+        return SamplingParams.from_dict({**self.params, "seed": self.seed})
+
+
+@dataclass(frozen=True, slots=True)
+class TracedResult:
+    """One finished sample. ``pieces``: the text of each token; together they are ``text``."""
+
+    request: int
+    sample: int
+    text: str
+    pieces: tuple[str, ...]
+    sources: tuple[str, ...]
+    finish_reason: str
+    stopped_by: str | int | None = None
+    error: str | None = None
+    notes: tuple[str, ...] = ()
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace that was read. ``margins``: by (request, sample), how far each output token's score was above the next
+    best, where that was recorded. ``cut``: what is missing at the end, if anything, in words."""
+
+    name: str
+    header: Mapping[str, Any]
+    requests: tuple[TracedRequest, ...]
+    steps: tuple[StepRecord, ...]
+    results: tuple[TracedResult, ...]
+    texts: Mapping[int, str]  # tokens by themselves
+    margins: Mapping[tuple[int, int], tuple[float, ...]]
+    cut: str | None
+
+    def rows(self) -> dict[tuple[int, int], list[tuple[StepRecord, RowRecord]]]:
+        """The steps of each (request, sample), in order."""
+        found: dict[tuple[int, int], list[tuple[StepRecord, RowRecord]]] = {}
+        for step in self.steps:
+            for row in step.rows:
+                found.setdefault((row.request, row.sample), []).append((step, row))
+        return found
+
+    def outputs(self) -> dict[tuple[int, int], list[int]]:
+        """The output tokens of each (request, sample)."""
+        return {key: [t for _, row in rows for t in row.output] for key, rows in self.rows().items()}
+
+
+def lines(path: StrPath) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+    """A trace's header, its other lines, and what is cut off. Raises ParameterError for any other file or version."""
+    try:
+        whole = Path(path).read_bytes()
+    except OSError as error:
+        raise ParameterError(
+            f"{path} cannot be read ({error.strerror or error}): give a file that outpace generate --trace wrote"
+        ) from error
+    *complete, rest = whole.split(b"\n")
+    cut = None if not rest else f"the last line is cut off after {len(rest)} bytes"
+    parsed: list[dict[str, Any]] = []
+    for number, line in enumerate(complete, 1):
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            if number == 1:
+                break
+            raise ParameterError(f"{path}, line {number}, is damaged ({error}): trace the run again") from error
+        parsed.append(value)
+    if not parsed or "trace" not in parsed[0]:
+        raise ParameterError(f"{path} is no trace: give a file that outpace generate --trace wrote")
+    header, *others = parsed
+    if header["trace"] != VERSION:
+        raise ParameterError(
+            f"{path} is a trace of format {header['trace']}, written by outpace {header.get('outpace', '?')}, "
+            f"and this version reads format {VERSION}: use the version that wrote it"
+        )
+    if cut is None and not any("end" in line for line in others[-1:]):
+        cut = "the run did not end: its last lines may be missing"
+    return header, others, cut
+
+
+def read(path: StrPath) -> Trace:
+    """A trace from its file. Raises ParameterError."""
+    header, others, cut = lines(path)
+    requests: list[TracedRequest] = []
+    steps: list[StepRecord] = []
+    results: list[TracedResult] = []
+    texts: dict[int, str] = {}
+    margins: dict[tuple[int, int], tuple[float, ...]] = {}
+    try:
+        for line in others:
+            if "step" in line:
+                steps.append(_step(line))
+            elif "request" in line:
+                requests.append(_request(line["request"]))
+            elif "texts" in line:
+                texts.update({int(token): text for token, text in line["texts"]})
+            elif "result" in line:
+                results.append(_result(line["result"]))
+            elif "margins" in line:
+                margins[line["q"], line.get("n", 0)] = tuple(float(m) for m in line["margins"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ParameterError(f"{path} has a line that is no trace's ({error!r}): trace the run again") from error
+    return Trace(Path(path).name, header, tuple(requests), tuple(steps), tuple(results), texts, margins, cut)
+
+
+def _request(value: Mapping[str, Any]) -> TracedRequest:
+    plain = {name: value[name] for name in (*_REQUEST, "params")}
+    return TracedRequest(**plain, prompt=tuple(value["prompt"]), pieces=tuple(value.get("pieces", ())))
+
+
+def _step(line: Mapping[str, Any]) -> StepRecord:
+    chunks = tuple(ChunkRecord(*map(int, chunk)) for chunk in line.get("c", ()))
+    return StepRecord(line["step"], tuple(map(row_of, line["r"])), chunks, line["s"], tuple(line.get("f", ())))
+
+
+def _result(value: Mapping[str, Any]) -> TracedResult:
+    values: dict[str, Any] = {each.name: value[each.name] for each in fields(TracedResult) if each.name in value}
+    for name in ("pieces", "sources", "notes"):
+        values[name] = tuple(values.get(name, ()))
+    return TracedResult(**values)

@@ -10,14 +10,13 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from outpace.common.files import StrPath
-from outpace.measure.tracefile import lines
+from outpace.common.files import StrPath, write_bytes
+from outpace.measure.trace import lines
 from outpace.params import PARAMETERS
 
 
@@ -112,15 +111,8 @@ def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
 
 def write(path: StrPath, out: StrPath, *others: StrPath, scripts: Sequence[str] = ()) -> None:
     """Write the page, whole or not at all; ``others``: traces to show beside it. Raises ParameterError or OSError."""
-    out = Path(out)
     text = pages([path, *others]) if others else page(path, scripts=scripts)
-    part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, out)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_bytes(Path(out), text.encode())
 
 
 def _inert(value: Any) -> str:

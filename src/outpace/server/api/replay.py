@@ -1,22 +1,33 @@
-"""``POST /v1/replay``: does the request still get this answer, bit for bit? If not, where it first departs."""
+"""``POST /v1/replay``: does the request still get this answer, bit for bit? If not, where it first departs.
+
+The recorded tokens are drafted, so that each forward checks as many as fit. The target chooses every token again, under
+the request's parameters and noise, whatever else runs and whoever drafted then. So an answer that was changed in one
+token departs from its replay in that token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
 
-from outpace.errors import OutpaceError
+from outpace.common.arrays import F32, I32
+from outpace.engine.engine import Engine
+from outpace.engine.results import Result
+from outpace.errors import Argument, OutpaceError, ParameterError
+from outpace.exact.noise import Noise, Stream
+from outpace.exact.sampling import scores
+from outpace.measure import same
 from outpace.params import SamplingParams
 from outpace.server import errors
-from outpace.server.api import chat, comparison, completions, responses
+from outpace.server.api import chat, completions, responses
 from outpace.server.api.chat import ChatRequest
-from outpace.server.api.comparison import Departure, Recorded
 from outpace.server.api.completions import CompletionRequest
 from outpace.server.api.responses import ResponsesRequest
 from outpace.server.api.route import Route, begun, each_part, service_of, whole
@@ -30,6 +41,7 @@ router = APIRouter(route_class=Route)
 _Asked = ChatRequest | CompletionRequest | ResponsesRequest
 
 _NOT_COMPARED = ("speculation", "index")  # of a choice: how it was made
+_LIKE_STOP = ("tool_calls", "function_call")  # what OpenAI calls an answer that stopped after a call
 _KINDS: dict[type[_Asked], str] = {
     ChatRequest: "chat.completion", CompletionRequest: "text_completion", ResponsesRequest: "response",
 }  # fmt: skip
@@ -127,7 +139,7 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
                 400, f"the request has {work.samples} choices, the answer {len(recorded)}", param="answer.choices"
             )
         known = work.params.with_(seed=asks.seed)  # a fresh one would be that of no answer
-        params, options = comparison.prepared(model.serving.engine, known, recorded, acceptance)
+        params, options = prepared(model.serving.engine, work.prompts, known, recorded, acceptance)
         return replace(work, params=params, options={**work.options, **options})
 
     try:
@@ -137,37 +149,28 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
     now, results = await _now(request, first, asks), first.in_order
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has the answer drafted
 
-    def compared() -> tuple[list[Departure | None], tuple[SamplingParams, comparison.Drafted] | None]:
+    def compared() -> tuple[list[same.Difference | None], tuple[SamplingParams, Drafted] | None]:
         found = []
         for choice, answer, result, before in zip(now(), recorded, results, then, strict=True):
-            found.append(comparison.departure(answer, Recorded.of(result)) or _other(before, choice))
-        return found, comparison.watching(first.model.serving.engine, base, recorded, found)
+            kept = {name: value for name, value in before.items() if name not in _NOT_COMPARED}
+            found.append(same.difference(answer, same.Output.of(result)) or _differs(kept, choice, ""))
+        return found, watching(first.model.serving.engine, first.work.prompts, base, recorded, found)
 
     found, second = await service.work(compared)
     if second is not None:
-        closer = replace(first.work, params=second[0], parser=None)
+        closer, drafted = replace(first.work, params=second[0], parser=None), second[1]
         await whole(request, await begun(request, asks.model, "replay-", lambda model, scope: closer))
-        measure = partial(comparison.measured, drafted=second[1], params=base)
-        found = await service.work(
-            lambda: [
-                departure and measure(i, departure, result=result)
-                for i, (departure, result) in enumerate(zip(found, results, strict=True))
-            ]
-        )
+        found = await service.work(lambda: drafted.measured(found, base, results))
     tokens = sum(len(result.token_ids) for result in results)
     prints = Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint)
     return await service.work(_told, found, tokens, prints)
 
 
-def _told(found: Sequence[Departure | None], tokens: int, prints: Fingerprints) -> Replayed:
-    choices = [
-        ReplayedChoice(
-            index=i,
-            identical=departed is None,
-            difference=None if departed is None else Difference(**departed.to_dict()),
-        )
-        for i, departed in enumerate(found)
-    ]
+def _told(found: Sequence[same.Difference | None], tokens: int, prints: Fingerprints) -> Replayed:
+    choices = []
+    for i, each in enumerate(found):
+        difference = None if each is None else Difference(**each.to_dict("recorded", "now"))
+        choices.append(ReplayedChoice(index=i, identical=each is None, difference=difference))
     return Replayed(
         object="replay", identical=not any(found), tokens=tokens, system_fingerprint=prints, choices=choices
     )
@@ -204,14 +207,14 @@ def _asks(body: ReplayRequest) -> _Asked:
     return asked.model_copy(update={**plain, "seed": seed, "return_token_ids": True})
 
 
-def _kept(answer: RecordedAnswer) -> tuple[list[dict[str, Any]], list[Recorded]]:
+def _kept(answer: RecordedAnswer) -> tuple[list[dict[str, Any]], list[same.Output]]:
     """The choices of an answer: as they came, and what of them the engine's are compared with. Raises APIError."""
     if answer.object == "response":
         return [_bare(answer.output)], [_recorded_response(answer)]
     return answer.choices, [_recorded(i, each) for i, each in enumerate(answer.choices)]
 
 
-def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
+def _recorded(index: int, choice: dict[str, Any]) -> same.Output:
     """A recorded choice. Raises APIError."""
     try:
         ids = choice.get("token_ids")
@@ -225,11 +228,11 @@ def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
             raise TypeError("its text or finish_reason is no text")
         if ids is not None and not all(type(token) is int for token in ids):
             raise TypeError("a token id is no whole number")
-        return Recorded(
+        return same.Output(
             None if ids is None else tuple(ids),
             (text or "") if ids is None else None,
             None if logprobs is None else tuple(float(logprob) for logprob in logprobs),
-            finish,
+            "stop" if finish in _LIKE_STOP else finish,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise APIError(
@@ -237,7 +240,7 @@ def _recorded(index: int, choice: dict[str, Any]) -> Recorded:
         ) from None
 
 
-def _recorded_response(answer: RecordedAnswer) -> Recorded:
+def _recorded_response(answer: RecordedAnswer) -> same.Output:
     """A recorded response. Raises APIError."""
     try:
         parts = [part for item in answer.output if item.get("type") == "message" for part in item["content"]]
@@ -251,30 +254,125 @@ def _recorded_response(answer: RecordedAnswer) -> Recorded:
         )
     finish = {"completed": "stop", "incomplete": "length"}.get(answer.status or "")
     ids = None if answer.token_ids is None else tuple(answer.token_ids)
-    return Recorded(ids, text if ids is None else None, tuple(logprobs) or None, finish)
+    return same.Output(ids, text if ids is None else None, tuple(logprobs) or None, finish)
 
 
-def _other(recorded: dict[str, Any], now: dict[str, Any]) -> Departure | None:
-    """A difference in the rest of the choice: text, calls, alternatives."""
-    kept = {name: value for name, value in recorded.items() if name not in _NOT_COMPARED}
-    found = _differs(kept, now, "")
-    return None if found is None else Departure(*found)
-
-
-def _differs(a: Any, b: Any, path: str) -> tuple[str, int, Any, Any] | None:
-    """Where ``a`` differs from ``b``; fields that clients added and left empty do not count."""
+def _differs(a: Any, b: Any, path: str) -> same.Difference | None:
+    """Where ``a`` differs from ``b``: text, calls, alternatives; fields that clients added and left empty do not
+    count."""
     if isinstance(a, dict) and isinstance(b, dict):
-        each = [(f"{path}.{name}".lstrip("."), value, b.get(name)) for name, value in a.items()]
-        return next((found for place, x, y in each if (found := _differs(x, y, place))), None)
+        each = (_differs(value, b.get(name), f"{path}.{name}".lstrip(".")) for name, value in a.items())
+        return next((found for found in each if found is not None), None)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        each = [(path, x, y) for x, y in zip(a, b, strict=True)]
-        for i, (place, x, y) in enumerate(each):
-            if (found := _differs(x, y, place)) is not None:
-                return found[0], i, found[2], found[3]
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if (found := _differs(x, y, path)) is not None:
+                return replace(found, index=i)
         return None
     if a == b and type(a) is type(b):
         return None
     if isinstance(a, str) and isinstance(b, str):
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        return path, at, a[at : at + 20], b[at : at + 20]
-    return path, 0, a, b
+        found = same.difference(same.Output(text=a), same.Output(text=b))
+        return found and replace(found, what=path)
+    return same.Difference(path, 0, (a, b))
+
+
+# -- on an engine ----------------------------------------------------------------------------------------------------
+
+
+class Drafted:
+    """A logit rule that changes nothing and has recorded answers drafted: while a row's tokens are those of one of its
+    prompt's answers, the rest of that answer is proposed. One serves one replay.
+
+    ``prompts`` int32 [P] each, of as many answers each. ``watched``: answer -> index of the token of which the logits
+    are kept, so that ``measured`` can say how near it was.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[I32],
+        recorded: Sequence[same.Output],
+        watched: Mapping[int, int] | None = None,
+    ) -> None:
+        self._answers = [_guess(engine, answer) for answer in recorded]
+        self._prompts = [prompt for prompt in prompts for _ in range(len(recorded) // len(prompts))]
+        self._watched = dict(watched or {})
+        self._logits: dict[int, F32] = {}
+
+    def start(self, prompt: I32) -> tuple[int, tuple[int, ...]]:
+        return 0, tuple(i for i, of in enumerate(self._prompts) if np.array_equal(of, prompt))
+
+    def advance(self, state: tuple[int, tuple[int, ...]], token: int) -> tuple[int, tuple[int, ...]]:
+        index, alike = state
+        return index + 1, tuple(i for i in alike if self._answers[i][index : index + 1] == (token,))
+
+    def apply(self, state: tuple[int, tuple[int, ...]], logits: F32) -> None:
+        index, alike = state
+        for answer in alike:
+            if self._watched.get(answer) == index:
+                self._logits[answer] = logits.copy()
+
+    def forced(self, state: tuple[int, tuple[int, ...]]) -> Sequence[int]:
+        index, alike = state
+        return self._answers[alike[0]][index:] if alike else ()
+
+    def measured(
+        self, found: Sequence[same.Difference | None], params: SamplingParams, results: Sequence[Result]
+    ) -> list[same.Difference | None]:
+        """Each difference with its score gap, after the second run."""
+        return [each and self._measured(i, each, params, results[i]) for i, each in enumerate(found)]
+
+    def _measured(self, answer: int, found: same.Difference, params: SamplingParams, result: Result) -> same.Difference:
+        logits, (recorded, now) = self._logits.get(answer), found.values
+        if logits is None or not 0 <= recorded < len(logits):
+            return found
+        noise = Noise(result.seed, result.sample)
+        return replace(
+            found, gap=same.gap_between(scores(logits, params, noise, found.index, Stream.CHOICE), (recorded, now))
+        )
+
+
+def prepared(
+    engine: Engine, prompts: Sequence[I32], params: SamplingParams, recorded: Sequence[same.Output], acceptance: str
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """The parameters and options of ``Engine.prepare`` under which ``recorded``, the answers to the prompts, are
+    generated again.
+
+    Raises ParameterError where the tokens are not promised, the seed is not known, or nothing was written down.
+    """
+    same.require_tokens(acceptance, params)
+    if params.seed is None and not params.greedy:
+        raise ParameterError(Argument("seed"), " is missing: give the one that the answer was drawn with")
+    for i, answer in enumerate(recorded):
+        if answer.tokens is None and answer.text is None:
+            raise ParameterError(f"answer {i} has neither token ids nor text, so there is nothing to replay: give one")
+    wants = any(answer.logprobs is not None for answer in recorded)
+    nodes = engine.options.nodes
+    options: dict[str, Any] = {"acceptance": acceptance, "drafter": None if nodes else False, "size": nodes or None}
+    rules = (*params.rules, Drafted(engine, prompts, recorded))
+    return params.with_(rules=rules, logprobs=params.logprobs or wants), options
+
+
+def watching(
+    engine: Engine,
+    prompts: Sequence[I32],
+    params: SamplingParams,
+    recorded: Sequence[same.Output],
+    found: Sequence[same.Difference | None],
+) -> tuple[SamplingParams, Drafted] | None:
+    """For a second run, no longer than it must be, which measures the gaps of ``found``; None where there are none."""
+    watched = {i: d.index for i, d in enumerate(found) if d and d.what == "token" and None not in d.values}
+    if not watched:
+        return None
+    rule = Drafted(engine, prompts, recorded, watched)
+    most = max(max(watched.values()) + 1, params.min_tokens)
+    return params.with_(rules=(*params.rules, rule), max_tokens=most), rule
+
+
+def _guess(engine: Engine, answer: same.Output) -> tuple[int, ...]:
+    """The tokens that the answer may have had: a draft may be wrong."""
+    ids: Sequence[Any] | None = answer.tokens
+    if ids is None:
+        ids = () if engine.tokenizer is None else engine.tokenizer.encode(answer.text or "", add_special=False).tolist()
+    known = engine.model.info.vocab_size
+    return tuple(itertools.takewhile(lambda token: 0 <= token < known, ids))

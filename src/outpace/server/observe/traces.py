@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +13,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.request import Request, StepRecord
 from outpace.engine.results import Result
 from outpace.errors import ParameterError
-from outpace.measure.facts import facts
-from outpace.measure.trace import Spelling, request_line, result_line, rows_of, tokens_of
-from outpace.measure.tracefile import VERSION
+from outpace.measure.trace import VERSION, facts, request_line, result_line, spelling, step_line, tokens_of
 from outpace.measure.view import shown
 from outpace.server.errors import APIError
 
@@ -28,7 +26,7 @@ class _Steps:
     """What is known of one request of an engine."""
 
     request: Request
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     cut: bool = False
 
@@ -43,25 +41,17 @@ class _Watch:
 
     def step(self, record: StepRecord) -> None:
         """Take down a step, for each request that had a part in it."""
-        rows = rows_of(record)
         with self._lock:
-            for request in {*record.requests, *(chunk.request for chunk in record.chunks)}:
-                its = self._steps(request)
-                if its is None or len(its.lines) == _STEPS:
-                    if its is not None:
-                        its.cut = True
+            for number in record.requests:
+                known = self._steps(number)
+                if known is None:
                     continue
-                line: dict[str, Any] = {
-                    "step": record.index,
-                    "s": {phase: round(spent, 7) for phase, spent in record.seconds.items()},
-                    "r": [row for row in rows if row["q"] == request],
-                }
-                chunks = [[c.request, c.sample, c.row, c.start, c.count] for c in record.chunks if c.request == request]
-                if chunks:
-                    line["c"] = chunks
-                if record.faults:
-                    line["f"] = list(record.faults)
-                its.lines.append(line)
+                if len(known.steps) == _STEPS:
+                    known.cut = True
+                    continue
+                rows = tuple(row for row in record.rows if row.request == number)
+                chunks = tuple(chunk for chunk in record.chunks if chunk.request == number)
+                known.steps.append(replace(record, rows=rows, chunks=chunks))
 
     def result(self, result: Result) -> None:
         """Take down how a sample ended; the record of its last step comes after."""
@@ -74,7 +64,7 @@ class _Watch:
         """What is known of a request, as of now."""
         with self._lock:
             its = self._requests.get(request)
-            return its and _Steps(its.request, list(its.lines), list(its.results), its.cut)
+            return its and _Steps(its.request, list(its.steps), list(its.results), its.cut)
 
     def forget(self, request: int) -> None:
         """Let go of a request."""
@@ -144,16 +134,16 @@ class Traces:
         its = self._answers.get(id_)
         if its is None or its.scope != scope:
             raise APIError(404, f"no trace of {id_!r} is kept: those of the last {self._most} answers are", param="id")
-        found = [steps for request in its.requests if (steps := its.watch.of(request)) is not None]
+        found = [known for request in its.requests if (known := its.watch.of(request)) is not None]
         tokenizer = its.engine.tokenizer
         assert tokenizer is not None, "the server refuses models without a tokenizer"
-        used = {token for steps in found for line in steps.lines for token in tokens_of(line["r"])}
-        lines = [shown({"request": request_line(steps.request, tokenizer)}) for steps in found]
-        lines.append(Spelling(tokenizer).line(sorted(used)))
-        lines += sorted((line for steps in found for line in steps.lines), key=lambda line: line["step"])
-        ended = [result for steps in found for result in steps.results]
+        steps = sorted((step for known in found for step in known.steps), key=lambda step: step.index)
+        spell, used = spelling(tokenizer), sorted({token for step in steps for token in tokens_of(step)})
+        lines = [shown({"request": request_line(known.request, tokenizer)}) for known in found]
+        lines += [{"texts": [[token, spell(token)] for token in used]}, *map(step_line, steps)]
+        ended = [result for known in found for result in known.results]
         lines += [{"result": result_line(result, found[0].request, tokenizer)} for result in ended]
         cut = None if len(ended) == its.samples else "it has not ended"
-        if any(steps.cut for steps in found):
+        if any(known.cut for known in found):
             cut = f"only the first {_STEPS} steps are kept"
         return {"name": id_, "cut": cut, "header": {"trace": VERSION, **facts(its.engine, None)}, "lines": lines}
