@@ -164,3 +164,32 @@ def test_under_rejection_a_grammar_is_obeyed() -> None:
             assert grammars.regex("(ab|cd){3}[0-9]") is params.rules[0]
             assert len(result.text) == 7
             assert set(result.text[:6]) <= set("abcd")
+
+
+class Wild:
+    """Says that a token which is none must follow."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def start(self, prompt: I32) -> int:
+        return 0
+
+    def advance(self, state: int, token: int) -> int:
+        return state
+
+    def apply(self, state: int, logits: Any) -> None:
+        """Nothing."""
+
+    def forced(self, state: int) -> list[int]:
+        return [self._token]
+
+
+@pytest.mark.parametrize("token", [-1, 6, 10**12])
+def test_a_token_that_is_none_is_never_drafted(token: int) -> None:
+    engine = Engine(ToyModel(6, max_length=64), size=4)
+    plain = engine.generate([1], max_tokens=8, ignore_eos=True, drafter=False)
+    beside = engine.add([2], max_tokens=8, ignore_eos=True)
+    found = engine.generate([1], max_tokens=8, ignore_eos=True, rules=[Wild(token)])
+    assert found.token_ids == plain.token_ids
+    assert len(finished(engine)[beside, 0].token_ids) == 8

@@ -198,7 +198,8 @@ def apply_rules(step: Step) -> None:
     for i in rows.ruled:
         sequence = step.plan.decoding[i]
         try:
-            if must := forced(sequence.chooser, min(sequence.size, sequence.room - 1)):
+            must = forced(sequence.chooser, min(sequence.size, sequence.room - 1))
+            if must and min(must) >= 0 and max(must) < step.core.model.info.vocab_size:  # else it drafts nothing
                 rows.lead(i, must, GRAMMAR)
             rows.keep(i, pruned(draft(step, i), sequence.chooser))
         except RuleError:  # ``verify`` meets it again, and ends the request
