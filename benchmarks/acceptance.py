@@ -23,7 +23,7 @@ import numpy as np
 from outpace import Engine, SamplingParams, __version__
 from outpace.common.files import check_writable, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum
-from outpace.engine.load import load_engines
+from outpace.engine.intake import load_engines
 from outpace.engine.results import Result
 from outpace.errors import ParameterError
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts

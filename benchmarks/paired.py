@@ -29,7 +29,7 @@ from outpace import Engine, SamplingParams
 
 given = json.loads(sys.argv[1])
 try:
-    from outpace.engine.load import load_engines
+    from outpace.engine.intake import load_engines
     options = {"prefix_rows": 0}
 except ImportError:
     from outpace.loading import load_engines

@@ -124,9 +124,9 @@ def keywords() -> Mapping[tuple[str, str], Mapping[str, str]]:
     return {
         ("params.py", "SamplingKeywords"): _fields(SamplingParams),
         ("models/options.py", "LoadKeywords"): _fields(LoadOptions),
-        ("engine/keywords.py", "EngineKeywords"): _fields(EngineOptions),
-        ("engine/keywords.py", "OwnKeywords"): {name: own[name] for name in OWN},
-        ("engine/keywords.py", "OwnRequestKeywords"): _named(Engine.prepare),
+        ("engine/request.py", "EngineKeywords"): _fields(EngineOptions),
+        ("engine/request.py", "OwnKeywords"): {name: own[name] for name in OWN},
+        ("engine/request.py", "OwnRequestKeywords"): _named(Engine.prepare),
     }
 
 

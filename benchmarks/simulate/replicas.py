@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.simulate.steps import Steps
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.intake import EngineOptions
-from outpace.engine.prefix import PIECE, PrefixCache
+from outpace.engine.scheduler import PIECE, PrefixCache
 from outpace.integrations.ray.routing import beginnings
 
 CHUNK = EngineOptions().prefill_chunk  # prompt tokens a step

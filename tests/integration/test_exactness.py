@@ -12,7 +12,7 @@ from outpace.common.files import cache_dir
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine
-from outpace.engine.load import load_engines
+from outpace.engine.intake import load_engines
 from outpace.exact.noise import Noise
 from outpace.measure.same import compare
 from outpace.models import demo

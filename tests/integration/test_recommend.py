@@ -14,7 +14,7 @@ from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.engine import Engine
-from outpace.engine.load import load_engines
+from outpace.engine.intake import load_engines
 from outpace.engine.request import StepRecord
 from outpace.errors import DrafterError, ParameterError
 from outpace.exact.noise import Noise

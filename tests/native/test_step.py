@@ -31,9 +31,9 @@ from outpace.drafters.lookup.recycling import RecyclingDrafter
 from outpace.drafters.lookup.retrieval import RetrievalDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine import step
-from outpace.engine.clock import Clock
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
+from outpace.engine.statistics import Clock
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch, KVCache, Model, Output

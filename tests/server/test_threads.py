@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outpace import Engine, Grammars, SamplingParams
-from outpace.engine.grammar_tokens import MARK
+from outpace.engine.grammar import MARK
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.api import replay, route
 from outpace.server.api.chat import ChatCompletion

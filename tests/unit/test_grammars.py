@@ -17,7 +17,7 @@ from outpace import GrammarError, Grammars, SamplingParams
 from outpace.common.arrays import F32
 from outpace.common.installing import install
 from outpace.engine import grammar as its_module
-from outpace.engine.grammar_rule import Grammar
+from outpace.engine.grammar import Grammar
 from outpace.errors import ComplexityError, MissingExtraError
 from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise

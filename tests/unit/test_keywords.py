@@ -17,7 +17,7 @@ from mypy import api
 import outpace
 from outpace import AsyncEngine, Engine, ParameterError, SamplingParams
 from outpace.common.habits import ELSEWHERE, HOMES
-from outpace.engine.keywords import EngineKeywords, EngineLoadKeywords, RequestKeywords
+from outpace.engine.request import EngineKeywords, EngineLoadKeywords, RequestKeywords
 from tests.toy import ToyModel, ToyTokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,8 @@ from outpace import Engine
 from outpace.common.arrays import common_prefix
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
-from outpace.engine.pace import LEAST, Pace, shares
-from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.request import Request, StepRecord
-from outpace.engine.scheduler import Plan, Scheduler
+from outpace.engine.scheduler import LEAST, PIECE, Pace, Plan, PrefixCache, Scheduler, shares
 from outpace.engine.sequence import Sequence
 from outpace.engine.text import TextReader
 from outpace.errors import ParameterError

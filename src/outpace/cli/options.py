@@ -105,7 +105,7 @@ class Load:
     def engines(self, drafters: Sequence[str], more: Sequence[str] = (), **options: Any) -> list[Engine]:
         """Load the target once, and an engine a drafter over it. ``more``: drafters that requests may choose."""
         from outpace.engine.engine import Engine
-        from outpace.engine.load import load_engines
+        from outpace.engine.intake import load_engines
 
         return load_engines(Engine, self.model, drafters, self.given(**options), more)
 

@@ -16,19 +16,51 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath
-from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
-from outpace.engine.engine import Engine
+from outpace.engine.engine import Collected, Engine, Snapshot, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.request import Request
 from outpace.engine.results import Delta, Errors, Result, joined
 from outpace.engine.sequence import Prepared
-from outpace.engine.snapshot import Snapshot
 from outpace.engine.statistics import Stats
-from outpace.engine.watch import Watch
 from outpace.errors import OutpaceError
 from outpace.params import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from outpace.engine.keywords import EngineLoadKeywords, RequestKeywords
+    from outpace.engine.request import EngineLoadKeywords, RequestKeywords
+
+
+class Watch:
+    """Calls ``late`` in the loop whenever ``seconds`` have passed since ``begin``, unless ``end`` came first. There is
+    one timer, set anew only when it fires."""
+
+    def __init__(self, seconds: float, late: Callable[[], object]) -> None:
+        self.seconds, self._late = seconds, late
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._fire)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        """It calls nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        left = self.seconds
+        if self._since is not None:
+            left += self._since - self._loop.time()
+            if left <= 0:
+                self._late()
+                self.begin()
+                left = self.seconds
+        if self._timer is not None:
+            self._timer = self._loop.call_later(left, self._fire)
+
 
 log = logging.getLogger(__name__)
 

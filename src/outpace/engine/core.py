@@ -8,13 +8,12 @@ from collections import deque
 from collections.abc import Callable
 
 from outpace import _fast
-from outpace.engine.clock import Clock
 from outpace.engine.drafting import Drafting
 from outpace.engine.request import Request, StepRecord
 from outpace.engine.results import TARGET, Delta, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Sequence
-from outpace.engine.statistics import Stats, pooled
+from outpace.engine.statistics import Clock, Stats, pooled
 from outpace.errors import OutpaceError
 from outpace.models.base import Model
 

@@ -10,7 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,25 +19,23 @@ from typing import TYPE_CHECKING, Any, Unpack
 from outpace.common.arrays import I32
 from outpace.common.fair_lock import any_mine
 from outpace.common.files import StrPath
+from outpace.common.progress import Advance, in_notebook, progress
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
-from outpace.engine.collect import Collected, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.core import Core
 from outpace.engine.drafting import Drafting
-from outpace.engine.pace import Pace
 from outpace.engine.request import Request, Size, StepRecord
 from outpace.engine.results import Delta, Errors, Result
-from outpace.engine.scheduler import Scheduler
+from outpace.engine.scheduler import Pace, Scheduler
 from outpace.engine.sequence import Prepared, Sequence
-from outpace.engine.snapshot import Snapshot, snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.step import advance
 from outpace.engine.text import TextReader
-from outpace.errors import OutpaceError, ParameterError
+from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.noise import Noise, fresh_seed
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
@@ -45,8 +44,124 @@ from outpace.models.text.token_bytes import token_texts
 from outpace.params import Acceptance, Prompt, SamplingKeywords, SamplingParams
 
 if TYPE_CHECKING:
-    from outpace.engine.keywords import EngineKeywords, EngineLoadKeywords, RequestKeywords
+    from outpace.engine.core import Core
+    from outpace.engine.intake import EngineOptions
+    from outpace.engine.request import EngineKeywords, EngineLoadKeywords, RequestKeywords
     from outpace.models.text.tokenizer import Tokenizer
+
+Prepare = Callable[..., Prepared]  # Engine.prepare
+
+
+def prepared_one(
+    prepare: Prepare, prompt: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
+) -> Prepared:
+    """One request with one sample. Raises ParameterError, and what ``prepare`` raises."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        raise ParameterError(f"generate takes one prompt, and this is a list of {len(prompt)}: use generate_many")
+    prepared = prepare(prompt, params, **options)
+    n = len(prepared.sequences)
+    if n != 1:
+        raise ParameterError(Argument("n", n), " samples make several results: use generate_many")
+    return prepared
+
+
+def prepared_many(
+    prepare: Prepare,
+    prompts: SequenceOf[Prompt],
+    params: SamplingParams | SequenceOf[SamplingParams] | None,
+    options: Mapping[str, Any],
+) -> list[Prepared]:
+    """A request a prompt. Raises ParameterError, and what ``prepare`` raises."""
+    if isinstance(prompts, str):
+        raise ParameterError("generate_many takes a list of prompts, and this is one text: use generate")
+    if not isinstance(prompts, SequenceOf) and not hasattr(prompts, "__array__"):
+        raise ParameterError(f"the prompts are a {type(prompts).__name__}: give a list of prompts")
+    each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ParameterError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one each")
+    return [prepare(prompt, own, **options) for prompt, own in zip(prompts, each, strict=True)]
+
+
+def checked_errors(errors: Errors) -> bool:
+    """Whether an answer's error is raised. Raises ParameterError."""
+    if errors not in ("raise", "return"):
+        raise ParameterError(Argument("errors", errors), " is unknown: use raise, or return (the result has the error)")
+    return errors == "raise"
+
+
+def bar(samples: int, shown: bool | None) -> AbstractContextManager[Advance]:
+    """Progress of so many answers. ``shown``: None in a notebook alone, where several are awaited."""
+    return progress("answers", samples, speed=True, shown=in_notebook() and samples > 1 if shown is None else shown)
+
+
+class Collected:
+    """Results of ``requests``, from their deltas."""
+
+    def __init__(self, requests: SequenceOf[Prepared], errors: Errors, advance: Advance) -> None:
+        self._order = {prepared.request.id: place for place, prepared in enumerate(requests)}
+        self._raises, self._advance = checked_errors(errors), advance
+        self._results: dict[tuple[int, int], Result] = {}
+        self._total = sum(len(prepared.sequences) for prepared in requests)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._results) == self._total
+
+    def take(self, delta: Delta) -> None:
+        """Raises what ended a request, where errors are to be raised."""
+        result, place = delta.result, self._order[delta.request]
+        self._advance(int(result is not None), len(delta.token_ids))
+        if result is None:
+            return
+        self._results[place, delta.sample] = result
+        if self._raises:
+            try:
+                result.raise_for_error()
+            except OutpaceError as error:
+                if len(self._order) > 1:
+                    error.add_note(f"in prompt {place + 1} of {len(self._order)}; errors='return' returns all results")
+                raise
+
+    @property
+    def results(self) -> list[Result]:
+        """In the order of the requests, and of the samples within one."""
+        return [self._results[key] for key in sorted(self._results)]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Between two steps. ``stats``: pooled over samples that have ended, run or were preempted.
+    ``kv_bound``: bytes that KV can come to, by the bound on memory or else by rows and length."""
+
+    running: int
+    waiting: int
+    rows: int  # the most that run at once
+    kv_bytes: int
+    kv_bound: int
+    block_bytes: int
+    prefix_rows: int  # kept for requests that begin alike
+    preemptions: int
+    stats: Stats
+
+
+def snapshot(core: Core, options: EngineOptions, memory: int | None) -> Snapshot:
+    """In the engine's thread. ``memory``: the bound in bytes."""
+    scheduler, kv = core.scheduler, core.model.kv
+    preempted = [each for each in scheduler.sequences if each.row < 0 and each.stats.preemptions]
+    begun = [*scheduler.running, *preempted]
+    for sequence in begun:
+        sequence.count_up()
+    return Snapshot(
+        running=len(scheduler.running),
+        waiting=scheduler.waiting,
+        rows=options.max_rows,
+        kv_bytes=kv.bytes,
+        kv_bound=options.max_rows * kv.bytes_for(core.model.info.max_length) if memory is None else memory,
+        block_bytes=kv.bytes_for(kv.block),
+        prefix_rows=len(scheduler.prefixes),
+        preemptions=scheduler.preemptions,
+        stats=pooled([core.finished, *(sequence.stats for sequence in begun)]),
+    )
 
 
 class Engine:
@@ -125,7 +240,7 @@ class Engine:
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
         """
-        from outpace.engine.load import load_engines
+        from outpace.engine.intake import load_engines
 
         return load_engines(cls, model, [drafter or "none"], {"tokenizer": tokenizer, **options}, more=drafters)[0]
 

@@ -12,21 +12,249 @@ import logging
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from outpace.common.arrays import F32, I32, U32
 from outpace.common.installing import install
-from outpace.engine import ebnf
-from outpace.engine.grammar_rule import Grammar, reason
-from outpace.engine.grammar_tokens import Vocabulary
-from outpace.errors import GrammarError, MissingExtraError
+from outpace.errors import ComplexityError, GrammarError, MissingExtraError
+from outpace.exact.masks import packed, unpacked, words
+from outpace.models.text.token_bytes import TokenBytes
+from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from outpace.engine.engine import Engine
-    from outpace.models.text.tokenizer import Tokenizer
+
+# EBNF as llama.cpp and XGrammar write it (``root ::= "a" | b``), turned into Lark by llguidance's converter, which
+# goes through all of the text once for every rule: at most two seconds at these bounds.
+MOST_EBNF_RULES = 256
+MOST_EBNF_TEXT = 1 << 14  # characters
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def is_ebnf(text: str) -> bool:
+    return _EBNF_RULE.search(text) is not None
+
+
+def to_lark(text: str) -> str:
+    """Raises GrammarError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(text) > MOST_EBNF_TEXT or text.count("::=") > MOST_EBNF_RULES:
+        raise GrammarError(
+            f"the EBNF grammar has {text.count('::=')} rules in {len(text)} characters: at most {MOST_EBNF_RULES} in "
+            f"{MOST_EBNF_TEXT} are taken; write it in Lark"
+        )
+    try:
+        lark: str = gbnf_to_lark(_ESCAPE.sub(_character, text))
+    except Exception as error:  # the converter raises bare Exception, and IndexError at the end of a text
+        raise GrammarError(f"the EBNF grammar cannot be used ({error}): mend it or write it in Lark") from error
+    return lark.removeprefix("%llguidance {}")
+
+
+def _character(found: re.Match[str]) -> str:
+    """Escapes of code points, whose leading zeros the converter drops, as it can take them."""
+    digits = found[1] or found[2]
+    if digits is None or 0xD800 <= (code := int(digits, 16)) < 0xE000 or code > 0x10FFFF:
+        return found[0]  # another escape, or no character's, which is refused later
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+MOST_SPELLINGS = 4096  # texts whose tokens are kept
+MARK = "\x02"  # text before a text that is continued, which no token joins with what follows
+
+
+class Vocabulary:
+    """``vocab_size``: the model's; ``eos_ids``: what ends an answer. Takes 10 to 30 microseconds a token to make.
+
+    Raises ModelError for a tokenizer whose tokens stand for no bytes of their own.
+    """
+
+    def __init__(self, llguidance: Any, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._code = tokenizer, TokenBytes(tokenizer, vocab_size)
+        texts = [self._code.of(token) for token in range(vocab_size)]
+        special = [token for token in range(min(vocab_size, tokenizer.vocab_size)) if not texts[token]]
+        for token in special:  # named, so that a grammar may ask for one
+            texts[token] = (tokenizer.token(token) or "").encode()
+        wrapper = _Wrapper(texts, special, eos_ids[0], self._encoded)
+        self.native = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_ids))
+        self.spell = lru_cache(MOST_SPELLINGS)(self._spelled)
+        prefix = tokenizer.encode(MARK, add_special=False).tolist()
+        self._mark: list[int] = prefix
+
+    def special(self, text: str) -> int | None:
+        """The special token that ``text`` is the name of, if it is one."""
+        ids = self._tokenizer.encode(text, add_special=False, parse_special=True).tolist()
+        return ids[0] if len(ids) == 1 and not self._code.of(ids[0]) else None
+
+    def _encoded(self, text: str | bytes) -> list[int]:
+        """Tokens of text that follows other text."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        ids: list[int] = self._tokenizer.encode(MARK + text, add_special=False).tolist()
+        n = len(self._mark)
+        return ids[n:] if ids[:n] == self._mark else []
+
+    def _spelled(self, text: bytes) -> tuple[int, ...]:
+        """Tokens of the longest beginning of ``text`` that is whole characters; none where its spelling is another."""
+        try:
+            whole = text.decode()
+        except UnicodeDecodeError as error:
+            whole = text[: error.start].decode()
+        ids = self._encoded(whole) if whole else []
+        return tuple(ids) if self._code.join(ids) == whole.encode() else ()
+
+
+class _Wrapper:
+    """What ``llguidance.LLTokenizer`` reads of a tokenizer that is not its own."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id: int | None = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int, encoded: Any) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
+        self._encoded = encoded
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        found: list[int] = self._encoded(text)
+        return found
+
+
+MOST_MASKS = 8  # of a row's last states
+MOST_REASON = 300  # characters
+_EXCERPT = re.compile(r"^ *(\d+ \|.*|\^+)$", re.MULTILINE)  # lines of the grammar, and what points into them
+
+
+class State:
+    """Where a grammar stands after some tokens: a place on a path from the answer's start. Immutable."""
+
+    __slots__ = ("depth", "ended", "parent", "token", "track")
+
+    def __init__(self, track: Track, parent: State | None, token: int, ended: bool = False) -> None:
+        self.track, self.parent, self.token, self.ended = track, parent, token, ended
+        self.depth: int = 0 if parent is None else parent.depth + 1
+
+
+class Track:
+    """A matcher that goes back and forth between the states of one sequence.
+
+    Going back and forth costs the same everywhere; a copy for each state would grow with the text (0.2 ms after 1000
+    tokens). ``matcher``: an ``llguidance.LLMatcher`` of its own; ``mask_words``: of a mask.
+    """
+
+    def __init__(self, matcher: Any, mask_words: int) -> None:
+        self._matcher, self._words = matcher, mask_words
+        self.root = self._at = State(self, None, -1)  # where the matcher stands
+        self._masks: OrderedDict[State, U32] = OrderedDict()
+
+    def reach(self, state: State) -> Any:
+        """The matcher, moved to ``state``. Raises ValueError."""
+        here, there = self._at, state
+        back: list[int] = []  # from here up to where both paths part, and from there
+        ahead: list[int] = []
+        while here is not there:
+            if here.depth >= there.depth:
+                assert here.parent is not None
+                back.append(here.token)
+                here = here.parent
+            else:
+                assert there.parent is not None
+                ahead.append(there.token)
+                there = there.parent
+        common = 0  # the same path may be made of other objects
+        while common < min(len(back), len(ahead)) and back[-1 - common] == ahead[-1 - common]:
+            common += 1
+        if len(back) > common:
+            self._matcher.rollback(len(back) - common)
+        if len(ahead) > common:
+            rest = ahead[::-1][common:]
+            if self._matcher.try_consume_tokens(rest) < len(rest):
+                raise ValueError(reason(self._matcher) or "its matcher could not go back to where it was")
+        self._at = state
+        return self._matcher
+
+    def takes(self, state: State, token: int) -> bool:
+        """Whether ``token`` may follow; if so, the matcher stands behind it then."""
+        matcher = self.reach(state)
+        if matcher.try_consume_tokens([token]) == 1:
+            self._at = State(self, state, token)
+            return True
+        self._check()
+        return False
+
+    def mask(self, state: State) -> U32:
+        """uint32 [words]."""
+        bits = self._masks.get(state)
+        if bits is None:
+            bits = np.frombuffer(self.reach(state).compute_bitmask(), np.uint32, self._words)
+            self._check()  # a matcher that failed allows the end
+            self._masks[state] = bits
+            if len(self._masks) > MOST_MASKS:
+                self._masks.popitem(last=False)
+        return bits
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ComplexityError(f"the grammar became too complex ({reason(self._matcher)}): simplify it")
+
+
+class Grammar:
+    """A ``GrammarRule``; ``Grammars`` makes it. One serves any number of requests, in several threads.
+
+    ``matcher``: a fresh ``llguidance.LLMatcher``; ``spell``: tokens of forced bytes, or of the first of them.
+    """
+
+    def __init__(
+        self, matcher: Any, vocab_size: int, eos_ids: Sequence[int], spell: Callable[[bytes], Sequence[int]]
+    ) -> None:
+        self._matcher, self._words, self._spell = matcher, words(vocab_size), spell
+        self._lock = threading.Lock()
+        self._eos = tuple(eos_ids)
+        self._after_end = packed(np.isin(np.arange(vocab_size), self._eos))
+
+    def start(self, prompt: I32) -> State:
+        with self._lock:
+            matcher = self._matcher.deep_copy()
+        return Track(matcher, self._words).root
+
+    def advance(self, state: State, token: int) -> State:
+        """Raises ValueError where the grammar forbids ``token``, ComplexityError where it became too complex."""
+        if not self.allows(state, token):
+            raise ValueError(f"token {token} cannot follow there")
+        return State(state.track, state, token, token in self._eos)
+
+    def allows(self, state: State, token: int) -> bool:
+        """Whether the mask has ``token``: at a fraction of the mask's price."""
+        if token in self._eos:
+            return state.ended or bool(state.track.reach(state).is_accepting())
+        return not state.ended and state.track.takes(state, token)
+
+    def mask(self, state: State) -> U32:
+        return self._after_end if state.ended else state.track.mask(state)
+
+    def apply(self, state: State, logits: F32) -> None:
+        logits[~unpacked(self.mask(state), len(logits))] = -np.inf
+
+    def forced(self, state: State) -> Sequence[int]:
+        """The text that must follow, as the tokenizer writes it; the end's usual token, where nothing else may."""
+        if state.ended:
+            return ()
+        matcher = state.track.reach(state)
+        if matcher.is_stopped():
+            return self._eos[:1] if matcher.is_accepting() else ()
+        return self._spell(matcher.compute_ff_bytes())
+
+
+def reason(matcher: Any) -> str:
+    """Why a matcher failed, in one line without excerpts of the grammar; empty where it did not."""
+    message = str(matcher.get_error()).partition("\n<")[0]
+    return " ".join(_EXCERPT.sub("", message).split())[:MOST_REASON]
+
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +392,8 @@ class Grammars:
             return {"json_schema": _schema(what, text, whitespace)}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
-        if ebnf.is_ebnf(_checked(what, text)):
-            text = ebnf.to_lark(text)
+        if is_ebnf(_checked(what, text)):
+            text = to_lark(text)
         if (rules := len(_RULE.findall(text))) > MOST_RULES:
             raise GrammarError(f"the grammar has {rules} rules: at most {MOST_RULES} are taken")
         return {"lark_grammar": text + "\n" + _OPTIONS}  # errors name the text's own lines

@@ -6,16 +6,268 @@ the youngest row: it waits again, and its tokens are computed anew later, the ve
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter, OrderedDict
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.drafting import Drafting
-from outpace.engine.pace import Pace, shares
-from outpace.engine.prefix import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
-from outpace.engine.turns import Place, Turns
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
+
+LEAST = 16  # prompt tokens a step: less would cost more than it gains
+_WEIGHT = 0.2  # of the newest measurement, where it says that things go faster than thought
+
+
+class Pace:
+    """How many prompt tokens a step may take beside rows that decode.
+
+    ``most``: tokens a step; ``seconds``: that a prefill may add to a step in which rows decode (None: any).
+
+    What a token costs is measured: what steps with chunks take beyond those without, over their tokens. A cost that
+    rises is believed at once, one that falls slowly.
+    """
+
+    def __init__(self, most: int, seconds: float | None) -> None:
+        self._most, self._seconds = most, seconds
+        self.bounded = seconds is not None  # whether it learns
+        self._plain = 0.0  # seconds of a step without chunks
+        self._token: float | None = None  # seconds of a prompt's token
+
+    def budget(self, decoding: bool) -> int:
+        """Prompt tokens of the next step. ``decoding``: whether rows decode in it."""
+        if not decoding or self._seconds is None:
+            return self._most
+        if self._token is None:
+            return min(LEAST, self._most)
+        fits = self._seconds / self._token if self._token > 0 else self._most
+        return int(min(max(fits // LEAST * LEAST, LEAST), self._most))
+
+    def learn(self, tokens: int, decoding: bool, seconds: float) -> None:
+        """A step with so many prompt ``tokens`` took ``seconds``."""
+        if not tokens:
+            self._plain += _WEIGHT * (seconds - self._plain)
+            return
+        each = max(seconds - (self._plain if decoding else 0.0), 0.0) / tokens
+        slower = self._token is None or each > self._token
+        self._token = each if slower else (self._token or 0.0) + _WEIGHT * (each - (self._token or 0.0))
+
+
+def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> list[int]:
+    """Tokens of a step for each row, at most ``budget`` together: its owner and what it ``wanted``, the oldest first.
+
+    None of so many ``owners`` has more than an even share, whether or not others need theirs: those who decode beside a
+    long prompt wait less.
+    """
+    counts, left = list[int](), Counter(dict.fromkeys((owner for owner, _ in wanted), max(budget // owners, 1)))
+    for owner, tokens in wanted:
+        count = min(tokens, left[owner], budget)
+        counts.append(count)
+        left[owner] -= count
+        budget -= count
+    return counts
+
+
+PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
+
+
+class PrefixCache:
+    """Finished rows whose KV stays for requests that begin alike, found by hashing pieces of tokens.
+
+    Rows share blocks by reference, so a kept row costs only what no other row has. Least recently used goes first. A
+    row is found within its scope alone (Request.cache_scope). It owns no memory. ``most``: rows that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._rows: OrderedDict[int, I32] = OrderedDict()  # tokens whose KV is there; least recently used first
+        self._scopes: dict[int, str] = {}  # of the rows
+        self._index: dict[int, int] = {}  # hash of a beginning -> a row that has it
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> list[int]:
+        """Kept rows, the least recently used first."""
+        return list(self._rows)
+
+    def keep(self, row: int, tokens: I32, scope: str = "") -> None:
+        """``row`` holds KV for ``tokens`` int32 [n] and stays."""
+        self._rows[row] = tokens.copy()
+        self._scopes[row] = scope
+        for key in _keys(tokens, scope):
+            self._index[key] = row
+
+    def find(self, tokens: I32, scope: str = "") -> tuple[int, int]:
+        """The kept row of ``scope`` that begins most like ``tokens`` int32 [n], and how many tokens they share;
+        (-1, 0): none."""
+        found = -1
+        for key in _keys(tokens, scope):
+            row = self._index.get(key, -1)
+            if row < 0:
+                break
+            found = row
+        if found < 0 or self._scopes[found] != scope:  # hashes may collide; scopes and tokens do not
+            return -1, 0
+        shared = common_prefix(tokens, self._rows[found])
+        return (found, shared) if shared >= PIECE else (-1, 0)
+
+    def tokens(self, row: int) -> I32:
+        """What a kept row has KV of, int32 [n]."""
+        return self._rows[row]
+
+    def used(self, row: int) -> None:
+        """The row has just served."""
+        self._rows.move_to_end(row)
+
+    def forget(self, row: int) -> None:
+        """The row is gone."""
+        tokens, scope = self._rows.pop(row), self._scopes.pop(row)
+        for key in _keys(tokens, scope):
+            if self._index.get(key) == row:
+                del self._index[key]
+        for other, kept in self._rows.items():  # beginnings that another row has too
+            alike = len(kept) >= PIECE and len(tokens) >= PIECE and (kept[:PIECE] == tokens[:PIECE]).all()
+            if alike and self._scopes[other] == scope:
+                for key in _keys(kept, scope):
+                    self._index.setdefault(key, other)
+
+    def fault(self, rows: set[int]) -> str | None:
+        """What is wrong unless every kept row is one of ``rows`` and can be found, and the index names no other."""
+        if len(self._rows) > self.most or not rows >= set(self._rows) == set(self._scopes):
+            return "a kept prefix has no row, or is one too many"
+        if not set(self._index.values()) <= set(self._rows):
+            return "the index of prefixes names a row that is not kept"
+        if not all(
+            key in self._index for row, tokens in self._rows.items() for key in _keys(tokens, self._scopes[row])
+        ):
+            return "a kept prefix cannot be found"
+        return None
+
+
+def _keys(tokens: I32, scope: str) -> list[int]:
+    """Hashes of the first 16, 32, 48, ... tokens, within ``scope``."""
+    data, key, keys = tokens.tobytes(), hash(scope), []
+    for at in range(0, len(tokens) - PIECE + 1, PIECE):
+        key = hash((key, data[4 * at : 4 * (at + PIECE)]))
+        keys.append(key)
+    return keys
+
+
+class Place(NamedTuple):
+    """Where a sequence stands, ascending: what begins first, and gives way last."""
+
+    round: int
+    number: int  # of the place, in the order in which they were given out
+
+
+class Turns:
+    """Whose turn it is among sequences that wait: owners take turns, each with its highest priority first.
+
+    Start-time fair queueing with every sample of one length: a sequence gets the number of the round in which it is to
+    begin, one after the owner's last and never below the round that is being served, and keeps it when it is preempted.
+    Priorities order what one owner asks, never one owner before another. With one owner and one priority that is first
+    come, first served. Source: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}  # by id(sequence)
+        self._arrivals: dict[int, int] = {}  # by id(sequence)
+        self._waiting: dict[str, list[Sequence]] = {}  # those that have their turn to come, by owner, in order
+        self._last: dict[str, int] = {}  # round of an owner's last, where it is not over
+        self._round = 0  # being served
+        self._latest = self._count = 0  # the latest round, and places given out, so far
+
+    def join(self, sequence: Sequence) -> bool:
+        """It comes, or has lost its turn. Whether others of its owner moved for it."""
+        owner = sequence.request.owner
+        if not self._waiting:
+            self._round = self._latest + 1
+            self._last.clear()
+        self._count += 1
+        turn = max(self._round, self._last.get(owner, 0) + 1)
+        self._last[owner], self._latest = turn, max(self._latest, turn)
+        self._arrivals.setdefault(id(sequence), self._count)
+        self._places[id(sequence)] = Place(turn, self._count)
+        return self.come_back(sequence)
+
+    def come_back(self, sequence: Sequence) -> bool:
+        """It waits again, with the turn that it had. Whether others of its owner moved for it."""
+        waiting = self._waiting.setdefault(sequence.request.owner, [])
+        bisect.insort_right(waiting, sequence, key=self._rank)
+        before = [self._places[id(other)] for other in waiting]
+        places = sorted(before)
+        for other, place in zip(waiting, places, strict=True):
+            self._places[id(other)] = place
+        return places != before
+
+    def begin(self, sequence: Sequence) -> None:
+        """It has its row, for the first time or again."""
+        if self._waits_no_more(sequence):
+            turn = self._places[id(sequence)].round
+            if turn > self._round:
+                self._round = turn
+                self._last = {owner: last for owner, last in self._last.items() if last >= turn}
+
+    def leave(self, sequence: Sequence) -> None:
+        """It is over. Does nothing for one that has left."""
+        if id(sequence) in self._places:
+            self._waits_no_more(sequence)
+            del self._places[id(sequence)], self._arrivals[id(sequence)]
+
+    def of(self, sequence: Sequence) -> Place:
+        """Where it stands."""
+        return self._places[id(sequence)]
+
+    def way(self, running: list[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """Who comes first of owners that have no row among ``running``, and who gives way to it: the youngest of the
+        owner that has most. None where nobody has two."""
+        owners = Counter(s.request.owner for s in running)
+        most, rows = owners.most_common(1)[0]
+        first = [waiting[0] for owner, waiting in self._waiting.items() if owner not in owners]
+        if not first or rows == 1:
+            return None
+        return min(first, key=self.of), self.youngest([s for s in running if s.request.owner == most])
+
+    def youngest(self, sequences: list[Sequence]) -> Sequence:
+        """Who gives way first: of the owner whose turn came last, the one of the lowest priority that came last."""
+        last = max(sequences, key=self.of).request.owner
+        return max((s for s in sequences if s.request.owner == last), key=lambda s: (-s.request.priority, self.of(s)))
+
+    def fault(self, running: list[Sequence], waits: list[Sequence]) -> str | None:
+        """What is wrong unless these, which run or wait, are all that it knows."""
+        there = {id(s) for s in (*running, *waits)}
+        if not there == set(self._places) == set(self._arrivals):
+            return "a sequence's place is not that of one that lives"
+        if not all(self._waiting.values()):
+            return "an owner of none that waits"
+        if sorted(id(s) for waiting in self._waiting.values() for s in waiting) != sorted(map(id, waits)):
+            return "one has its turn to come that does not wait"
+        for waiting in self._waiting.values():
+            if not waiting == sorted(waiting, key=self._rank) == sorted(waiting, key=self.of):
+                return "not in order"
+        return None
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        """Its order among its owner's."""
+        return -sequence.request.priority, self._arrivals[id(sequence)]
+
+    def _waits_no_more(self, sequence: Sequence) -> bool:
+        """Whether its turn was to come."""
+        owner = sequence.request.owner
+        waiting = self._waiting.get(owner, [])
+        found = next((i for i, other in enumerate(waiting) if other is sequence), None)
+        if found is None:
+            return False
+        del waiting[found]
+        if not waiting:
+            del self._waiting[owner]
+        return True
+
 
 ATTEMPTS = 3  # at giving a sequence its row, after which it fails
 AHEAD = 16  # steps for which memory is looked at together, where there is plenty

@@ -24,12 +24,11 @@ from outpace.common.arrays import F64, I32
 from outpace.control.adaptive import Decision
 from outpace.drafters.base import Event
 from outpace.drafters.learned.picks import level_by_level
-from outpace.engine.clock import Clock
 from outpace.engine.core import Core
 from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
 from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
-from outpace.engine.statistics import Counted
+from outpace.engine.statistics import Clock, Counted
 from outpace.engine.text import TextError
 from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, ParameterError, RuleError

@@ -30,7 +30,7 @@ from outpace.drafters.forward.model import drafting_with
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.intake import engine_options
-from outpace.engine.keywords import EngineKeywords
+from outpace.engine.request import EngineKeywords
 from outpace.engine.results import Delta, Result
 from outpace.engine.statistics import Stats, pooled
 from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError

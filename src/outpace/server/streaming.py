@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outpace.engine.watch import Watch
+from outpace.engine.aio import Watch
 from outpace.server import errors
 from outpace.server.errors import APIError
 

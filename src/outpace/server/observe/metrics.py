@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from outpace.engine.aio import AsyncEngine
-from outpace.engine.snapshot import Snapshot
+from outpace.engine.engine import Snapshot
 from outpace.engine.statistics import Stats, pooled
 from outpace.errors import OutpaceError
 from outpace.server.engines.generation import Generation, Observer, Part
