@@ -20,10 +20,9 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
 from outpace.models.torch.decoder import OwnDecoder, _Norm
-from outpace.models.torch.graphs import SLOTS, Graphs, _Graph
+from outpace.models.torch.graphs import SLOTS, Graphs, Waits, _Graph
 from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
-from outpace.models.torch.waits import Waits
 from outpace.params import SamplingParams
 from tests import eagles
 from tests.gpu.conftest import llama

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace.training import curves
 from outpace.training.devices import CPU
 from tests.training.test_devices import METHODS, loop
 
@@ -16,7 +15,7 @@ STEPS = 4
 
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_the_cpu_s(device: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "draw", lambda path, rows: None)
+    monkeypatch.setattr("outpace.training.loop.draw", lambda path, rows: None)
     losses, weights = [], []
     for where in (CPU, torch.device(device)):
         made = loop(tmp_path / where.type, method, "adamw", where)

@@ -15,8 +15,8 @@ from outpace.drafters.learned.eagle import EagleDrafter
 from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.engine.request import StepRecord
 from outpace.models.base import Model
+from outpace.models.torch.graphs import Waits
 from outpace.models.torch.output import TorchOutput
-from outpace.models.torch.waits import Waits
 from tests import eagles
 
 KINDS = {

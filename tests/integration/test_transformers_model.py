@@ -24,10 +24,10 @@ from outpace.models.base import Batch
 from outpace.models.load import estimate, load, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.torch import gguf as gguf_transformers
+from outpace.models.torch.graphs import Waits
 from outpace.models.torch.kv import LayerShape, TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
-from outpace.models.torch.waits import Waits
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from tests.exported import export

@@ -37,8 +37,7 @@ from outpace.engine.statistics import Clock
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch, KVCache, Model, Output
-from outpace.models.native.kv import NativeKV
-from outpace.models.native.model import NativeModel, load_native
+from outpace.models.native.model import NativeKV, NativeModel, load_native
 from outpace.models.native.output import NativeOutput
 from tests.eagles import table
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from outpace import Engine
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.server import bodies
+from outpace.server.api import route
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.replay import ReplayRequest
-from outpace.server.bodies import check_values, understood
+from outpace.server.api.route import check_values, understood
 from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
 from tests.server.serving import Running
@@ -50,7 +50,7 @@ def test_values_are_counted_as_json_has_them(value: Any, ascii_only: bool) -> No
 @pytest.mark.parametrize("item", [b"1", b"[]", b"{}", b'"a"', b'{"role":"user","content":"a"}', b'"a":0'])
 def test_the_worst_json_is_refused_unread(demo: Running, monkeypatch: pytest.MonkeyPatch, item: bytes) -> None:
     """8 MiB of it took up to 41 s and 5.6 GB, in which nobody else was answered."""
-    monkeypatch.setattr(bodies, "parsed", None)
+    monkeypatch.setattr(route, "parsed", None)
     body = b'{"messages":[%s]}' % b",".join([item] * (8_000_000 // (len(item) + 1)))
     answer = demo.post("/v1/chat/completions", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
@@ -66,7 +66,7 @@ def test_long_answers_are_replayed_and_more_is_refused_unread(demo: Running, mon
 
     read = understood(ReplayRequest, body(10_000), 1 << 17)
     assert len(read.answer.choices[0]["logprobs"]["content"]) == 10_000
-    monkeypatch.setattr(bodies, "parsed", None)
+    monkeypatch.setattr(route, "parsed", None)
     answer = demo.post("/v1/replay", body(22_000))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from outpace import Engine
-from outpace.server.engines.connections import accept_errors
+from outpace.server.engines.runner import accept_errors
 from tests.native.native_helpers import Tiny
 from tests.server.serving import Running, serving
 from tests.server.test_serve_cli import ask, process

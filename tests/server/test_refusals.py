@@ -14,7 +14,7 @@ from outpace.server.api.anthropic import MessagesRequest
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
 from outpace.server.api.models import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from outpace.server.api.ollama_shapes import OllamaChatRequest, OllamaGenerateRequest
+from outpace.server.api.ollama import OllamaChatRequest, OllamaGenerateRequest
 from outpace.server.api.responses import ResponsesRequest
 from outpace.server.auth import Web
 from outpace.server.errors import APIError

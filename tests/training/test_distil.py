@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from outpace.errors import ParameterError
-from outpace.training.methods.distil import DistilObjective
-from outpace.training.networks.student import Student, chosen_layers
+from outpace.training.methods.distil import DistilObjective, Student, chosen_layers
 from outpace.training.options import DistilOptions
 from outpace.training.vocabulary import DraftVocabulary
 from tests.training import small

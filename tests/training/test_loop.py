@@ -17,7 +17,7 @@ from outpace.errors import ParameterError, TrainingError
 from outpace.models.weights import q4_1
 from outpace.training import curves, loop, snapshots
 from outpace.training.data import Answer
-from outpace.training.four_bits import in_four_bits, rounded
+from outpace.training.loop import in_four_bits, rounded
 from outpace.training.objective import TrainBatch
 from outpace.training.optimisers import orthogonal, schedule
 from outpace.training.options import EagleOptions, LoopOptions

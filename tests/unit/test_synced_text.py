@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.common.arrays import I32
-from outpace.drafters.forward.synced_text import KEEP, SyncedText
+from outpace.drafters.forward.translated import KEEP, SyncedText
 from outpace.models.load import resolve
 from outpace.models.text.token_bytes import TokenBytes
 from outpace.models.text.tokenizer import Tokenizer

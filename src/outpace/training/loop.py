@@ -2,28 +2,126 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from outpace.common.files import StrPath, write_json
+from outpace.common.files import StrPath, write_bytes, write_json
 from outpace.common.installing import install
 from outpace.errors import Argument, TrainingError
-from outpace.training import curves, snapshots
+from outpace.models.weights.q4_1 import BLOCK
+from outpace.training import snapshots
 from outpace.training.devices import Team, on_cpu
-from outpace.training.four_bits import in_four_bits, replaced
 from outpace.training.objective import Objective, Simulated
 from outpace.training.optimisers import Optimiser, schedule
 from outpace.training.options import LoopOptions
 from outpace.training.packing import Packing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+# How a training went: a line of blocks for a terminal, a picture for a person.
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """``values`` as a line of at most ``width`` blocks, each a mean of its stretch, from the least to the greatest."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    bounds = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in means)
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Loss, simulated tokens per step and acceptance by position against tokens trained, as a PNG. Raises OSError.
+
+    ``rows`` as the loop keeps them: "tokens", "loss", "tokens_per_step", "acceptance".
+    """
+    buffer = io.BytesIO()
+    drawn(rows).savefig(buffer, format="png", dpi=110)
+    write_bytes(path, buffer.getvalue())
+
+
+def drawn(rows: Sequence[dict[str, Any]]) -> Figure:
+    """The picture. A line through a single point would show nothing, so points are marked while they are few."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    marker = "o" if len(rows) < 10 else None
+    at = [row["tokens"] / 1e6 for row in rows]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    loss, gained, accepted = figure.subplots(1, 3)
+    loss.plot(at, [row["loss"] for row in rows], marker=marker)
+    loss.set_ylabel("loss")
+    gained.plot(at, [row["tokens_per_step"] for row in rows], marker=marker)
+    gained.set_ylabel("simulated tokens per step, held out")
+    for position in range(len(rows[0]["acceptance"]) if rows else 0):
+        shares = [row["acceptance"][position] for row in rows]
+        accepted.plot(at, shares, marker=marker, label=f"token {position + 1}")
+    accepted.set_ylabel("acceptance")
+    if rows:
+        accepted.legend(fontsize="small")
+    for axes in (loss, gained, accepted):
+        axes.set_xlabel("million tokens trained")
+        axes.grid(alpha=0.3)
+    return figure
+
+
+# -- four bits --------------------------------------------------------------------------------------------------------
+# Training through 4-bit weights: a network computes with what Q4_1 keeps of its matrices, yet learns all of them.
+
+_STEPS = 15.0  # between a block's least and its greatest value
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """float32 [rows, cols] as Q4_1 keeps it: the values of ``q4_1.decode(q4_1.encode(matrix))``. Other tensors, and
+    matrices whose columns are no whole blocks, come back as they are."""
+    if matrix.ndim != 2 or matrix.shape[1] % BLOCK:
+        return matrix
+    blocks = matrix.detach().reshape(len(matrix), -1, BLOCK)
+    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    least, step = low.half().float(), ((high - low) / _STEPS).half().float()
+    q = ((blocks - least) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, _STEPS)
+    return (least + q * step).view_as(matrix)
+
+
+@contextmanager
+def in_four_bits(network: nn.Module, wanted: bool) -> Iterator[None]:
+    """Inside, the network computes with rounded weights if ``wanted``. Gradients are of these values and stay: a step
+    by them is the straight-through estimator's (arXiv 1308.3432)."""
+    params = list(network.parameters()) if wanted else []
+    with replaced(params, [rounded(p.data) for p in params]):
+        yield
+
+
+@contextmanager
+def replaced(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, parameters have other values; what is done to these is lost."""
+    own = [p.data for p in params]
+    try:
+        for p, value in zip(params, values, strict=True):
+            p.data = value
+        yield
+    finally:
+        for p, value in zip(params, own, strict=True):
+            p.data = value
+
 
 _MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
 CURVE = "curve.json"
@@ -235,9 +333,9 @@ class Loop:
             self._snapshot()
             write_json(self.out / CURVE, self.rows)
             if self._draws:
-                curves.draw(self.out / PICTURE, self.rows)
+                draw(self.out / PICTURE, self.rows)
         by_position = " ".join(f"{value:.3f}" for value in found.acceptance)
-        line = curves.sparkline([row["tokens_per_step"] for row in self.rows])
+        line = sparkline([row["tokens_per_step"] for row in self.rows])
         self._say(
             f"step {self.at.step}: {found.tokens_per_step:.3f} tokens a step on held-out answers (accepted "
             f"{by_position}) {line}{'' if better else ', no gain'}"

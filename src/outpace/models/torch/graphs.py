@@ -18,12 +18,53 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.models.base import Batch
 from outpace.models.torch.attention import I64, Group, Plan, Row, laid_out, row_plans
 from outpace.models.torch.kv import Seen, TorchKV
 from outpace.models.torch.upload import uploaded
-from outpace.models.torch.waits import Waits
+
+VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "item", "bincount")  # come to the host
+COPIES = ("Tensor.cpu", "Tensor.tolist", "Tensor.__bool__", "Tensor.__float__", "Tensor.__int__")
+
+
+class Waits(TorchDispatchMode):  # type: ignore[misc]
+    """Notes operations that bring values, shapes that depend on values, or copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._copies = _Copies(self.seen)
+
+    def __enter__(self) -> Any:
+        self._copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._copies.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indexed = [i for i in args[1] if i is not None] if name == "index" else []
+        if name in VALUES or any(i.dtype == torch.bool for i in indexed):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Copies(TorchFunctionMode):  # type: ignore[misc]
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = (resolve_name(func) or "").split(".", 1)[-1]
+        if name in COPIES:
+            self._seen.append(name)
+        return func(*args, **(kwargs or {}))
+
 
 Forward = Callable[[Plan, int, Tensor | None, Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -3,18 +3,206 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
+import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outpace.errors import Argument, ParameterError
 from outpace.server.app import create_app
-from outpace.server.engines.connections import BURST, Connection, Connections, accept_errors
 from outpace.server.engines.service import Service, trimmed
+from outpace.server.errors import APIError
 from outpace.server.settings import ServerSettings
+
+# -- connections ------------------------------------------------------------------------------------------------------
+# Connections: how many, how long one may take to ask, and which one is closed when another needs its place.
+# Uvicorn bounds neither the time of a request's headers nor connections by address, so its protocol is extended here.
+# A connection whose request has not arrived gives way to a new one, the longest such first; one that is being answered
+# is never closed for another.
+
+log = logging.getLogger(__name__)
+
+BURST = 32  # connections accepted at once, before the event loop may close others for them
+_SPARE = 64  # files beside connections: the model's, sockets just accepted, epoll, logs
+_READ = 8192  # bytes of a read: the event loop parses no more at once
+_CHUNKS = 1024  # of a body, beside one for every _CHUNK bytes; each costs as much as a large one
+_CHUNK = 64
+
+
+class Connections:
+    """All open connections. ``most``: at once; ``most_each``: of one address."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        files = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+        self.most = settings.max_connections if files < 0 else max(min(settings.max_connections, files - _SPARE), 1)
+        self.most_each = settings.max_connections_each
+        self.header_timeout = settings.header_timeout
+        self._open: Counter[str] = Counter()  # by address
+        self._waiting: dict[str, dict[Connection, None]] = {}  # for their request, by address, the longest first
+
+    @property
+    def count(self) -> int:
+        """Those that are open."""
+        return self._open.total()
+
+    def enter(self, connection: Connection) -> bool:
+        """Whether there is room for it, or was made."""
+        address = connection.address
+        full, crowded = self.count >= self.most, self._open[address] >= self.most_each
+        if (full or crowded) and not self.make_room(address if crowded else None):
+            return False
+        self._open[address] += 1
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """It is closed."""
+        self.arrived(connection)
+        self._open[connection.address] -= 1
+        if not self._open[connection.address]:
+            del self._open[connection.address]
+
+    def waits(self, connection: Connection) -> None:
+        """A request, or the rest of one, has yet to arrive over it."""
+        self._waiting.setdefault(connection.address, {}).setdefault(connection)
+
+    def arrived(self, connection: Connection) -> None:
+        """Its request is there."""
+        waiting = self._waiting.get(connection.address, {})
+        waiting.pop(connection, None)
+        if not waiting:
+            self._waiting.pop(connection.address, None)
+
+    def make_room(self, address: str | None = None) -> bool:
+        """Close the connection of ``address`` (None: of the one that has most) that has waited longest; False: none
+        waits."""
+        crowd = [address] if address is not None else [name for name, _ in self._open.most_common()]
+        for name in crowd:
+            for connection in self._waiting.get(name, ()):
+                connection.drop()
+                return True
+        return False
+
+
+_REFUSAL = APIError(503, "too many connections: try again later", code="too_many_connections")
+_BODY = _REFUSAL.body.model_dump_json().encode()
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+)
+
+
+class Parser(h11.Connection):
+    """Counts the pieces in which a body comes."""
+
+    chunks = length = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = self.length = 0
+        elif isinstance(event, h11.Data):
+            self.chunks += 1
+            self.length += len(event.data)
+        return event
+
+    @property
+    def crumbles(self) -> bool:
+        """Whether a body comes in so many pieces that reading it is an attack."""
+        return self.chunks > _CHUNKS + self.length // _CHUNK
+
+
+class Connection(H11Protocol):
+    """Uvicorn's, within the bounds of ``connections``."""
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._connections = connections
+        self._late: asyncio.TimerHandle | None = None
+        self._counted = False
+        self.address = ""
+        self.conn: Parser = Parser(h11.SERVER)
+
+    def connection_made(self, transport: Any) -> None:
+        transport.max_size = _READ
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._counted = self._connections.enter(self)
+        if self._counted:
+            self._look()
+        else:
+            transport.write(_FULL)
+            transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop()
+        if self._counted:
+            self._counted = False
+            self._connections.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._counted:
+            return
+        super().data_received(data)
+        if self.conn.crumbles:
+            self.transport.abort()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def drop(self) -> None:
+        """Close it at once, and free its place."""
+        self.transport.abort()
+        self._counted = False
+        self._connections.leave(self)
+
+    def _look(self) -> None:
+        """Whether a request, or the rest of one, is still to come."""
+        if not self._counted:
+            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._stop()
+            (self._connections.waits if cycle.more_body else self._connections.arrived)(self)
+            return
+        self._connections.waits(self)
+        if self._late is None:
+            self._late = self.loop.call_later(self._connections.header_timeout, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def accept_errors(connections: Connections, seconds: float = 1.0) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
+    """An event loop's exception handler: failures to accept are logged once in so many seconds, and make room."""
+    last, count = -seconds, 0
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last, count
+        if not str(context.get("message", "")).startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+            return
+        count += 1
+        connections.make_room()
+        if time.monotonic() - last >= seconds:
+            log.error("%d connections could not be accepted: %s", count, context.get("exception"))
+            last, count = time.monotonic(), 0
+
+    return handle
+
 
 _LAST = 5  # seconds that connections have to close once everything was answered
 _BACKLOG = 2048

@@ -1,6 +1,6 @@
 """EAGLE-3's network with the norms of 3.1 (arXiv 2503.01840, 2605.09992): one decoder layer over token and features.
 
-Training unrolls it (training/networks/unroll.py), the torch runtime drafts with it (torch_eagle.py). Its parameters
+Training unrolls it (training/methods/eagle.py), the torch runtime drafts with it (torch_eagle.py). Its parameters
 have the names of speculators 0.9, so ``state_dict()`` is what a checkpoint holds, less the head.
 """
 
