@@ -30,7 +30,6 @@ from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
 from outpace.server.streaming import EventStream, event
 
-
 # -- blocks -----------------------------------------------------------------------------------------------------------
 # The blocks of ``/v1/messages``: a conversation's, made a chat's messages; and an answer's, whole and as events.
 
