@@ -12,7 +12,7 @@ import torch
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import ParameterError
-from outpace.training import curves, snapshots
+from outpace.training import snapshots
 from outpace.training.devices import Team, device_named
 from outpace.training.loop import Loop
 from outpace.training.methods.distil import DistilObjective
@@ -113,7 +113,7 @@ def test_commands_train_there(
     method: str, more: tuple[object, ...], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the target's files to the checkpoint: the same file."""
-    monkeypatch.setattr(curves, "draw", lambda path, rows: None)
+    monkeypatch.setattr("outpace.training.loop.draw", lambda path, rows: None)
     basics = (
         "--data", answers, "--steps", 2, "--tokens", 64, "--longest", 64, "--held-out", 0.2, "--judged", 40,
         "--warm-up", 1, "--draft-vocab", 48, "--threads", 1,

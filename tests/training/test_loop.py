@@ -15,7 +15,7 @@ import torch
 from outpace.drafters.learned import checkpoint
 from outpace.errors import ParameterError, TrainingError
 from outpace.models.weights import q4_1
-from outpace.training import curves, loop, snapshots
+from outpace.training import loop, snapshots
 from outpace.training.data import Answer
 from outpace.training.loop import in_four_bits, rounded
 from outpace.training.objective import TrainBatch
@@ -49,7 +49,7 @@ def ended(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     """Drawing takes longer than all else here; the trainings in processes of their own do it."""
-    monkeypatch.setattr(curves, "draw", lambda path, rows: None)
+    monkeypatch.setattr(loop, "draw", lambda path, rows: None)
 
 
 @pytest.mark.parametrize("options", [{"optimiser": "muon"}, {"optimiser": "adamw"}, {"average": 0.9}], ids=str)
@@ -354,15 +354,15 @@ def test_a_prompt_weighs_what_it_is_given():
 
 
 def test_sparkline():
-    assert curves.sparkline([]) == ""
-    assert curves.sparkline([1, 2, 3]) == "▁▅█"
-    assert len(curves.sparkline(list(range(100)), 10)) == 10
+    assert loop.sparkline([]) == ""
+    assert loop.sparkline([1, 2, 3]) == "▁▅█"
+    assert len(loop.sparkline(list(range(100)), 10)) == 10
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_a_curve_shows_its_points(count):
     """A line through one point would show nothing."""
     rows = [{"tokens": 1000 * i, "loss": 2.0, "tokens_per_step": 1.5, "acceptance": [0.5, 0.2]} for i in range(count)]
-    lines = [line for axes in curves.drawn(rows).axes for line in axes.get_lines()]
+    lines = [line for axes in loop.drawn(rows).axes for line in axes.get_lines()]
     assert [len(line.get_xdata()) for line in lines] == [count] * 4
     assert all((line.get_marker() != "None") == (count < 10) for line in lines)

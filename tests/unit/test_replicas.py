@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outpace.integrations.ray.ingress import Delivered, DeliveredEvents, LostError
+from outpace.integrations.ray.delivered import Delivered, DeliveredEvents, LostError
 from outpace.integrations.ray.routing import Routes, beginnings
 
 
