@@ -28,12 +28,11 @@ import json, sys
 from outpace import Engine, SamplingParams
 
 given = json.loads(sys.argv[1])
+options = {"prefix_rows": 0}
 try:
     from outpace.engine.intake import load_engines
-    options = {"prefix_rows": 0}
 except ImportError:
-    from outpace.loading import load_engines
-    options = {}
+    from outpace.engine.load import load_engines
 engines = load_engines(Engine, given["model"], given["drafters"], options)
 params = SamplingParams(max_tokens=given["tokens"], temperature=given["temperature"], seed=1)
 for engine in engines:
