@@ -436,7 +436,7 @@ def _sent(running: subprocess.Popen[str]) -> bool:
 
 
 def test_only_the_new_turn_is_tokenised_while_the_text_stands() -> None:
-    from outpace.cli.chat import Conversation
+    from outpace.cli.conversation import Conversation
     from outpace.params import SamplingParams
 
     params = SamplingParams(max_tokens=12)

@@ -95,12 +95,12 @@ def test_recorded_answers_are_read_and_told_of_in_threads_of_their_own(
 
         monkeypatch.setattr(replay, name, call)
 
-    for name in ("_recorded", "_recorded_response", "_other", "_told"):
+    for name in ("_recorded", "_recorded_response", "_kept", "_told"):
         watch(name)
     text = {"input": "Count to ten.", "max_output_tokens": 4, "temperature": 0}
     for path, asked in (("/v1/chat/completions", CHAT), ("/v1/responses", text)):
         its.answer("/v1/replay", {"request": asked, "answer": its.answer(path, asked)})
-    assert where.keys() == {"_recorded", "_recorded_response", "_other", "_told"}
+    assert where.keys() == {"_recorded", "_recorded_response", "_kept", "_told"}
     assert all(thread.startswith("outpace-request") for thread in where.values()), where
 
 
