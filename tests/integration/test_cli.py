@@ -159,7 +159,7 @@ def test_generate_joins_what_is_piped_in_as_llm_does(capsys: pytest.CaptureFixtu
     def asked(piped: str, *args: str) -> str:
         more = ("--raw", "--json", "-n", "1", "--prompt-logprobs", "0")
         command = [sys.executable, "-m", "outpace", "generate", *args, *more]
-        done = subprocess.run(command, input=piped, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=piped.encode(), capture_output=True, check=True)
         return "".join(entry["text"] for entry in json.loads(done.stdout)["prompt_logprobs"] if entry)
 
     for piped, args, expected in (
@@ -169,8 +169,21 @@ def test_generate_joins_what_is_piped_in_as_llm_does(capsys: pytest.CaptureFixtu
         ("x the whole\n", ["--prompt", "-"], " the whole\n"),
         ("", ["x alone"], " alone"),
         ("\n", ["x alone"], " x alone"),
+        ("x \tthe\r\nwhole\rtext  \r\n\n ", [], " \tthe\r\nwhole\rtext  \r\n\n "),
     ):
         assert asked(piped, *args) == expected
+
+
+@pytest.mark.parametrize("command", ["generate", "generate --raw", "chat", "chat --json"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_standard_input_that_is_no_text_is_refused_in_a_line(command: str, locale: str) -> None:
+    """Python lets such bytes through in these two locales (PEP 538, PEP 540)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "outpace", *command.split(), "-n", "1"],
+        input="caf\xe9\n".encode("latin-1"), capture_output=True, env={**os.environ, "LC_ALL": locale},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert re.fullmatch(r"outpace: standard input is not UTF-8 \(.*\): convert it\n", done.stderr.decode())
 
 
 def test_generate_does_not_read_a_terminal_beside_a_prompt() -> None:
@@ -513,9 +526,12 @@ def test_every_argument_in_a_message_is_spelled_as_an_option() -> None:
         (Argument("raw", True), "--raw"),
         (Argument("temperature", 1), "--temperature 1"),
         (Argument("model", "a b"), "--model 'a b'"),
+        (Argument("seed", -1), "--seed -1"),
+        (Argument("model", "-x"), "--model=-x"),
         (Argument("allowed_tokens", [1]), "allowed_tokens=[1]"),
     ):
         assert chosen(["generate", "hi"]).spell(argument) == expected
+    assert chosen(["chat"]).spell(Argument("raw", True)) == "outpace generate --raw"
     assert chosen(["train", "eagle"]).spell(Argument("steps", 3)) == "--steps 3"
     assert chosen(["train", "eagle"]).spell(Argument("max_tokens", 0)) == "max_tokens=0"
 

@@ -85,7 +85,8 @@ def test_what_is_given_arrives_with_its_type() -> None:
         (["--out", "x", "a", "b"], "'b' is one argument too many: quote text that has spaces"),
         (["--out", "x", "--seed", "y"], "--seed/-s: 'y' is no whole number: give one"),
         (["--out", "x", "--even", "3"], "--even: 3 is odd: give an even number"),
-        (["--out"], "expected one argument"),
+        (["--out"], "--out: expected one argument: give one, as --out=VALUE where it begins with -"),
+        (["--word", "-x", "--out", "y"], "as --word=VALUE where it begins with -"),
     ],
 )
 def test_what_means_nothing_is_refused(arguments: list[str], says: str) -> None:

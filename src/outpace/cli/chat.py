@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Unbounded, system_message
 from outpace.cli.summary import cautions
-from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing
+from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing, reading_text
 from outpace.common.files import cache_dir, write_json
 from outpace.common.option import option
 from outpace.errors import OutpaceError, ParameterError
@@ -223,6 +223,10 @@ def _next(prompt: str, person: bool) -> str | None:
             if prompt:
                 print()
             return None
+        except ParameterError as error:  # a person may type that line again
+            if not person:
+                raise
+            print(f"outpace: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             if not person:
                 raise
@@ -234,14 +238,16 @@ def _next(prompt: str, person: bool) -> str | None:
 
 
 def _message(prompt: str) -> str:
-    """A line, or the lines between two ``_BLOCK``. Raises EOFError at the end of the input."""
-    text = input(prompt)
-    if not text.lstrip().startswith(_BLOCK):
-        return text
-    text = text.lstrip()[len(_BLOCK) :]
-    while not text.rstrip().endswith(_BLOCK):
-        text += "\n" + input(prompt and ". ")
-    return text.rstrip().removesuffix(_BLOCK).strip("\n")
+    """A line, or the lines between two ``_BLOCK``. Raises EOFError at the end of the input, and
+    ParameterError where it is no text."""
+    with reading_text():
+        text = input(prompt)
+        if not text.lstrip().startswith(_BLOCK):
+            return text
+        text = text.lstrip()[len(_BLOCK) :]
+        while not text.rstrip().endswith(_BLOCK):
+            text += "\n" + input(prompt and ". ")
+        return text.rstrip().removesuffix(_BLOCK).strip("\n")
 
 
 def _report(result: Result) -> dict[str, Any]:

@@ -62,11 +62,14 @@ class Command:
         """An argument as this command spells it: ``max_tokens=0`` is ``--max-tokens 0``. What is no option stays."""
         names = {field: spelling_of(hint)[1].names for field, hint, _ in self.options()}  # type: ignore[union-attr]
         option = next((name for name in names.get(argument.name, ()) if name.startswith("--")), None)
+        if option is None and argument.name == "raw":  # another command does it
+            return "outpace generate --raw"
         if option is None or argument.value is False or argument.value is None:
             return str(argument)
         if not argument.has_value or argument.value is True:
             return option
-        return f"{option} {shlex.quote(str(argument.value))}"
+        value = str(argument.value)
+        return f"{option}{'=' if re.match('-[^0-9]', value) else ' '}{shlex.quote(value)}"
 
     def chosen(self, program: str, arguments: Sequence[str]) -> Command:
         """The command that ``arguments`` are of."""
@@ -363,7 +366,11 @@ class _Arguments(argparse.ArgumentParser):
         return self.format_usage() + whole[whole.index("\n\n") + 1 :]
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        names, lacks, _ = message.partition(": expected one argument")
+        if lacks:
+            message += f": give one, as {max(names.split('/'), key=len)}=VALUE where it begins with -"
+        raise UsageError(message)
 
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import select
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.cli.summary import show_scores, summary
+from outpace.cli.terminal import reading_text
 from outpace.common.option import argument, option
 from outpace.errors import ParameterError
 
@@ -148,10 +150,10 @@ def _whole(given: str | None, raw: bool) -> str:
         print("type the prompt; Ctrl-D on a new line ends it", file=sys.stderr)
     elif given is not None:
         _say_if_it_waits(stream)
-    try:
+    if raw and isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(newline="")  # line ends are part of the text
+    with reading_text():
         piped = stream.read()
-    except UnicodeDecodeError as error:
-        raise ParameterError(f"standard input is not UTF-8 ({error.reason}): convert it") from error
     return " ".join(part for part in (piped, given) if part and (raw or part.strip()))
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from outpace.errors import ParameterError
+
 _CODES = {"green": "32", "red": "1;31", "yellow": "1;33", "bold green": "1;32", "dim": "2"}
 _HISTORY = 1000  # lines that are kept
 _IMPATIENT = 3  # times that Ctrl-C is pressed in vain
@@ -25,6 +27,15 @@ def has_colours(stream: TextIO | None = None) -> bool:
     """Whether ``coloured`` changes anything."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return not plain and (stream or sys.stdout).isatty()
+
+
+@contextmanager
+def reading_text() -> Iterator[None]:
+    """In the block, what is read from standard input is text: other bytes raise a ParameterError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"standard input is not UTF-8 ({error.reason}): convert it") from error
 
 
 @contextmanager
