@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from outpace import Engine
 from outpace.common.installing import install
 from outpace.errors import ModelError, ParameterError
 from outpace.models import demo
@@ -363,6 +364,21 @@ def test_native_backend_is_the_default(saved: Path) -> None:
     assert (model.info.eos_ids, model.kv.limit) == ((261,), 1 << 16)
     if not torch.cuda.is_available():
         assert load(str(saved))[0].info.backend == "native"
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("length", range(2, 10))
+def test_a_short_context_holds_the_answer_that_transformers_begins(saved: Path, backend: Any, length: int) -> None:
+    from transformers import LlamaForCausalLM
+
+    prompt = [5, 6, 5, 6, 5, 6, 5][: length - 1]
+    theirs = LlamaForCausalLM.from_pretrained(saved, local_files_only=True)
+    expected = theirs.generate(torch.tensor([prompt]), max_length=length, do_sample=False)[0, len(prompt) :]
+    for drafter in (None, "ngram"):
+        with Engine.load(str(saved), drafter=drafter, backend=backend, max_length=length, threads=1) as engine:
+            assert list(engine.generate(prompt, max_tokens=None).token_ids) == expected.tolist()
+            with pytest.raises(ParameterError, match=f"the context holds {length}, the answer included"):
+                engine.generate([5] * length)
 
 
 @pytest.mark.parametrize("change", [{"architectures": ["BloomForCausalLM"]}, {"mlp_bias": True}, {"auto_map": {}}])

@@ -258,14 +258,15 @@ def remedies(name: str, message: str) -> list[dict[str, Any]]:
     return [given for text, values in REMEDIES if (found := re.search(text, message)) for given in values(name, found)]
 
 
-BAD_REQUESTS: dict[str, list[Any]] = {
-    "raw": ["no", 1], "reuse_prefix": [3], "verify_resume": ["x"], "size": [-1, 64, "many", 2.5, True],
+BAD_TEXTS: dict[str, list[Any]] = {"raw": ["no", 1, None], "add_special_tokens": ["no", 0, None]}
+BAD_REQUESTS: dict[str, list[Any]] = BAD_TEXTS | {
+    "reuse_prefix": [3], "verify_resume": ["x"], "size": [-1, 64, "many", 2.5, True],
     "acceptance": ["typcal", 5], "deadline": [0, -1, "1", True], "priority": [1.5, "high", None], "owner": [5],
     "cache_scope": [None], "drafter": ["sufix", 5],
 }  # fmt: skip
 BAD_LOADS: dict[str, list[Any]] = {
     "backend": ["cuda", None, 5, ["native"]], "dtype": ["int8", "fp16"], "kv_dtype": ["int2"], "quantize": ["int2"],
-    "threads": [0, -1, 1.5, True, "2"], "max_length": [0, "9"], "kv_memory": [0, -1, 2.5, True],
+    "threads": [0, -1, 1.5, True, "2"], "max_length": [0, 1, "9"], "kv_memory": [0, -1, 2.5, True],
     "strict": ["no", 1, None], "offline": ["yes"], "trust_remote_code": ["no"], "allow_pickle": ["no"],
     "device": [3, None], "revision": [5],
 }  # fmt: skip
@@ -278,8 +279,8 @@ BAD_ENGINES: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("kind", "table"),
     [
-        ("SamplingParams", REFUSED | {"max_tokens": [0, -1]}), ("request", BAD_REQUESTS), ("LoadOptions", BAD_LOADS),
-        ("EngineOptions", BAD_ENGINES),
+        ("SamplingParams", REFUSED | {"max_tokens": [0, -1]}), ("request", BAD_REQUESTS), ("text", BAD_TEXTS),
+        ("LoadOptions", BAD_LOADS), ("EngineOptions", BAD_ENGINES),
     ],
 )  # fmt: skip
 def test_the_values_that_a_message_advises_are_taken(kind: str, table: dict[str, list[Any]]) -> None:
@@ -287,6 +288,7 @@ def test_the_values_that_a_message_advises_are_taken(kind: str, table: dict[str,
         calls: dict[str, Callable[..., Any]] = {
             "SamplingParams": SamplingParams,
             "request": lambda **given: engine.prepare("ab", **given),
+            "text": lambda **given: engine.encode("ab", **given),
             "LoadOptions": LoadOptions,
             "EngineOptions": EngineOptions,
         }
