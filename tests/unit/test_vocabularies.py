@@ -299,8 +299,11 @@ FLAGS = [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": F
         lambda path, **config: byte_level(path, config),
         lambda path, **config: byte_level(path, config, ends=True),
         lambda path, **config: vocab_and_merges(path, "GPT2Tokenizer", **config),
+        lambda path, **config: as_folder(path, "llama", **config, unk_token="<unk>"),
+        lambda path, **config: as_folder(path, "gemma", **config, tokenizer_class="GemmaTokenizer", unk_token="<unk>"),
+        lambda path, **config: as_folder(path, "llama", **config, tokenizer_class="CodeLlamaTokenizer", legacy=True),
     ],
-    ids=["tokenizer.json", "post-processor", "vocab.json"],
+    ids=["tokenizer.json", "post-processor", "vocab.json", "Llama", "Gemma", "CodeLlama"],
 )
 def test_texts_begin_and_end_as_transformers_has_them(
     tmp_path: Path, make: Callable[..., Path], flags: dict[str, bool]

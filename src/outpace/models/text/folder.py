@@ -83,6 +83,8 @@ def _converted(folder: Path, config: dict[str, Any]) -> Any:
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if tekken.is_file():
         return _tekken(tekken, config)
+    if kind == "CodeLlamaTokenizer":
+        config |= {"legacy": False, "add_bos_token": config.get("add_bos_token", True)}
     if pieces.is_file() and (kind in _SENTENCEPIECE or not (kind or model)):
         # Of a class of transformers as there, where false is the default; else as sentencepiece reads the file.
         found = sentencepiece.read(pieces, legacy=bool(config.get("legacy", not (kind or model))))
