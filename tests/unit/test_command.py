@@ -83,6 +83,7 @@ def test_what_is_given_arrives_with_its_type() -> None:
         (["--out", "x", "--wrod", "a"], "there is no option --wrod: did you mean --word?"),
         (["--out", "x", "--sha=1"], "there is no option --sha: did you mean --share?"),
         (["--out", "x", "a", "b"], "'b' is one argument too many: quote text that has spaces"),
+        (["--out", "x", "a", "-"], "'-' is one argument too many"),
         (["--out", "x", "--seed", "y"], "--seed/-s: 'y' is no whole number: give one"),
         (["--out", "x", "--even", "3"], "--even: 3 is odd: give an even number"),
         (["--out"], "--out: expected one argument: give one, as --out=VALUE where it begins with -"),

@@ -321,7 +321,7 @@ class Parser:
             self._parser.epilog = "\n\n".join([*lists, _examples(self._example)])
         found, unknown = self._parser.parse_known_args(list(self._completed(arguments)))
         if unknown:
-            name = next((word for word in unknown if word.startswith("-")), None)
+            name = next((word for word in unknown if word.startswith("-") and word != "-"), None)
             if name is None:
                 raise UsageError(f"{unknown[0]!r} is one argument too many: quote text that has spaces")
             name = name.partition("=")[0]

@@ -208,7 +208,18 @@ class Texts:
             raise ParameterError(Argument(name, texts), " is no text: give a string or a list of strings")
         if "" in listed and texts != "":
             raise ParameterError(Argument(name), " has an empty string, which would match everywhere: remove it")
+        _check_unicode(name, listed)
         return tuple(text for text in listed if text)
+
+
+def _check_unicode(name: str, texts: Sequence[str]) -> None:
+    """Raise ParameterError for half a surrogate pair, which no answer has."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            why = f" has {text!r}, which is not valid Unicode: remove it"
+            raise ParameterError(Argument(name), why) from error
 
 
 class Words:
@@ -229,6 +240,7 @@ class Words:
         if isinstance(word, str):
             if not word.strip():
                 raise ParameterError(Argument(name), f" has {word!r}, which is no word: remove it")
+            _check_unicode(name, [word])
             return word
         if isinstance(word, (bytes, Set)) or not _is_list(word) or not len(word):
             raise ParameterError(Argument(name), f" has {word!r}: give texts, or lists of token ids that are not empty")

@@ -435,7 +435,7 @@ def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
     """Free text up to ``after``, then the answer."""
     if not isinstance(after, str) or not after:
         raise GrammarError(f"after={after!r} is no text: give what ends the free text, such as '</think>'")
-    token = vocabulary.special(after)
+    token = vocabulary.special(_checked("end of the free text", after))
     if token is None:
         free = f"free[suffix={json.dumps(after, ensure_ascii=False)}]: /(?s:.*)/"
     else:
@@ -491,6 +491,10 @@ def _optional(properties: dict[str, Any], required: Any) -> int:
 def _checked(what: str, text: str) -> str:
     if not isinstance(text, str):
         raise GrammarError(f"the {what} is a {type(text).__name__}: give a text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"the {what} is not valid Unicode at character {error.start}: write it in UTF-8") from error
     if len(text) > MOST_TEXT:
         raise GrammarError(f"the {what} has {len(text)} characters: at most {MOST_TEXT} are taken")
     return text
