@@ -393,6 +393,23 @@ def test_chat_keeps_the_conversation() -> None:
     assert third["prompt_tokens"] < second["prompt_tokens"]
 
 
+def test_a_message_of_several_lines_ends_with_the_input() -> None:
+    running = spawn("chat", "--json", "-n", "1")
+    out, err = running.communicate('"""a\nb', timeout=120)
+    whole, _ = spawn("chat", "--json", "-n", "1").communicate('"""a\nb"""\n', timeout=120)
+    assert [json.loads(line)["prompt_tokens"] for line in out.splitlines()] == [json.loads(whole)["prompt_tokens"]], err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["generate hi -n 1", "chat", "cache"])
+def test_a_stream_that_is_closed_is_one_that_holds_nothing(command: str, closed: str) -> None:
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -m outpace {command} {closed}", shell=True, input=b"", capture_output=True
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert b"error" not in done.stdout + done.stderr
+
+
 def test_chat_takes_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

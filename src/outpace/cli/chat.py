@@ -7,6 +7,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -245,8 +246,9 @@ def _message(prompt: str) -> str:
         if not text.lstrip().startswith(_BLOCK):
             return text
         text = text.lstrip()[len(_BLOCK) :]
-        while not text.rstrip().endswith(_BLOCK):
-            text += "\n" + input(prompt and ". ")
+        with suppress(EOFError):  # the end of the input ends the message, too
+            while not text.rstrip().endswith(_BLOCK):
+                text += "\n" + input(prompt and ". ")
         return text.rstrip().removesuffix(_BLOCK).strip("\n")
 
 

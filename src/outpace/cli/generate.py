@@ -144,7 +144,7 @@ def _whole(given: str | None, raw: bool) -> str:
     where it is ``raw``. A terminal is read only where nothing, or "-", was given. Raises ParameterError."""
     given = None if given == "-" else given
     stream = sys.stdin
-    if stream is None or (given is not None and stream.isatty()):
+    if given is not None and stream.isatty():
         return given or ""
     if stream.isatty():
         print("type the prompt; Ctrl-D on a new line ends it", file=sys.stderr)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 
 from outpace.cli.command import Interrupted, UsageError
@@ -23,6 +24,9 @@ def main() -> None:
     70 is a fault of Outpace itself.
     """
     gc.set_threshold(_LITTER)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by 2>&-
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
@@ -86,5 +90,6 @@ def _import_numpy() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"outpace: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # the exit code says it, too
+        print(f"outpace: {' '.join(message.split())}", file=sys.stderr)
     return code
