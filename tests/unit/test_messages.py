@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import outpace
@@ -331,6 +332,14 @@ DEMO: dict[str, tuple[Callable[[Engine], Any], str, Callable[[Engine], Any]]] = 
     "not a prompt": (
         lambda e: e.generate(None), "give text, token ids, or chat messages",
         lambda e: [e.generate(p, max_tokens=1) for p in ("a", [5], [{"role": "user", "content": "a"}])],
+    ),
+    "bytes, which are no ids": (
+        lambda e: e.generate(bytearray(b"hi")), "give text, token ids, or chat messages",
+        lambda e: e.generate("hi", max_tokens=1),
+    ),
+    "an array of no dimension": (
+        lambda e: e.generate(np.array(5)), "give text, token ids, or chat messages",
+        lambda e: e.generate(np.array([5]), max_tokens=1),
     ),
     "a long prompt": (lambda e: e.generate([5] * 99), "shorten the prompt", lambda e: e.generate([5] * 9)),
     "an id": (lambda e: e.generate([10**6]), "ids go from 0 to 49151", lambda e: e.generate([49151], max_tokens=1)),

@@ -183,7 +183,8 @@ def encode(
 ) -> I32:
     """The token ids int32 [n] that ``prompt`` stands for. Raises ParameterError when there are none."""
     checked_flags(raw=raw, add_special_tokens=add_special_tokens)
-    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview))
+    if not listed and not (hasattr(prompt, "__array__") and np.ndim(prompt)):
         raise ParameterError(f"the prompt is a {type(prompt).__name__}: give text, token ids, or chat messages")
     is_raw = isinstance(prompt, str) and (raw or tokenizer is None or not tokenizer.has_chat_template)
     if not add_special_tokens and not is_raw:
