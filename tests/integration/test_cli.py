@@ -20,7 +20,6 @@ import pytest
 from outpace.cli import main as cli
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command, Group
-from outpace.common.installing import install
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
 from outpace.engine.engine import Engine
@@ -660,20 +659,6 @@ BAD = {
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
     "twice": (("bench", "--prompts", "PROMPTS", "-d", "none", "-d", "none"), "twice"),
 }
-
-
-def test_training_without_torch_names_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith(("outpace.training.loop", "outpace.training.methods"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, err = outpace(capsys, "train", "eagle", "--data", "x", "--out", "y", "--steps", "1")
-    assert code == 2
-    assert "training needs torch" in err
-    assert install("outpace[train]") in err
 
 
 @pytest.mark.parametrize("case", BAD)

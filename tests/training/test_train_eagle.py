@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from outpace.cli.app import parse
+from outpace.common.installing import install
 from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig
@@ -117,7 +118,8 @@ for command in json.loads(sys.argv[2]):
             cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count(f"training needs {package}, which is not installed") == len(all_of_them)
+        missing = f"training needs {package}, which is not installed: {install('outpace[train]')}"
+        assert done.stdout.count(missing) == len(all_of_them), done.stdout
 
 
 def test_begins_with_a_drafter(answers, trained, tmp_path):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
-import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.common.installing import install
 from outpace.engine.engine import Engine
-from outpace.errors import DataError, MissingExtraError, ParameterError
+from outpace.errors import DataError, ParameterError
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.models.fingerprint import ARITHMETIC, difference, identity
 from outpace.training import folder as folders
@@ -310,12 +306,3 @@ def test_prompts_are_texts_or_conversations(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
     with pytest.raises(ParameterError, match="end with what is to be answered"):
         read_prompts(path)
-
-
-def test_without_pyarrow_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {name: module for name, module in sys.modules.items() if name.startswith("outpace.training")}
-    for name in kept:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=rf"needs pyarrow.*{re.escape(install('outpace[train]'))}"):
-        importlib.import_module("outpace.training.folder")
