@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer
 
 END, MARK = "<|end|>", "<|mark|>"  # tokens 0 and 1
 

@@ -10,7 +10,6 @@ from outpace.common.version import __version__
 if TYPE_CHECKING:
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.engine import Engine
-    from outpace.engine.grammar import Grammars
     from outpace.engine.results import Delta, Result
     from outpace.engine.statistics import Stats
     from outpace.errors import (
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from outpace.exact.sampling import TokenLogprob
     from outpace.integrations.transformers import PatchStats, generate, patch, stats, unpatch
     from outpace.params import GrammarRule, LogitRule, SamplingParams
+    from outpace.text.grammar import Grammars
 
 
 _HOME = {
@@ -36,7 +36,7 @@ _HOME = {
     "Engine": "engine.engine",
     "GrammarError": "errors",
     "GrammarRule": "params",
-    "Grammars": "engine.grammar",
+    "Grammars": "text.grammar",
     "LogitRule": "params",
     "MemoryLimitError": "errors",
     "ModelError": "errors",

@@ -19,7 +19,7 @@ from outpace.drafters.forward.translated import TranslatedDrafter
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer
 from tests.toy import ToyModel
 
 EOS, MERGES = 259, {"a": ["t h", "th e", "Ġ the"], "b": ["h e", "Ġ t", "Ġt he"]}

@@ -18,9 +18,9 @@ from outpace.drafters.lookup.datastore import Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.tokenizer import Tokenizer
 from tests.fuzz import seeds
 from tests.oracles.datastore import Search
 

@@ -15,9 +15,9 @@ from outpace.common.files import cache_dir
 from outpace.errors import ModelError
 from outpace.models import demo
 from outpace.models.native.model import NativeModel, load_native
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch import gguf as gguf_transformers
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 TOKENS, WINDOW = 768, 256

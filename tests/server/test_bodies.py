@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import Engine
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.api import route
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.replay import ReplayRequest
 from outpace.server.api.route import check_values, understood
 from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
+from outpace.text.tokenizer import Tokenizer
 from tests.server.serving import Running
 
 _JSON = st.recursive(
@@ -93,7 +93,7 @@ def test_texts_are_no_values() -> None:
 def test_what_is_long_to_prepare_is_refused_before(
     demo: Running, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.models.text.tokenizer.Tokenizer.encode", None)
+    monkeypatch.setattr("outpace.text.tokenizer.Tokenizer.encode", None)
     answer = demo.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, param.partition(".")[0])
     assert len(answer.content) < 3000

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from outpace.models.text.chat_template import ChatTemplates
 from outpace.server.conversation.formats import parser_for
 from outpace.server.conversation.pieces import Joined
+from outpace.text.chat_template import ChatTemplates
 from tests.server import formats
 from tests.server.serving import Running
 

@@ -15,7 +15,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
-from outpace.models.text.chat_template import ChatTemplate
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
 from outpace.server.api.prompt import rendered
@@ -23,6 +22,7 @@ from outpace.server.api.responses import ResponsesRequest
 from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
 from outpace.server.schema import UNSUPPORTED, Body
+from outpace.text.chat_template import ChatTemplate
 from tests.server.formats import QWEN3
 from tests.server.serving import Running
 

@@ -17,16 +17,16 @@ import pytest
 
 from outpace.engine.request import Request
 from outpace.engine.sequence import Sequence
-from outpace.engine.text import TextReader
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.load import resolve
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from outpace.server.conversation.formats import parser_for
 from outpace.server.conversation.pieces import Joined
+from outpace.text.answer import TextReader
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 from tests.server.formats import BOTH, NAMES, PYTHON, TEMPLATES
 
 WIDEST = 8  # tokens a step

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from outpace import Engine, Grammars, SamplingParams
-from outpace.engine.grammar import MARK
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.api import replay, route
 from outpace.server.api.chat import ChatCompletion
+from outpace.text.grammar import MARK
+from outpace.text.tokenizer import Tokenizer
 from tests.interpreter import lets_others_run
 from tests.server.serving import Running, serving
 

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import ParameterError
-from outpace.models.text.chat_template import ChatTemplate
 from outpace.server.conversation.formats import Kind, format_of, parser_for, thoughts_end, thoughts_opened
 from outpace.server.conversation.messages import Message, conversation
 from outpace.server.conversation.pieces import Call, Incremental, Joined, OutputParser, Plain
@@ -26,6 +25,7 @@ from outpace.server.conversation.tools import (
     names_of,
     tool_grammar,
 )
+from outpace.text.chat_template import ChatTemplate
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER
 

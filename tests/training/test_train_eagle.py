@@ -22,7 +22,7 @@ from outpace.errors import DataError, MissingExtraError, ParameterError, Trainin
 from outpace.models.base import Batch
 from outpace.models.load import load, resolve
 from outpace.models.options import LoadOptions
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer
 from outpace.training.loop import Loop
 from outpace.training.target import TargetWeights
 from tests.training.commands import outpace

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
-from outpace.models.text import gguf as gguf_tokenizer
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.conversation.control import ControlTokens
+from outpace.text import gguf as gguf_tokenizer
+from outpace.text.tokenizer import Tokenizer
 
 SPACE = gguf_tokenizer.SPACE
 TEXT = ["<unk>", *sorted(set("<|turnedsamHi>\n"), key=ord), SPACE, f"{SPACE}H", f"{SPACE}<", f"{SPACE}s", "us"]

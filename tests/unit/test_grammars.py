@@ -16,14 +16,14 @@ import pytest
 from outpace import GrammarError, Grammars, SamplingParams
 from outpace.common.arrays import F32
 from outpace.common.installing import install
-from outpace.engine import grammar as its_module
-from outpace.engine.grammar import Grammar
 from outpace.errors import ComplexityError, MissingExtraError
 from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text import grammar as its_module
+from outpace.text.grammar import Grammar
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 from tests.random_schemas import schema
 from tests.small_tokenizers import byte_level, of_pieces
 from tests.unit.test_token_bytes import llama

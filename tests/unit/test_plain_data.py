@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import outpace.engine.text
 import outpace.errors
+import outpace.text.answer
 from outpace import Engine, OutpaceError, ParameterError
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.results import Delta, Result
@@ -112,7 +112,7 @@ def test_results_and_errors_come_back_from_processes() -> None:
 
 ERRORS = [
     kind
-    for module in (outpace.errors, outpace.engine.text)
+    for module in (outpace.errors, outpace.text.answer)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, OutpaceError)
 ]

@@ -18,11 +18,11 @@ from outpace.engine.drafting import Drafting
 from outpace.engine.request import Request, StepRecord
 from outpace.engine.scheduler import LEAST, PIECE, Pace, Plan, PrefixCache, Scheduler, shares
 from outpace.engine.sequence import Sequence
-from outpace.engine.text import TextReader
 from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import SamplingParams
+from outpace.text.answer import TextReader
 from tests.toy import BYTES, ToyKV, ToyModel
 
 

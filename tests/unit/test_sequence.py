@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from outpace.engine.request import Request
 from outpace.engine.results import Delta
 from outpace.engine.sequence import Sequence
-from outpace.engine.text import LONGEST_RUN, Decoder, TextReader, TextState
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.load import resolve
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
+from outpace.text.answer import LONGEST_RUN, Decoder, TextReader, TextState
+from outpace.text.tokenizer import Tokenizer
 from tests.toy import ToyTokenizer
 
 PROMPT = [1, 2]

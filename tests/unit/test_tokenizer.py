@@ -16,10 +16,10 @@ import pytest
 from outpace.common.arrays import I32
 from outpace.errors import ModelError, ParameterError
 from outpace.models.load import resolve
-from outpace.models.text import sentencepiece
-from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.tokenizer import LONG, Tokenizer, differences
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text import sentencepiece
+from outpace.text.chat_template import ChatTemplate
+from outpace.text.tokenizer import LONG, Tokenizer, differences
 from tests.exported import vocabulary
 from tests.interpreter import lets_others_run
 

@@ -19,7 +19,6 @@ from outpace.engine.engine import Engine
 from outpace.engine.intake import encoder
 from outpace.engine.request import RowRecord
 from outpace.engine.step import places
-from outpace.engine.text import Decoder, TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise
@@ -29,6 +28,7 @@ from outpace.measure.replay import ReplayDrafter, replay
 from outpace.measure.trace import VERSION, lines, read, row_line, row_of, step_line, tracing
 from outpace.models.fingerprint import fingerprint
 from outpace.params import SamplingParams
+from outpace.text.answer import Decoder, TextReader, pieces
 from tests.toy import ToyModel
 from tests.tracing import REQUESTS, VOCAB, Branches, Spelled, engine, ids, record
 

@@ -19,7 +19,7 @@ import pytest
 import sentencepiece
 
 from outpace.errors import ModelError
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer
 from tests.small_tokenizers import random_texts
 
 CONTROL, USER = ["<|im_start|>", "<|im_end|>", "[INST]"], ["<tool>", "<tool_call>", "==", "a_b"]

@@ -109,7 +109,7 @@ class Written:
     """Prints an answer as it comes, with what a drafter wrote in green."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
-        from outpace.engine.text import TextReader, TextState
+        from outpace.text.answer import TextReader, TextState
 
         self._reader = TextReader(engine.tokenizer, skip_special=params.skip_special_tokens)
         self._state = TextState()

@@ -121,7 +121,7 @@ def _grammar(schema: Path | None, json_object: bool, regex: str | None) -> Calla
             raise ParameterError(f"--json-schema: {schema} cannot be read ({error}): name a file in UTF-8") from error
 
     def compiled(engine: Engine) -> LogitRule:
-        from outpace.engine.grammar import Grammars
+        from outpace.text.grammar import Grammars
 
         grammars = Grammars.of(engine)
         if text is not None:

@@ -17,7 +17,7 @@ from outpace.params import Acceptance
 if TYPE_CHECKING:
     from outpace.models.base import HiddenStates, Model
     from outpace.models.options import LoadOptions
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,20 +34,20 @@ from outpace.engine.scheduler import Pace, Scheduler
 from outpace.engine.sequence import Prepared, Sequence
 from outpace.engine.statistics import Stats, pooled
 from outpace.engine.step import advance
-from outpace.engine.text import TextReader
 from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.noise import Noise, fresh_seed
 from outpace.exact.rules import rules_for
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
-from outpace.models.text.token_bytes import token_texts
 from outpace.params import Acceptance, Prompt, SamplingKeywords, SamplingParams
+from outpace.text.answer import TextReader
+from outpace.text.token_bytes import token_texts
 
 if TYPE_CHECKING:
     from outpace.engine.core import Core
     from outpace.engine.intake import EngineOptions
     from outpace.engine.request import EngineKeywords, EngineLoadKeywords, RequestKeywords
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 Prepare = Callable[..., Prepared]  # Engine.prepare
 

@@ -32,7 +32,7 @@ from outpace.models.options import LoadKeywords, LoadOptions
 from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
 
 if TYPE_CHECKING:
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 E = TypeVar("E")
 

@@ -17,11 +17,11 @@ from outpace.common.arrays import I32
 from outpace.engine.request import Request
 from outpace.engine.results import TARGET, Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats
-from outpace.engine.text import TextError, TextReader, TextState
 from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.drafts import Draft
 from outpace.exact.rules import pruned
 from outpace.exact.sampling import Chooser, TokenLogprob
+from outpace.text.answer import TextError, TextReader, TextState
 
 BUNCH = 64  # steps that are counted together
 VERIFIED = 8  # tokens of a resumed answer that the target chooses again, where that is asked for

@@ -29,7 +29,6 @@ from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
 from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.statistics import Clock, Counted
-from outpace.engine.text import TextError
 from outpace.engine.walk import Walk
 from outpace.errors import MemoryLimitError, ParameterError, RuleError
 from outpace.exact.drafts import Draft, Drafts, Verdict
@@ -37,6 +36,7 @@ from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
 from outpace.models.base import HiddenStates, Output
 from outpace.models.native.output import Edit, describe, known_edits
+from outpace.text.answer import TextError
 
 GRAMMAR = "grammar"  # the source of tokens that a rule says must follow
 

@@ -29,13 +29,13 @@ from outpace.common.files import cache_dir, write_json
 from outpace.common.option import option
 from outpace.engine.aio import AsyncEngine, Running
 from outpace.engine.engine import Engine
-from outpace.engine.grammar import Grammars
 from outpace.engine.results import Delta
 from outpace.errors import OutpaceError
 from outpace.models.load import Source, resolve
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.params import SamplingParams
 from outpace.server.errors import APIError
+from outpace.text.grammar import Grammars
+from outpace.text.tokenizer import Tokenizer
 
 MARK = 0x6F757470616365_01  # the upper half of a trace id that stands for no trace: "outpace", and a version
 RESUME = "outpace.resume:"  # an annotation (nvext.annotations): delivered token ids as JSON; n > 1: a list a choice

@@ -46,9 +46,9 @@ from outpace.models.base import Model
 from outpace.models.load import live, unwrapped
 from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.torch.state import ModuleState
 from outpace.params import SamplingParams
+from outpace.text.tokenizer import Tokenizer
 
 _DOOR = "_outpace_door"
 _MOST_NODES = 63

@@ -23,8 +23,8 @@ from outpace.params import SamplingParams
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
     from outpace.engine.engine import Engine
-    from outpace.models.text.tokenizer import Tokenizer
     from outpace.params import Message
+    from outpace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

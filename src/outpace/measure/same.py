@@ -25,7 +25,7 @@ from outpace.params import SamplingParams
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 NEAR_TIE = 1e-3
 _CHUNK = 128  # positions a forward: their logits are held at once

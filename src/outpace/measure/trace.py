@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import StrPath, check_writable
 from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
-from outpace.engine.text import TextReader, pieces
 from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.measure import machine
 from outpace.measure.same import margins_along, promises_tokens
 from outpace.models.fingerprint import arithmetic, fingerprint_of
 from outpace.models.options import BACKENDS, LoadOptions
-from outpace.models.text.token_bytes import TokenBytes
 from outpace.params import PARAMETERS, SamplingParams
+from outpace.text.answer import TextReader, pieces
+from outpace.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.request import Request
     from outpace.engine.results import Result
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from outpace.models import decoder as decoders
 from outpace.models import demo, families
 from outpace.models.options import LoadOptions
 from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors, tensors
 from outpace.models.weights.file_bytes import refuse_pointer
 from outpace.models.weights.gguf import GGUFFile, is_gguf
 from outpace.models.weights.hub import from_hub, from_name, is_name
+from outpace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from outpace.models.base import Model

@@ -14,7 +14,7 @@ from outpace.drafters.spec import DrafterSpec, draft_models
 from outpace.models.base import Model, Output
 
 if TYPE_CHECKING:
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def build(spec: DrafterSpec, context: DraftContext) -> ChainDrafter:
 def drafting_with(model: Model, tokenizer: Tokenizer | None, name: str, context: DraftContext) -> ChainDrafter:
     """The drafter that owns ``model``, as ``build``; without a tokenizer its token ids are the target's."""
     from outpace.drafters.forward.translated import TranslatedDrafter
-    from outpace.models.text.tokenizer import differences
+    from outpace.text.tokenizer import differences
 
     try:
         if context.tokenizer is None or tokenizer is None or not differences(context.tokenizer, tokenizer, 1):

@@ -24,9 +24,9 @@ from outpace.exact.drafts import Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model, Output
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.params import Acceptance, SamplingParams
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 
 # -- synced text ------------------------------------------------------------------------------------------------------
 # What a row has committed in one tokenizer, kept as text and as ids of another tokenizer.

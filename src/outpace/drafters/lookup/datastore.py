@@ -29,7 +29,7 @@ from outpace.drafters.lookup.segment_files import I64, MANIFEST, Arrays, open_ar
 from outpace.errors import Argument, DrafterError
 
 if TYPE_CHECKING:
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.text.tokenizer import Tokenizer
 
 DEPTH = 16  # tokens of a context that order the places
 END = -1  # stands between sequences: nothing is matched or continued across it

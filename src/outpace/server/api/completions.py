@@ -12,9 +12,7 @@ from starlette.requests import Request
 
 from outpace.common.arrays import I32
 from outpace.engine.intake import encode_raw
-from outpace.engine.text import TextReader, pieces
 from outpace.exact.sampling import TokenLogprob
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.server import schema
 from outpace.server.api import answers, formats, sampling
 from outpace.server.api.answers import Choice, Chunk, Completed
@@ -27,6 +25,8 @@ from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
 from outpace.server.streaming import EventStream, event
+from outpace.text.answer import TextReader, pieces
+from outpace.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=Route)
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.engine.grammar import LIMITS, Grammars, Source
 from outpace.errors import GrammarError
 from outpace.params import LogitRule
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Body, Items
+from outpace.text.grammar import LIMITS, Grammars, Source
 
 _CHOICES = Field(default=None, min_length=1, max_length=1024)
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.errors import Argument, ParameterError
-from outpace.models.text.chat_template import variables_of
 from outpace.server.conversation.messages import Conversation, Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Body
+from outpace.text.chat_template import variables_of
 
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")  # of templates: they have fields
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that say whether the model thinks

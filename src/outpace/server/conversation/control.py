@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from outpace.common.arrays import I32
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer
 
 MARK = "\ufdd0"  # a noncharacter (Unicode 23.7): not for interchange
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from outpace.models.text.chat_template import variables_of
 from outpace.server.conversation.calls import BareCalls, FencedCalls, TaggedCalls
 from outpace.server.conversation.pieces import (
     FIRST,
@@ -19,6 +18,7 @@ from outpace.server.conversation.pieces import (
     Reading,
     Reasoning,
 )
+from outpace.text.chat_template import variables_of
 
 THINK, THINK_END = "<think>", "</think>"
 Kind = Literal["llama3", "qwen3", "gemma3", "smollm2", "none"]

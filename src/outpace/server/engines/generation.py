@@ -17,7 +17,6 @@ from typing import Any
 from outpace.common.arrays import I32
 from outpace.engine.aio import Running
 from outpace.engine.results import TARGET, Delta, Result
-from outpace.engine.text import TextReader
 from outpace.exact.noise import fresh_seed
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
@@ -26,6 +25,7 @@ from outpace.server.conversation.pieces import Joined, OutputParser, Piece, Plai
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer
+from outpace.text.answer import TextReader
 
 _EXACT = 2**53  # whole numbers below it survive JSON anywhere
 

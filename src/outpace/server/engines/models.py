@@ -13,17 +13,17 @@ import numpy as np
 from outpace.common.arrays import I32
 from outpace.common.version import __version__
 from outpace.engine.aio import AsyncEngine
-from outpace.engine.grammar import Grammars
 from outpace.errors import ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.fingerprint import arithmetic, fingerprint_of
 from outpace.models.options import BACKENDS, LoadOptions
-from outpace.models.text.token_bytes import TokenBytes, token_texts
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.admission import Admission
 from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
 from outpace.server.settings import ServerSettings
+from outpace.text.grammar import Grammars
+from outpace.text.token_bytes import TokenBytes, token_texts
+from outpace.text.tokenizer import Tokenizer
 
 _CHARACTERS = 3  # a value: 384 Ki characters take half a second to be made tokens, where they are the worst
 

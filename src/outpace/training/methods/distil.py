@@ -19,8 +19,8 @@ from outpace.drafters.learned.networks.layers import Layer, Norm, Rope, initiali
 from outpace.errors import Argument, ParameterError
 from outpace.models.base import Model
 from outpace.models.load import Source
-from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.weights import safetensors
+from outpace.text.tokenizer import Tokenizer
 from outpace.training.hidden_states import forward_states, open_target
 from outpace.training.losses import LOSSES, acceptance, in_chunks, sequence_weights
 from outpace.training.methods.base import Method

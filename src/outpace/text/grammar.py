@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from outpace.common.arrays import F32, I32, U32
 from outpace.common.installing import install
 from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
-from outpace.models.text.token_bytes import TokenBytes
-from outpace.models.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from outpace.engine.engine import Engine
+from outpace.models.base import Model
+from outpace.text.token_bytes import TokenBytes
+from outpace.text.tokenizer import Tokenizer
 
 # EBNF as llama.cpp and XGrammar write it (``root ::= "a" | b``), turned into Lark by llguidance's converter, which
 # goes through all of the text once for every rule: at most two seconds at these bounds.
@@ -284,6 +282,16 @@ _WHAT = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"
 Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and its text; a schema may be its JSON value
 
 
+class HasTarget(Protocol):
+    """What a grammar needs of an ``Engine``."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def model(self) -> Model: ...
+
+
 class Grammars:
     """Compiles grammars for one tokenizer and model. Its methods may be called from several threads.
 
@@ -312,8 +320,8 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, int | None], Grammar] = OrderedDict()
 
     @staticmethod
-    def of(engine: Engine) -> Grammars:
-        """For the target of ``engine``. Raises GrammarError for one without a tokenizer."""
+    def of(engine: HasTarget) -> Grammars:
+        """For the target of an ``Engine``. Raises GrammarError for one without a tokenizer."""
         if engine.tokenizer is None:
             raise GrammarError("a grammar is about text, and the engine has no tokenizer: give it one")
         return Grammars(engine.tokenizer, engine.model.info.vocab_size, engine.model.info.eos_ids)

@@ -12,8 +12,8 @@ from functools import cache
 
 from outpace.common.arrays import I32
 from outpace.errors import ModelError
-from outpace.models.text.byte_level import alphabet
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.text.byte_level import alphabet
+from outpace.text.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -15,12 +15,12 @@ import numpy as np
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath, cache_dir, write_bytes, write_json
 from outpace.errors import Argument, ParameterError
-from outpace.models.text import byte_level
-from outpace.models.text import folder as folders
-from outpace.models.text import gguf as gguf_tokenizer
-from outpace.models.text.chat_template import DEFAULT, ChatTemplates
-from outpace.models.text.folder import read_json
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text import byte_level
+from outpace.text import folder as folders
+from outpace.text import gguf as gguf_tokenizer
+from outpace.text.chat_template import DEFAULT, ChatTemplates
+from outpace.text.folder import read_json
 
 LONG = 4096  # characters, from which on a text is encoded without holding the interpreter: it takes milliseconds
 

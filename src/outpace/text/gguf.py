@@ -14,8 +14,8 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.errors import ModelError
-from outpace.models.text import byte_level, sentencepiece
-from outpace.models.text.sentencepiece import CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from outpace.text import byte_level, sentencepiece
+from outpace.text.sentencepiece import CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
 
 if TYPE_CHECKING:
     from outpace.models.weights.gguf import GGUFFile

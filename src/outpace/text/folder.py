@@ -14,7 +14,7 @@ import numpy as np
 from outpace.common.files import cache_dir
 from outpace.common.installing import install
 from outpace.errors import ModelError
-from outpace.models.text import byte_level, sentencepiece
+from outpace.text import byte_level, sentencepiece
 
 _ENDS = ("bos", "eos")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

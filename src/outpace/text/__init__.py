@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizers, chat templates, answers as they come, grammars."""
