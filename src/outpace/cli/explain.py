@@ -33,18 +33,18 @@ def run(
 
     a, b = read(first), read(second)
     with ExitStack() as stack:
-        found = explain(a, b, lambda: _target(a, model, stack))
-    if common.emit({**found.to_dict(), "cut": [a.cut, b.cut]}):
-        return 0 if found.identical else 1
-    for explanation in found.explanations:
+        comparison = explain(a, b, lambda: _target(a, model, stack))
+    if common.emit({**comparison.to_dict(), "cut": [a.cut, b.cut]}):
+        return 0 if comparison.identical else 1
+    for explanation in comparison.explanations:
         print(explanation)
-    for path, ids in zip((first, second), found.alone, strict=True):
+    for path, ids in zip((first, second), comparison.alone, strict=True):
         if ids:
             print(f"only in {path}: {', '.join(f'request {i}' for i in ids)}")
     for path, trace in ((first, a), (second, b)):
         if trace.cut:
             print(f"{path} is not whole: {trace.cut}")
-    return 0 if found.identical else 1
+    return 0 if comparison.identical else 1
 
 
 def _target(trace: Trace, model: str | None, stack: ExitStack) -> Target | None:

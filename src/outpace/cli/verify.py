@@ -72,16 +72,16 @@ def _servers(
     for way in others:
         now, note = answers(rows, params, way)
         notes += [note] if note and note not in notes else []
-        found = [difference(a, b) for a, b in zip(expected, now, strict=True)]
-        counts = _counts(found)
-        for row, part in zip(rows, found, strict=True):
+        differences = [difference(a, b) for a, b in zip(expected, now, strict=True)]
+        counts = _counts(differences)
+        for row, part in zip(rows, differences, strict=True):
             # two servers compute in two ways: that their logprobs' bits differ is no fault
             if part is not None and not common.prints_json and (part.what != "logprob" or against is None):
                 print(f"{row.id}: {first.name} / {way.name}: {part}", flush=True)
         changed += counts["near_ties"] + counts["different"] + (counts["other_logprobs"] if against is None else 0)
         each = [
             {"id": row.id, "difference": None if part is None else part.to_dict("a", "b")}
-            for row, part in zip(rows, found, strict=True)
+            for row, part in zip(rows, differences, strict=True)
         ]
         listed.append({"a": first.name, "b": way.name, **counts, "prompts": each})
         if not common.prints_json:
@@ -118,10 +118,10 @@ def _here(load: Load, draft: Draft, rows: list[Any], params: Any, common: Common
     return 1 if counts["different"] else 0
 
 
-def _counts(found: Sequence[Difference | None]) -> dict[str, int]:
+def _counts(differences: Sequence[Difference | None]) -> dict[str, int]:
     """How many answers are identical, and how many differ in which way."""
     counts = {"identical": 0, "other_logprobs": 0, "near_ties": 0, "different": 0}
-    for part in found:
+    for part in differences:
         if part is None:
             counts["identical"] += 1
         elif part.what == "logprob":

@@ -120,15 +120,15 @@ def explain(a: Trace, b: Trace, model: Callable[[], Target | None] = lambda: Non
     """
     pairs = _pairs(a.requests, b.requests)
     outputs = a.outputs(), b.outputs()
-    found: list[Explanation] = []
+    explanations: list[Explanation] = []
     for one, other in pairs:
         left, right = _samples(outputs[0], one), _samples(outputs[1], other)
         for sample in sorted(left.keys() | right.keys()):
             sides = _Side(a, one, sample, left.get(sample, [])), _Side(b, other, sample, right.get(sample, []))
-            found.append(_explain(*sides, model))
+            explanations.append(_explain(*sides, model))
     paired = {one.id for one, _ in pairs}, {other.id for _, other in pairs}
     alone = tuple(r.id for r in a.requests if r.id not in paired[0])
-    return Comparison(tuple(found), (alone, tuple(r.id for r in b.requests if r.id not in paired[1])))
+    return Comparison(tuple(explanations), (alone, tuple(r.id for r in b.requests if r.id not in paired[1])))
 
 
 def _samples(outputs: Mapping[tuple[int, int], list[int]], request: TracedRequest) -> dict[int, list[int]]:
@@ -156,7 +156,7 @@ _DECIDES = ("prompt", "parameters", "seed", "acceptance", "model")  # where thes
 def _pairs(a: tuple[TracedRequest, ...], b: tuple[TracedRequest, ...]) -> list[tuple[TracedRequest, TracedRequest]]:
     """Requests that belong together: by prompt and parameters, else by prompt, else by order."""
     left, right = list(a), list(b)
-    found: list[tuple[TracedRequest, TracedRequest]] = []
+    pairs: list[tuple[TracedRequest, TracedRequest]] = []
     same: list[Callable[[TracedRequest, TracedRequest], bool]] = [
         lambda x, y: x.prompt == y.prompt and x.params == y.params and x.seed == y.seed,
         lambda x, y: x.prompt == y.prompt,
@@ -166,10 +166,10 @@ def _pairs(a: tuple[TracedRequest, ...], b: tuple[TracedRequest, ...]) -> list[t
         for one in list(left):
             other = next((r for r in right if alike(one, r)), None)
             if other is not None:
-                found.append((one, other))
+                pairs.append((one, other))
                 left.remove(one)
                 right.remove(other)
-    return sorted(found, key=lambda pair: pair[0].id)
+    return sorted(pairs, key=lambda pair: pair[0].id)
 
 
 def _causes(a: Mapping[str, Any], b: Mapping[str, Any], one: TracedRequest, other: TracedRequest) -> Iterator[Cause]:

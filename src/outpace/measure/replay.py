@@ -195,9 +195,9 @@ def _checked(
             return output, steps, None
         nearest = row.start if row.start in rows else max((at for at in rows if at < row.start), default=min(rows))
         step, was = rows[nearest]
-        if (found := _difference(was, row, row.start - prompt)) is not None:
-            output.extend(row.verdict[: found.index - (row.start - prompt)])
-            return output, steps, Departure(*key, step, found)
+        if (parted := _difference(was, row, row.start - prompt)) is not None:
+            output.extend(row.verdict[: parted.index - (row.start - prompt)])
+            return output, steps, Departure(*key, step, parted)
         output.extend(row.output)
     length = prompt + len(output)
     if length == end:
@@ -223,11 +223,11 @@ def _difference(was: RowRecord, now: RowRecord, index: int) -> Difference | None
 
 def _with_gap(departure: Departure, request: TracedRequest, output: Sequence[int], target: Target) -> Departure:
     """The departure with its score gap, where two tokens stand against each other."""
-    found = departure.difference
-    if found.what != "token" or None in found.values:
+    parted = departure.difference
+    if parted.what != "token" or None in parted.values:
         return departure
-    gap = recorded_gap(target, request, departure.sample, output[: found.index], found.values)
-    return replace(departure, difference=replace(found, gap=gap))
+    gap = recorded_gap(target, request, departure.sample, output[: parted.index], parted.values)
+    return replace(departure, difference=replace(parted, gap=gap))
 
 
 def recorded_gap(
@@ -284,8 +284,8 @@ def engine_for(trace: Trace, model: str | None = None, **changed: Any) -> Iterat
     target, tokenizer = load(model or model_name(trace), load_options(trace, **changed))
     try:
         drafter = ReplayDrafter(trace)
-        asked = trace.header.get("engine", {})
-        kept = {name: asked[name] for name in ("max_rows", "prefill_chunk") if isinstance(asked.get(name), int)}
+        options = trace.header.get("engine", {})
+        kept = {name: options[name] for name in ("max_rows", "prefill_chunk") if isinstance(options.get(name), int)}
         engine = Engine(target, tokenizer, drafter=drafter, size=drafter.size, **kept)
     except BaseException:
         target.close()

@@ -136,11 +136,11 @@ def compare(
 
     ``prompt`` int32 [P]: the ids both answered; ``noise``: what both were chosen with. The engine must be idle.
     """
-    found = difference(Output(tuple(a)), Output(tuple(b)))
-    if found is None or None in found.values:
-        return found
+    parted = difference(Output(tuple(a)), Output(tuple(b)))
+    if parted is None or None in parted.values:
+        return parted
     target = engine.model, engine.tokenizer
-    return replace(found, gap=score_gap(target, prompt, a[: found.index], found.values, params, noise))
+    return replace(parted, gap=score_gap(target, prompt, a[: parted.index], parted.values, params, noise))
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def margins_along(
     target: Target, prompt: I32, output: Sequence[int], params: SamplingParams, noise: Noise
 ) -> list[float]:
     """How far each output token's score [n] lies above the best of all others; negative where it was not the best."""
-    found = []
+    margins = []
     for token, scores in zip(output, scores_along(target, prompt, output[:-1], params, noise), strict=True):
         score = float(scores[token])
         scores[token] = -np.inf
-        found.append(score - float(scores.max()))
-    return found
+        margins.append(score - float(scores.max()))
+    return margins

@@ -136,8 +136,8 @@ class TraceWriter:
             request = self._requests[number]
             if not output or not promises_tokens(request.acceptance, request.params):
                 continue  # what is drawn by rejection is no best score
-            found = margins_along(target, request.prompt, output, request.params, Noise(request.seed, sample))
-            self._write([{"margins": [number_of(float(f"{m:.6g}")) for m in found], "q": number, "n": sample}])
+            margins = margins_along(target, request.prompt, output, request.params, Noise(request.seed, sample))
+            self._write([{"margins": [number_of(float(f"{m:.6g}")) for m in margins], "q": number, "n": sample}])
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
@@ -411,11 +411,11 @@ class Trace:
 
     def rows(self) -> dict[tuple[int, int], list[tuple[StepRecord, RowRecord]]]:
         """The steps of each (request, sample), in order."""
-        found: dict[tuple[int, int], list[tuple[StepRecord, RowRecord]]] = {}
+        rows: dict[tuple[int, int], list[tuple[StepRecord, RowRecord]]] = {}
         for step in self.steps:
             for row in step.rows:
-                found.setdefault((row.request, row.sample), []).append((step, row))
-        return found
+                rows.setdefault((row.request, row.sample), []).append((step, row))
+        return rows
 
     def outputs(self) -> dict[tuple[int, int], list[int]]:
         """The output tokens of each (request, sample)."""
@@ -425,12 +425,12 @@ class Trace:
 def lines(path: StrPath) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
     """A trace's header, its other lines, and what is cut off. Raises ParameterError for any other file or version."""
     try:
-        whole = Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise ParameterError(
             f"{path} cannot be read ({error.strerror or error}): give a file that outpace generate --trace wrote"
         ) from error
-    *complete, rest = whole.split(b"\n")
+    *complete, rest = data.split(b"\n")
     cut = None if not rest else f"the last line is cut off after {len(rest)} bytes"
     parsed: list[dict[str, Any]] = []
     for number, line in enumerate(complete, 1):

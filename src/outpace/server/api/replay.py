@@ -66,8 +66,8 @@ class RecordedAnswer(BaseModel):
 def _asks_for(request: Any) -> str:
     if isinstance(request, BaseModel):
         return type(request).__name__
-    found = [name for name in _BY_FIELD if isinstance(request, dict) and name in request]
-    return _BY_FIELD[found[0]].__name__ if found else ChatRequest.__name__
+    fields = [name for name in _BY_FIELD if isinstance(request, dict) and name in request]
+    return _BY_FIELD[fields[0]].__name__ if fields else ChatRequest.__name__
 
 
 _BY_FIELD: dict[str, type[_Asked]] = {"messages": ChatRequest, "input": ResponsesRequest, "prompt": CompletionRequest}
@@ -150,29 +150,29 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has the answer drafted
 
     def compared() -> tuple[list[same.Difference | None], tuple[SamplingParams, Drafted] | None]:
-        found = []
+        differences = []
         for choice, answer, result, before in zip(now(), recorded, results, then, strict=True):
             kept = {name: value for name, value in before.items() if name not in _NOT_COMPARED}
-            found.append(same.difference(answer, same.Output.of(result)) or _differs(kept, choice, ""))
-        return found, watching(first.model.serving.engine, first.work.prompts, base, recorded, found)
+            differences.append(same.difference(answer, same.Output.of(result)) or _differs(kept, choice, ""))
+        return differences, watching(first.model.serving.engine, first.work.prompts, base, recorded, differences)
 
-    found, second = await service.work(compared)
+    differences, second = await service.work(compared)
     if second is not None:
         closer, drafted = replace(first.work, params=second[0], parser=None), second[1]
         await whole(request, await begun(request, asks.model, "replay-", lambda model, scope: closer))
-        found = await service.work(lambda: drafted.measured(found, base, results))
+        differences = await service.work(lambda: drafted.measured(differences, base, results))
     tokens = sum(len(result.token_ids) for result in results)
     prints = Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint)
-    return await service.work(_told, found, tokens, prints)
+    return await service.work(_told, differences, tokens, prints)
 
 
-def _told(found: Sequence[same.Difference | None], tokens: int, prints: Fingerprints) -> Replayed:
+def _told(differences: Sequence[same.Difference | None], tokens: int, prints: Fingerprints) -> Replayed:
     choices = []
-    for i, each in enumerate(found):
+    for i, each in enumerate(differences):
         difference = None if each is None else Difference(**each.to_dict("recorded", "now"))
         choices.append(ReplayedChoice(index=i, identical=each is None, difference=difference))
     return Replayed(
-        object="replay", identical=not any(found), tokens=tokens, system_fingerprint=prints, choices=choices
+        object="replay", identical=not any(differences), tokens=tokens, system_fingerprint=prints, choices=choices
     )
 
 
@@ -195,16 +195,16 @@ def _bare(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _asks(body: ReplayRequest) -> _Asked:
     """The request as it is asked again. Raises APIError."""
-    asked = body.request
-    if body.answer.object != _KINDS[type(asked)]:
+    request = body.request
+    if body.answer.object != _KINDS[type(request)]:
         raise APIError(
             400, f"the answer is a {body.answer.object}, the request asks for another", param="answer.object"
         )
-    if isinstance(asked, CompletionRequest) and asked.echo:
+    if isinstance(request, CompletionRequest) and request.echo:
         raise APIError(400, "an answer that repeats its prompt is not replayed: leave echo out", param="request.echo")
-    seed = asked.seed if asked.seed is not None else body.answer.seed
+    seed = request.seed if request.seed is not None else body.answer.seed
     plain = dict.fromkeys(("stream", "stream_options", "speculation", "deadline"))
-    return asked.model_copy(update={**plain, "seed": seed, "return_token_ids": True})
+    return request.model_copy(update={**plain, "seed": seed, "return_token_ids": True})
 
 
 def _kept(answer: RecordedAnswer) -> tuple[list[dict[str, Any]], list[same.Output]]:
@@ -262,17 +262,17 @@ def _differs(a: Any, b: Any, path: str) -> same.Difference | None:
     count."""
     if isinstance(a, dict) and isinstance(b, dict):
         each = (_differs(value, b.get(name), f"{path}.{name}".lstrip(".")) for name, value in a.items())
-        return next((found for found in each if found is not None), None)
+        return next((parted for parted in each if parted is not None), None)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            if (found := _differs(x, y, path)) is not None:
-                return replace(found, index=i)
+            if (parted := _differs(x, y, path)) is not None:
+                return replace(parted, index=i)
         return None
     if a == b and type(a) is type(b):
         return None
     if isinstance(a, str) and isinstance(b, str):
-        found = same.difference(same.Output(text=a), same.Output(text=b))
-        return found and replace(found, what=path)
+        parted = same.difference(same.Output(text=a), same.Output(text=b))
+        return parted and replace(parted, what=path)
     return same.Difference(path, 0, (a, b))
 
 
@@ -317,18 +317,20 @@ class Drafted:
         return self._answers[alike[0]][index:] if alike else ()
 
     def measured(
-        self, found: Sequence[same.Difference | None], params: SamplingParams, results: Sequence[Result]
+        self, differences: Sequence[same.Difference | None], params: SamplingParams, results: Sequence[Result]
     ) -> list[same.Difference | None]:
         """Each difference with its score gap, after the second run."""
-        return [each and self._measured(i, each, params, results[i]) for i, each in enumerate(found)]
+        return [each and self._measured(i, each, params, results[i]) for i, each in enumerate(differences)]
 
-    def _measured(self, answer: int, found: same.Difference, params: SamplingParams, result: Result) -> same.Difference:
-        logits, (recorded, now) = self._logits.get(answer), found.values
+    def _measured(
+        self, answer: int, parted: same.Difference, params: SamplingParams, result: Result
+    ) -> same.Difference:
+        logits, (recorded, now) = self._logits.get(answer), parted.values
         if logits is None or not 0 <= recorded < len(logits):
-            return found
+            return parted
         noise = Noise(result.seed, result.sample)
         return replace(
-            found, gap=same.gap_between(scores(logits, params, noise, found.index, Stream.CHOICE), (recorded, now))
+            parted, gap=same.gap_between(scores(logits, params, noise, parted.index, Stream.CHOICE), (recorded, now))
         )
 
 
@@ -358,10 +360,10 @@ def watching(
     prompts: Sequence[I32],
     params: SamplingParams,
     recorded: Sequence[same.Output],
-    found: Sequence[same.Difference | None],
+    differences: Sequence[same.Difference | None],
 ) -> tuple[SamplingParams, Drafted] | None:
-    """For a second run, no longer than it must be, which measures the gaps of ``found``; None where there are none."""
-    watched = {i: d.index for i, d in enumerate(found) if d and d.what == "token" and None not in d.values}
+    """For a second run, no longer than it must be, which measures the gaps; None where there are none."""
+    watched = {i: d.index for i, d in enumerate(differences) if d and d.what == "token" and None not in d.values}
     if not watched:
         return None
     rule = Drafted(engine, prompts, recorded, watched)

@@ -56,15 +56,15 @@ class _Watch:
     def result(self, result: Result) -> None:
         """Take down how a sample ended; the record of its last step comes after."""
         with self._lock:
-            its = self._steps(result.request)
-            if its is not None:
-                its.results.append(result)
+            known = self._steps(result.request)
+            if known is not None:
+                known.results.append(result)
 
     def of(self, request: int) -> _Steps | None:
         """What is known of a request, as of now."""
         with self._lock:
-            its = self._requests.get(request)
-            return its and _Steps(its.request, list(its.steps), list(its.results), its.cut)
+            known = self._requests.get(request)
+            return known and _Steps(known.request, list(known.steps), list(known.results), known.cut)
 
     def forget(self, request: int) -> None:
         """Let go of a request."""
@@ -72,15 +72,15 @@ class _Watch:
             self._requests.pop(request, None)
 
     def _steps(self, request: int) -> _Steps | None:
-        its = self._requests.get(request)
-        if its is None:
+        known = self._requests.get(request)
+        if known is None:
             try:
-                its = self._requests[request] = _Steps(self._engine.request(request))
+                known = self._requests[request] = _Steps(self._engine.request(request))
             except ParameterError:
                 return None  # it ended before this began to watch
             while len(self._requests) > self._most:
                 del self._requests[next(iter(self._requests))]
-        return its
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,19 @@ class Traces:
     async def watch(self, serving: AsyncEngine) -> None:
         """Keep this engine's steps from now on."""
 
-        its = self._watches.setdefault(serving.engine, _Watch(serving.engine, self._most))
+        watch = self._watches.setdefault(serving.engine, _Watch(serving.engine, self._most))
 
         def begin(engine: Engine) -> None:
-            if engine.on_step == its.step:
+            if engine.on_step == watch.step:
                 return
             recorder = engine.on_result
 
             def both(result: Result) -> None:
                 if recorder is not None:
                     recorder(result)
-                its.result(result)
+                watch.result(result)
 
-            engine.on_step, engine.on_result = its.step, both
+            engine.on_step, engine.on_result = watch.step, both
 
         await serving.ask(begin)
 
@@ -131,19 +131,19 @@ class Traces:
 
     def of(self, id_: str, scope: str) -> dict[str, Any]:
         """An answer's trace, as the step viewer reads it. Raises APIError (404)."""
-        its = self._answers.get(id_)
-        if its is None or its.scope != scope:
+        answer = self._answers.get(id_)
+        if answer is None or answer.scope != scope:
             raise APIError(404, f"no trace of {id_!r} is kept: those of the last {self._most} answers are", param="id")
-        found = [known for request in its.requests if (known := its.watch.of(request)) is not None]
-        tokenizer = its.engine.tokenizer
+        requests = [known for request in answer.requests if (known := answer.watch.of(request)) is not None]
+        tokenizer = answer.engine.tokenizer
         assert tokenizer is not None, "the server refuses models without a tokenizer"
-        steps = sorted((step for known in found for step in known.steps), key=lambda step: step.index)
+        steps = sorted((step for known in requests for step in known.steps), key=lambda step: step.index)
         spell, used = spelling(tokenizer), sorted({token for step in steps for token in tokens_of(step)})
-        lines = [shown({"request": request_line(known.request, tokenizer)}) for known in found]
+        lines = [shown({"request": request_line(known.request, tokenizer)}) for known in requests]
         lines += [{"texts": [[token, spell(token)] for token in used]}, *map(step_line, steps)]
-        ended = [result for known in found for result in known.results]
-        lines += [{"result": result_line(result, found[0].request, tokenizer)} for result in ended]
-        cut = None if len(ended) == its.samples else "it has not ended"
-        if any(known.cut for known in found):
+        ended = [result for known in requests for result in known.results]
+        lines += [{"result": result_line(result, requests[0].request, tokenizer)} for result in ended]
+        cut = None if len(ended) == answer.samples else "it has not ended"
+        if any(known.cut for known in requests):
             cut = f"only the first {_STEPS} steps are kept"
-        return {"name": id_, "cut": cut, "header": {"trace": VERSION, **facts(its.engine, None)}, "lines": lines}
+        return {"name": id_, "cut": cut, "header": {"trace": VERSION, **facts(answer.engine, None)}, "lines": lines}
