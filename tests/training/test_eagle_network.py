@@ -58,9 +58,12 @@ def served(runtime, batch, sequence, anchor, steps):
     """Logits [steps, D] after real entries up to ``anchor`` of one sequence, one entry at a time from there."""
     first, n = batch.starts[sequence], anchor + 1
     tokens = batch.tokens[first : batch.starts[sequence + 1]].numpy().astype(np.int32)
-    runtime.release(0)
-    found = [runtime.extend([0], [tokens[1 : n + 1]], [batch.states[first : first + n, :-1].detach()])[0]]
-    found += [runtime.extend([0], [tokens[n + s : n + s + 1]], [None])[0] for s in range(1, steps)]
+    runtime.kv.release(0)
+    logits, given = runtime.extend([0], [tokens[1 : n + 1]], [batch.states[first : first + n, :-1].detach()])
+    found = [logits[0]]
+    for s in range(1, steps):
+        logits, given = runtime.extend([0], [tokens[n + s : n + s + 1]], given)
+        found.append(logits[0])
     return torch.from_numpy(np.stack(found))
 
 

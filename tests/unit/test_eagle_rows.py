@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
-from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.drafter import LearnedDrafter
 from tests.toy import ToyModel
 from tests.toy_head import ToyHead
 
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
 def engine(prefix_rows: int = 2) -> tuple[Engine, ToyHead]:
     target = ToyModel(VOCAB, seed=1, max_length=96)
     head = ToyHead(ToyModel(VOCAB, seed=1), range(VOCAB))
-    drafter = EagleDrafter(head, (0, 2), "eagle", VOCAB)
+    drafter = LearnedDrafter(head, (0, 2), "eagle", VOCAB)
     return Engine(target, drafter=drafter, size=4, prefix_rows=prefix_rows, prefill_chunk=16), head
 
 

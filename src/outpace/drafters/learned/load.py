@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
@@ -17,19 +17,15 @@ from outpace.drafters.learned.checkpoint import (
     read,
     stranger,
 )
-from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
-from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
-from outpace.drafters.learned.parallel import ParallelDrafter
+from outpace.drafters.learned.drafter import BRANCH, LearnedDrafter, Network
+from outpace.drafters.learned.medusa import Path as TreePath
+from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from outpace.drafters.base import DraftContext
-    from outpace.drafters.learned.eagle import EagleRuntime
-    from outpace.drafters.learned.medusa import MedusaRuntime
-    from outpace.drafters.learned.medusa import Path as TreePath
-    from outpace.drafters.learned.parallel import ParallelRuntime
     from outpace.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -37,7 +33,7 @@ log = logging.getLogger(__name__)
 MOST_BRANCH, MOST_LEVELS = 16, 63
 
 
-def eagle(spec: DrafterSpec, context: DraftContext) -> EagleDrafter:
+def eagle(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     """``eagle:PATH``, or the drafter that comes with Outpace. Raises as ``load_eagle``."""
     path: StrPath = _path(spec)
     if path in shipped.NAMES:
@@ -54,7 +50,7 @@ def load_eagle(
     branch: int | None = None,
     levels: int | None = None,
     quantize: str | None = None,
-) -> EagleDrafter:
+) -> LearnedDrafter:
     """``eagle:PATH``. ``name``: what it is called, if not that. ``quantize``: int8 or int4 for its weights, beside a
     native target.
 
@@ -69,11 +65,8 @@ def load_eagle(
     assert isinstance(config, EagleConfig)
     if config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
-    network = eagle_for(checkpoint, context, quantize, name)
-    vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
-    made = EagleDrafter(network, config.hidden_layers, name, vocab, branch=wide, most_levels=levels)
-    made.notes = notes
-    return made
+    network, wide = eagle_for(checkpoint, context, quantize, name), BRANCH if branch is None else branch
+    return _made(network, config.hidden_layers, name, context, notes, branch=wide, most_levels=levels)
 
 
 def _path(spec: DrafterSpec) -> str:
@@ -81,26 +74,30 @@ def _path(spec: DrafterSpec) -> str:
     return spec.argument
 
 
-def parallel(spec: DrafterSpec, context: DraftContext) -> ParallelDrafter:
+def parallel(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     """``parallel:PATH``. Raises as ``load_eagle``."""
     path = _path(spec)
     checkpoint, notes = _fitting("parallel", path, context)
     assert isinstance(checkpoint.config, ParallelConfig)
-    network = parallel_for(checkpoint, context.target)
-    made = ParallelDrafter(network, checkpoint.config.hidden_layers, f"parallel:{path}", context.target.info.vocab_size)
-    made.notes = notes
-    return made
+    return _made(
+        parallel_for(checkpoint, context.target), checkpoint.config.hidden_layers, f"parallel:{path}", context, notes
+    )
 
 
-def medusa(spec: DrafterSpec, context: DraftContext) -> MedusaDrafter:
+def medusa(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     """``medusa:PATH``. Raises as ``load_eagle``."""
     path = _path(spec)
     checkpoint, notes = _fitting("medusa", path, context)
     config = checkpoint.config
     assert isinstance(config, MedusaConfig)
-    name, layer = f"medusa:{path}", context.target.info.layers - 1
-    tree = tree_of(name, config.tree, config.heads)
-    made = MedusaDrafter(medusa_for(checkpoint, context.target, tree), tree, layer, name)
+    network = medusa_for(checkpoint, context.target, tree_of(f"medusa:{path}", config.tree, config.heads))
+    return _made(network, (context.target.info.layers - 1,), f"medusa:{path}", context, notes)
+
+
+def _made(
+    network: Network, layers: Sequence[int], name: str, context: DraftContext, notes: tuple[str, ...], **options: Any
+) -> LearnedDrafter:
+    made = LearnedDrafter(network, layers, name, context.target.info.vocab_size, **options)
     made.notes = notes
     return made
 
@@ -121,12 +118,12 @@ def _fitting(method: str, path: StrPath, context: DraftContext) -> tuple[Checkpo
     return checkpoint, (note,)
 
 
-def parallel_for(checkpoint: Checkpoint, target: Model) -> ParallelRuntime:
+def parallel_for(checkpoint: Checkpoint, target: Model) -> Network:
     """What computes a parallel drafter's network: a native target's runtime, torch beside one of transformers."""
     from outpace.models.native.model import NativeModel
 
     if isinstance(target, NativeModel):
-        from outpace.drafters.learned.native_runtime import NativeParallel
+        from outpace.drafters.learned.native import NativeParallel
 
         return NativeParallel(target, checkpoint)
     from outpace.drafters.learned.torch_runtime import TorchParallel
@@ -134,27 +131,27 @@ def parallel_for(checkpoint: Checkpoint, target: Model) -> ParallelRuntime:
     return TorchParallel(target, checkpoint)
 
 
-def medusa_for(checkpoint: Checkpoint, target: Model, tree: Sequence[TreePath]) -> MedusaRuntime:
+def medusa_for(checkpoint: Checkpoint, target: Model, tree: Sequence[TreePath]) -> Network:
     """What computes Medusa's heads: a native target's runtime, torch beside one of transformers."""
     from outpace.models.native.model import NativeModel
 
     if isinstance(target, NativeModel):
-        from outpace.drafters.learned.native_runtime import NativeMedusa
+        from outpace.drafters.learned.native import NativeMedusa
 
         return NativeMedusa(target, checkpoint, tree)
     from outpace.drafters.learned.torch_runtime import TorchMedusa
 
-    return TorchMedusa(target, checkpoint)
+    return TorchMedusa(target, checkpoint, tree)
 
 
-def eagle_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> EagleRuntime:
+def eagle_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> Network:
     """What computes EAGLE's network: the target's own backend. Raises DrafterError."""
     from outpace.models.native.model import QUANTIZE, NativeModel
 
     if quantize is not None and quantize not in QUANTIZE:
         raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
     if isinstance(context.target, NativeModel):
-        from outpace.drafters.learned.native_eagle import NativeEagle
+        from outpace.drafters.learned.native import NativeEagle
 
         return NativeEagle(context.target, checkpoint, quantize)
     if quantize is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import EagleConfig
-from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.drafter import Ask, Network
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.picks import RIVALS
 from outpace.drafters.learned.torch_runtime import Shared, Slab, spans
@@ -55,11 +55,17 @@ class Bucket(NamedTuple):
     noise: int  # 0: every row is greedy; 1: some sample; 2: with filters
 
 
-class TorchEagle:
-    """See ``EagleRuntime``. ``limit``: hard bound in bytes on the KV. ``graphs``: draft in fixed shapes, which a card
+class Predicted(NamedTuple):
+    """What the network itself predicts in place of the target's hidden states: features [h]."""
+
+    features: Tensor
+
+
+class TorchEagle(Network):
+    """EAGLE-3. ``limit``: hard bound in bytes on the KV. ``graphs``: draft in fixed shapes, which a card
     replays as CUDA graphs (None: on a card). The checkpoint fits the target."""
 
-    stops = False
+    kv: Slab
 
     def __init__(
         self, target: Model, checkpoint: Checkpoint, *, limit: int | None = None, graphs: bool | None = None
@@ -71,8 +77,7 @@ class TorchEagle:
         shape = config.decoder
         self.ids, self.max_length, self._device = self._shared.ids, shape.max_length, self._shared.device
         (self._ids,) = uploaded(self._device, self.ids)
-        self._kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
-        self._predicted: dict[int, Tensor] = {}  # features [h] that follow the last entries of rows that are extended
+        self.kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
         self.captures = Captures(self._device) if (self._device.type == "cuda" if graphs is None else graphs) else None
         if self.captures is not None:
             try:
@@ -89,29 +94,23 @@ class TorchEagle:
         captures, chances = self.captures, list[Any]()
         for self.captures in (captures, captures, None):
             chances.append(self.draft([ask]).confidence)
-            self.release(-1)
+            self.kv.release(-1)
         self.captures = captures
         if not all(np.allclose(chances[2], each, atol=CLOSE) for each in chances[:2]):
             raise DrafterError("a graph's draft is another")
 
-    def native_rows(self, *options: Any) -> None:
-        """None: no native step drafts with it."""
-
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
+    ) -> None:
         with torch.no_grad():
-            self._forget(rows)
             self._append(rows, tokens, [self._fused(states) for states in hidden_states])
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
         with torch.no_grad():
-            features = []
-            for row, states, entry in zip(rows, hidden_states, tokens, strict=True):
-                if states is None and (row not in self._predicted or len(entry) != 1):
-                    raise ValueError(f"row {row}: a predicted entry is one, and follows what was extended")
-                features.append(self._predicted[row][None] if states is None else self._fused(states))
-            before = [self.length(row) for row in rows]
+            before = [self.kv.length(row) for row in rows]
+            features = [each.features[None] if isinstance(each, Predicted) else self._fused(each) for each in given]
             q, residual = self._append(rows, tokens, features)
             try:
                 normed, predicted = self._last(rows, q, residual)
@@ -119,14 +118,12 @@ class TorchEagle:
             except BaseException:
                 self._cut(rows, before)
                 raise
-            self._predicted |= dict(zip(rows, predicted[:, 0], strict=True))
-            return logits
+            return logits, [Predicted(each) for each in predicted[:, 0]]
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         rows, counts = [ask.row for ask in asks], [len(ask.tokens) for ask in asks]
         with torch.no_grad():
-            self._forget(rows)
-            starts = self._kv.lengthen(rows, counts)
+            starts = self.kv.lengthen(rows, counts)
             try:
                 states = torch.cat([self._shared.tensor(ask.hidden_states) for ask in asks])
                 fits = self.captures is not None and len(states) <= TOKENS
@@ -138,7 +135,7 @@ class TorchEagle:
                 inputs = upload.send(self._device), torch.cat([states, more]) if len(more) else states
                 found = None
                 if fits and self.captures is not None:
-                    found = self.captures(bucket, self._kv.place, inputs, partial(self._drawn, bucket))
+                    found = self.captures(bucket, self.kv.place, inputs, partial(self._drawn, bucket))
                 found = self._drawn(bucket, *inputs) if found is None else found
                 return _drafts(asks, found.cpu().numpy(), bucket.rows)
             except BaseException:
@@ -150,10 +147,10 @@ class TorchEagle:
         sampled = [a.chooser.params for a in asks if a.chooser is not None and not a.chooser.params.greedy]
         noise = 2 if any(params.filtered for params in sampled) else 1 if sampled else 0
         rows, entries, nodes = len(asks), sum(counts), max(ask.nodes for ask in asks)
-        slots = max(self.length(ask.row) for ask in asks)
+        slots = max(self.kv.length(ask.row) for ask in asks)
         if fixed:
             rows, entries, nodes = (1 << (n - 1).bit_length() for n in (rows, entries, nodes))
-            slots = min(SLOTS << (-(-slots // SLOTS) - 1).bit_length(), self._kv.longest)
+            slots = min(SLOTS << (-(-slots // SLOTS) - 1).bit_length(), self.kv.longest)
         levels = max(min(ask.levels, ask.nodes) for ask in asks)
         return Bucket(rows, entries, slots, levels, max(ask.branch for ask in asks), nodes, noise)
 
@@ -161,7 +158,7 @@ class TorchEagle:
         self, asks: Sequence[Ask], starts: Sequence[int], counts: Sequence[int], n: int
     ) -> npt.NDArray[np.int64]:
         """int64 [3, n]: new entries' tokens, positions and slots."""
-        slots = np.repeat(self._kv.slots([ask.row for ask in asks]), counts)
+        slots = np.repeat(self.kv.slots([ask.row for ask in asks]), counts)
         return _filled(np.stack([np.concatenate([ask.tokens for ask in asks]), spans(starts, counts), slots]), n)
 
     def _asked(self, asks: Sequence[Ask], counts: Sequence[int], n: int) -> npt.NDArray[np.int64]:
@@ -170,7 +167,7 @@ class TorchEagle:
         rows = [ask.row for ask in asks]
         choosers = [a.chooser if a.chooser and not a.chooser.params.greedy else None for a in asks]
         own = [
-            np.cumsum(counts) - 1, self._kv.slots(rows), [self.length(row) for row in rows],
+            np.cumsum(counts) - 1, self.kv.slots(rows), [self.kv.length(row) for row in rows],
             [min(ask.levels, ask.nodes) for ask in asks], [chooser is not None for chooser in choosers],
         ]  # fmt: skip
         asked = Asked.packed([chooser or _SAMPLES for chooser in choosers], np.zeros(len(asks), np.int64))
@@ -185,10 +182,10 @@ class TorchEagle:
         Raises MemoryLimitError, and then every row is as it was.
         """
         counts = [len(each) for each in tokens]
-        starts = self._kv.lengthen(rows, counts)
+        starts = self.kv.lengthen(rows, counts)
         try:
             ids, position, slots, last = uploaded(
-                self._device, np.concatenate(tokens), spans(starts, counts), np.repeat(self._kv.slots(rows), counts),
+                self._device, np.concatenate(tokens), spans(starts, counts), np.repeat(self.kv.slots(rows), counts),
                 np.cumsum(counts) - 1,
             )  # fmt: skip
             return self._entered(ids, position, slots, last, torch.cat(features))
@@ -203,18 +200,18 @@ class TorchEagle:
         x, residual = self._network.enter(self._shared.embed(ids), features)
         cos, sin = self._network.rope(position)
         attention = self._network.layer.self_attn
-        self._kv.write(slots, position, torch.stack(attention.keys_values(x, cos, sin), 1))
+        self.kv.write(slots, position, torch.stack(attention.keys_values(x, cos, sin), 1))
         return attention.queries(x[last], cos[last], sin[last])[:, None], residual[last][:, None]
 
     def _read(self, slots: Tensor, ends: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, s, 2, kv_heads, d] of rows at ``slots`` [B], bool [B, s]: what each has of lengths
         ``ends`` [B]."""
-        return self._kv.read(slots, longest), torch.arange(longest, device=self._device)[None] < ends[:, None]
+        return self.kv.read(slots, longest), torch.arange(longest, device=self._device)[None] < ends[:, None]
 
     def _last(self, rows: Sequence[int], q: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normed outputs and next features, both [B, 1, h], of rows' last entries."""
-        lengths = [self.length(row) for row in rows]
-        slots, ends = uploaded(self._device, self._kv.slots(rows), lengths)
+        lengths = [self.kv.length(row) for row in rows]
+        slots, ends = uploaded(self._device, self.kv.slots(rows), lengths)
         values, there = self._read(slots, ends, max(lengths))
         return self._network.leave(residual, attend(q, values[:, :, 0], values[:, :, 1], there[:, None]))
 
@@ -250,44 +247,12 @@ class TorchEagle:
             normed, features = self._network.leave(residual, mixed)
         return trees.ranked()
 
-    # -- rows --------------------------------------------------------------------------------------------------------
-
-    def _forget(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._predicted.pop(row, None)
-
     def _cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, n in zip(rows, lengths, strict=True):
-            self._kv.truncate(row, n)
-
-    def length(self, row: int) -> int:
-        return self._kv.length(row)
-
-    def truncate(self, row: int, n: int) -> None:
-        self._predicted.pop(row, None)
-        self._kv.truncate(row, n)
-
-    def fork(self, src: int, dst: int, n: int) -> None:
-        self._kv.fork(src, dst, n)
-
-    def release(self, row: int) -> None:
-        self._predicted.pop(row, None)
-        self._kv.release(row)
-
-    def growth(self, row: int, positions: int) -> int:
-        return self._kv.growth(row, min(positions, self.max_length))
-
-    @property
-    def bytes(self) -> int:
-        return self._kv.bytes
-
-    def check(self, rows: Sequence[int]) -> None:
-        assert set(self._predicted) <= set(self._kv.rows), "an output is kept of a row that is gone"
-        self._kv.check(rows)
+            self.kv.truncate(row, n)
 
     def close(self) -> None:
-        self._predicted.clear()
-        self._kv.close()
+        super().close()
         if self.captures is not None:
             self.captures.close()
 

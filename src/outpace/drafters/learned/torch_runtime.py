@@ -1,5 +1,5 @@
 """Learned drafters' networks in torch, the modules that are trained: what they share with a target, and rows' keys and
-values; the runtimes of ``parallel`` and ``medusa``. EAGLE's is torch_eagle.py."""
+values; blocks and heads. EAGLE's is torch_eagle.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig, draft_ids, head_shapes
+from outpace.drafters.learned.drafter import KV, Ask
+from outpace.drafters.learned.medusa import HeadsNetwork, Path
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
-from outpace.drafters.learned.parallel import BlockDrafts, Picker
-from outpace.errors import MemoryLimitError
+from outpace.drafters.learned.parallel import BlockNetwork
+from outpace.drafters.learned.picks import chosen
+from outpace.errors import MemoryLimitError, NotFiniteError
+from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 from outpace.models.torch.upload import uploaded
 
@@ -84,7 +88,7 @@ class Shared:
         return torch.as_tensor(found).reshape(*normed.shape[:-1], -1)
 
 
-class Slab:
+class Slab(KV):
     """Rows of keys and values [n, parts, heads, head_dim] in one tensor, made when they are first lengthened.
 
     ``parts``: 2 a layer, its keys and its values. ``limit``: bound in bytes.
@@ -200,128 +204,96 @@ class Slab:
         self._values = self._values.new_empty(0, 0, *self._shape)
 
 
-class TorchParallel:
-    """See ``ParallelRuntime``. Logits come to the host, slot by slot, where noise or rules decide."""
+class TorchParallel(BlockNetwork):
+    """Blocks. Logits come to the host, slot by slot, where noise or rules decide."""
+
+    kv: Slab
 
     def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
         config = checkpoint.config
         assert isinstance(config, ParallelConfig)
         self._shared = Shared(target, checkpoint)
+        super().__init__(self._shared.ids, config)
         self._network = self._shared.filled(ParallelNetwork(config), checkpoint)
         shape = config.decoder
-        self._kv = Slab((2 * shape.layers, shape.kv_heads, shape.head_dim), self._shared)
-        self._positions: dict[int, I32] = {}  # of each row's keys and values, ascending
-        self.ids, self.slots, self.max_length = self._shared.ids, self._network.slots, shape.max_length
-        self.rows = None  # no native step drafts with it
+        self.kv = Slab((2 * shape.layers, shape.kv_heads, shape.head_dim), self._shared)
         self._device_ids = torch.from_numpy(self.ids.astype(np.int64)).to(self._shared.device)
 
-    def end(self, row: int) -> int:
-        return int(self._positions[row][-1]) + 1 if row in self._positions else 0
-
-    def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
+    ) -> None:
         counts = [len(at) for at in positions]
         with torch.no_grad():
             states = torch.cat([self._shared.tensor(each) for each in hidden_states])
-            starts = self._kv.lengthen(rows, counts)
+            starts = self.kv.lengthen(rows, counts)
             position, slots, at = uploaded(
                 self._shared.device,
                 np.concatenate(positions),
-                np.repeat(self._kv.slots(rows), counts),
+                np.repeat(self.kv.slots(rows), counts),
                 spans(starts, counts),
             )
             layers = self._network.context(states, position)
-            self._kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
-        for row, at in zip(rows, positions, strict=True):
-            assert at[0] >= self.end(row), f"row {row} has position {at[0]} already"
-            self._positions[row] = np.concatenate([self._positions.get(row, at[:0]), at])
+            self.kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
 
-    def draft(
-        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
-    ) -> BlockDrafts:
-        most = int(counts.max())
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        most = max(ask.levels for ask in asks)
+        sampled: dict[tuple[int, int], float] = {}  # by row and slot: the chance of what noise has chosen
 
         def pick(logits: Tensor, slot: int) -> Tensor:
             best = logits.argmax(-1)
-            if slot < most:
-                for b, picker in enumerate(pickers):
-                    if picker is not None:
-                        best[b] = picker(logits[b].float().cpu().numpy())
+            for b, ask in enumerate(asks):
+                if slot < ask.levels and ask.chooser is not None and not ask.chooser.params.greedy:
+                    own = logits[b].float().cpu().numpy()
+                    (best[b],), (gain,) = chosen(own, self.ids, ask.chooser, slot, 1)
+                    sampled[b, slot] = float(np.exp(gain))
             return best
 
         with torch.no_grad():
-            layers = [self._kv.row(row).unflatten(1, (-1, 2)).unbind(1) for row in rows]
-            drafted = self._network.draft(
-                torch.from_numpy(anchors.astype(np.int64)).to(self._shared.device),
-                torch.from_numpy(positions.astype(np.int64)).to(self._shared.device),
-                [[(each[:, 0], each[:, 1]) for each in row] for row in layers],
-                self._shared.embed, self._shared.logits, self._device_ids, pick,
-            )  # fmt: skip
-        index = torch.searchsorted(self._device_ids, drafted.tokens[:, :most].contiguous())
-        chance = drafted.confidence[:, :most].float()
-        return BlockDrafts(index.to(torch.int32).cpu().numpy(), chance.cpu().numpy())
+            blocks = self._blocks(*zip(*((ask.row, ask.pending, ask.position) for ask in asks), strict=True))
+            drafted = self._network.draft(*blocks, self._device_ids, pick)
+        chances = drafted.confidence[:, :most].float().cpu().numpy()
+        for at, chance in sampled.items():
+            chances[at] = chance
+        if not np.isfinite(chances).all():
+            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+        tokens = drafted.tokens[:, :most].to(torch.int32).cpu().numpy()
+        confidence = np.cumprod(np.clip(chances, 0, 1), 1, dtype=np.float32)
+        return Drafts(tokens, np.array([ask.levels for ask in asks], np.int32), confidence=confidence)
 
-    def fork(self, src: int, dst: int, end: int) -> None:
-        n = int(np.searchsorted(self._positions.get(src, np.zeros(0, np.int32)), end))
-        if n:
-            self._kv.fork(src, dst, n)
-            self._positions[dst] = self._positions[src][:n]
+    def _blocks(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[Any, ...]:
+        """What ``ParallelNetwork.logits`` takes."""
+        layers = [self.kv.row(row).unflatten(1, (-1, 2)).unbind(1) for row in rows]
+        contexts = [[(each[:, 0], each[:, 1]) for each in row] for row in layers]
+        return *uploaded(self._shared.device, anchors, positions), contexts, self._shared.embed, self._shared.logits
 
-    def release(self, row: int) -> None:
-        self._kv.release(row)
-        self._positions.pop(row, None)
+    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> F32:
+        with torch.no_grad():
+            found: F32 = self._network.logits(*self._blocks(rows, anchors, positions))[1].float().cpu().numpy()
+            return found
 
-    def growth(self, row: int, positions: int) -> int:
-        return self._kv.growth(row, positions)
-
-    @property
-    def bytes(self) -> int:
-        return self._kv.bytes
-
-    def check(self, rows: Sequence[int]) -> None:
-        self._kv.check(rows)
-        assert {row: len(at) for row, at in self._positions.items()} == {r: self._kv.length(r) for r in self._kv.rows}
-        assert all((np.diff(at) > 0).all() for at in self._positions.values()), "a row has a position twice"
-
-    def close(self) -> None:
-        self._kv.close()
-        self._positions.clear()
+    def bias(self, tokens: Sequence[int]) -> F32 | float:
+        with torch.no_grad():
+            before = self._network.before(torch.tensor(tokens, device=self._shared.device))
+            if before is None or self._network.markov_head is None:
+                return 0.0
+            found: F32 = self._network.markov_head.markov_w2(before).float().cpu().numpy()
+            return found
 
 
-class TorchMedusa:
-    """See ``MedusaRuntime``."""
+class TorchMedusa(HeadsNetwork):
+    """Heads."""
 
-    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
+    def __init__(self, target: Model, checkpoint: Checkpoint, tree: Sequence[Path]) -> None:
         config = checkpoint.config
         assert isinstance(config, MedusaConfig)
         self._shared = Shared(target, checkpoint)
+        super().__init__(self._shared.ids, config.heads, tree)
         self._network = self._shared.filled(MedusaNetwork(config), checkpoint)
         self._names = [f"lm_heads.{k}.weight" if config.own_heads else "lm_head.weight" for k in range(config.heads)]
-        self._kept: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # of each row: where its pending token stands, the state before it
-        self.ids, self.rows = self._shared.ids, None
 
-    def keep(self, row: int, position: int, state: Tensor) -> None:
-        self._kept[row] = position, state
-
-    def position(self, row: int) -> int:
-        return self._kept[row][0] if row in self._kept else -1
-
-    def logits(self, rows: Sequence[int]) -> F32:
+    def logits(self, states: Sequence[Any]) -> F32:
         with torch.no_grad():
-            out = self._network(self._shared.parts.norm(torch.stack([self._kept[row][1] for row in rows])))
+            out = self._network(self._shared.parts.norm(torch.stack(list(states))))
             logits = torch.stack([self._shared.logits(out[:, k], name) for k, name in enumerate(self._names)], 1)
             found: F32 = logits.float().cpu().numpy()
             return found
-
-    def fork(self, src: int, dst: int) -> None:
-        self._kept[dst] = self._kept[src]
-
-    def release(self, row: int) -> None:
-        self._kept.pop(row, None)
-
-    def known(self) -> list[int]:
-        return list(self._kept)
-
-    def close(self) -> None:
-        self._kept.clear()

@@ -186,10 +186,22 @@ class ParallelNetwork(nn.Module):
         ``anchor``, ``position`` int64 [B]: the pending tokens and where they stand. ``embed``: tokens int64 [n] to what
         enters the target's first layer [n, h]; ``head``: normed states [n, h] to logits [n, D] of ``ids``.
         """
+        normed, logits = self.logits(anchor, position, contexts, embed, head)
+        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
+        return draft
+
+    @torch.no_grad()
+    def logits(
+        self,
+        anchor: Tensor,
+        position: Tensor,
+        contexts: Sequence[Context],
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Normed states [B, K, h] and the head's logits [B, K, D] of such blocks."""
         tokens = self.inputs(anchor)
         embedded = embed(tokens.flatten()).view(*tokens.shape, -1)
         seen = [torch.tensor([len(context[0][0])], device=anchor.device) for context in contexts]
         normed = self.blocks(embedded, position, contexts, seen)
-        logits = head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
-        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
-        return draft
+        return normed, head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
