@@ -16,10 +16,10 @@ import torch
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
-from outpace.drafters.learned.checkpoint import Checkpoint, Decoder, EagleConfig, eagle_layers
-from outpace.drafters.learned.configs import tensor_shapes
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.configs import Decoder, EagleConfig, eagle_layers, tensor_shapes
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 

@@ -12,7 +12,7 @@ from benchmarks.card import shapes
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from outpace.common.arrays import I32
-from outpace.drafters.learned import torch_eagle
 from outpace.drafters.learned.drafter import Ask
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks import eagle as torch_eagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.errors import MemoryLimitError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser

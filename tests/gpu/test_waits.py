@@ -12,7 +12,7 @@ from benchmarks.card.shapes import Oracle
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import Drafter
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.engine.request import StepRecord
 from outpace.models.base import Model
 from outpace.models.torch.graphs import Waits

@@ -19,8 +19,8 @@ from outpace.drafters.base import DraftContext, DraftCost, Event
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.drafter import CATCH_UP, Ask, LearnedDrafter, Network
 from outpace.drafters.learned.native import NativeEagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.drafters.learned.picks import RIVALS, chosen
-from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise

@@ -23,8 +23,8 @@ from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
 from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.load import medusa_for, parallel_for
-from outpace.drafters.learned.medusa import HeadsNetwork, filled, tree_of
+from outpace.drafters.learned.load import layers_of, network_for
+from outpace.drafters.learned.medusa import HeadsNetwork, filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.drafters.learned.picks import likeliest
@@ -88,11 +88,7 @@ def drafter_of(model: Model, checkpoint: Checkpoint) -> LearnedDrafter:
     config = checkpoint.config
     if isinstance(config, EagleConfig):
         return LearnedDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
-    if isinstance(config, MedusaConfig):
-        tree = tree_of("medusa", config.tree, config.heads)
-        return LearnedDrafter(medusa_for(checkpoint, model, tree), (model.info.layers - 1,), "medusa", VOCAB)
-    assert isinstance(config, ParallelConfig)
-    return LearnedDrafter(parallel_for(checkpoint, model), config.hidden_layers, "parallel", VOCAB)
+    return LearnedDrafter(network_for(checkpoint, model), layers_of(checkpoint, model), checkpoint.method, VOCAB)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.networks.eagle import EagleNetwork
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks.eagle import EagleNetwork, TorchEagle
 from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.methods.eagle import AnchoredAttention, initialise, unroll
 from outpace.training.options import EagleOptions

@@ -23,10 +23,8 @@ from outpace.common.files import StrPath, write_json
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.configs import (
     Config,
-    Decoder,
     EagleConfig,
     MedusaConfig,
-    ParallelConfig,
     eagle_layers,
     embedding_shape,
     head_shapes,
@@ -38,22 +36,6 @@ from outpace.models.base import ModelInfo
 from outpace.models.weights import q4_1, safetensors
 from outpace.models.weights.facts import Facts, read_config
 from outpace.models.weights.file_bytes import StoredTensor
-
-__all__ = [
-    "FORMAT",
-    "Checkpoint",
-    "Config",
-    "Decoder",
-    "EagleConfig",
-    "MedusaConfig",
-    "ParallelConfig",
-    "checksum",
-    "eagle_layers",
-    "fit",
-    "fit_shape",
-    "read",
-    "write",
-]
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"

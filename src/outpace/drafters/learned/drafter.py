@@ -47,6 +47,12 @@ class Ask(NamedTuple):
     position: int = 0  # where it stands
 
 
+class Predicted(NamedTuple):
+    """What a network itself predicts in place of the target's hidden states, in the arrays of its backend."""
+
+    features: Any
+
+
 class KV:
     """Keys and values of a network's rows, one position an entry; here: of a network without any.
 

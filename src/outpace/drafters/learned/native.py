@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.configs import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids
-from outpace.drafters.learned.drafter import DEEPEST, KV, LEVELS, Ask, Network
+from outpace.drafters.learned.drafter import DEEPEST, KV, LEVELS, Ask, Network, Predicted
 from outpace.drafters.learned.medusa import HeadsNetwork, Path, parents
 from outpace.drafters.learned.parallel import BlockNetwork
 from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError
@@ -165,9 +165,13 @@ class NativeKV(KV):
                 f"cannot fork {n} entries of row {src}, which has {self.length(src)}, into row {dst}: "
                 "it must not be there"
             )
-        self.network.take(dst)
         if n:
-            self.model.kv_fork(self.network.row(src), self.network.row(dst), n)
+            self.network.take(dst)
+            try:
+                self.model.kv_fork(self.network.row(src), self.network.row(dst), n)
+            except BaseException:
+                self.network.drop(dst)
+                raise
 
     def release(self, row: int) -> None:
         if self._live is not None:
@@ -204,12 +208,6 @@ def described(chooser: Chooser | None) -> dict[str, Any] | None:
 
 def _states(states: Any) -> F32:
     return np.ascontiguousarray(states, np.float32)
-
-
-class Predicted(NamedTuple):
-    """What the network itself predicts in place of the target's hidden states: features float32 [1, H]."""
-
-    features: F32
 
 
 class NativeEagle(Network):

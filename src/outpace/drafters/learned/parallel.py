@@ -50,7 +50,8 @@ class BlockNetwork(Network):
             logits = self.block([rows[b] for b in new], [before[b] for b in new], [given[b] for b in new])
             for b, own in zip(new, logits, strict=True):
                 blocks[b] = Block(own, 0)
-        found = np.stack([block.logits[block.slot] for block in blocks]) + self.bias(before)
+        slots = np.stack([block.logits[block.slot] for block in blocks])
+        found = np.asarray(slots + self.bias(before), np.float32)
         if not np.isfinite(found).all():
             raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
         return found, [block._replace(slot=block.slot + 1) for block in blocks]
