@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
-from outpace.drafters.learned.configs import EagleConfig, MedusaConfig
 from outpace.drafters.learned.drafter import LearnedDrafter, Network
+from outpace.drafters.learned.layouts import EagleConfig, MedusaConfig
 from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
