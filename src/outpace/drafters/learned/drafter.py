@@ -305,20 +305,20 @@ class LearnedDrafter(ChainDrafter):
     def _grow(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """Trees for rows, as many of them as there is memory for."""
         depth = levels(rows, sizes).tolist()
-        asked = [i for i, view in enumerate(rows) if depth[i] and self._ready(view, depth[i])]
-        while asked:
-            asks = [self._ask(rows[i], int(sizes[i]), depth[i]) for i in asked]
+        where = [i for i, view in enumerate(rows) if depth[i] and self._ready(view, depth[i])]
+        while where:
+            asks = [self._ask(rows[i], int(sizes[i]), depth[i]) for i in where]
             try:
                 drafts = self._network.draft(asks)
             except MemoryLimitError:
-                self._no_room(rows[asked.pop()])
+                self._no_room(rows[where.pop()])
                 continue
             for ask in asks:
                 self._entries.has_read(ask.row, len(ask.tokens))
             drafts = replace(drafts, sources=(self.name,))
             if self._network.stepwise and drafts.levels is None:
                 drafts = replace(drafts, levels=np.array([ask.levels for ask in asks], np.int32))
-            return drafts.among(asked, len(rows))
+            return drafts.among(where, len(rows))
         none = np.zeros(len(rows), np.int32)
         return Drafts(
             np.zeros((len(rows), 0), np.int32), none, confidence=np.zeros((len(rows), 0), np.float32),
@@ -363,14 +363,14 @@ class LearnedDrafter(ChainDrafter):
         return n > 0 and (self._network.eager or n <= self._network.max_length - self._network.kv.length(view.row))
 
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[HostOutput, I32]:
-        found, given = self._network.extend(rows, tokens, [self._given[row] for row in rows])
+        logits, given = self._network.extend(rows, tokens, [self._given[row] for row in rows])
         self._given |= zip(rows, given, strict=True)
         for row in rows:
             self._entries.has_read(row, self._entries.waiting(row))
-        logits = np.full((len(rows), self._vocab), -np.inf, np.float32)
-        logits[:, self._network.ids] = found
+        every = np.full((len(rows), self._vocab), -np.inf, np.float32)
+        every[:, self._network.ids] = logits
         at = np.arange(len(rows), dtype=np.int32)
-        return HostOutput(at, logits), at
+        return HostOutput(at, every), at
 
     def _no_room(self, view: RowView) -> None:
         self.release(view.row)
@@ -405,12 +405,12 @@ class LearnedDrafter(ChainDrafter):
 
     def check(self, rows: Sequence[int]) -> None:
         entries, kv = self._entries, self._network.kv
-        own = entries.rows()
-        assert set(own) <= set(rows), f"rows {set(own) - set(rows)} were never released"
-        for row in own:
+        known = entries.rows()
+        assert set(known) <= set(rows), f"rows {set(known) - set(rows)} were never released"
+        for row in known:
             assert self._network.latest or kv.length(row) >= entries.read(row), f"row {row} lost entries"
             assert entries.waiting(row) <= CATCH_UP, f"row {row}: {entries.waiting(row)} entries wait"
-        kv.check(own)
+        kv.check(known)
 
     def close(self) -> None:
         self._network.close()

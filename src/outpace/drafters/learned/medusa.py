@@ -52,16 +52,16 @@ class HeadsNetwork(Network):
         logits = self.logits([ask.hidden_states[-1, 0] for ask in asks])
         if not np.isfinite(logits).all():
             raise NotFiniteError("the drafter's heads produced NaN or infinite logits: check its weights")
-        return Drafts.of([self._grow(ask, own) for ask, own in zip(asks, logits, strict=True)])
+        return Drafts.of([self._grow(ask, heads) for ask, heads in zip(asks, logits, strict=True)])
 
     def _grow(self, ask: Ask, logits: F32) -> Draft:
         """The row's tree of logits float32 [K, D]; gains are path probabilities."""
         chooser, ids, k = ask.chooser, self.ids, self._ranks
-        found = [
+        candidates = [
             likeliest(head, k) if chooser is None or chooser.params.greedy else chosen(head, ids, chooser, level, k)
             for level, head in enumerate(logits[: ask.levels])
         ]
-        return filled(self.tree, found, ids, ask.nodes)
+        return filled(self.tree, candidates, ids, ask.nodes)
 
 
 def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Draft:

@@ -188,9 +188,9 @@ class NativeKV(KV):
         return 0 if self._live is None else self.model.kv_bytes
 
     def check(self, rows: Sequence[int]) -> None:
-        own = self.network.rows
-        assert set(own) <= set(rows), f"rows {sorted(set(own) - set(rows))} were never released"
-        assert sorted(own.values()) == self.model.kv_rows, "the cache's rows are not the drafter's"
+        cached = self.network.rows
+        assert set(cached) <= set(rows), f"rows {sorted(set(cached) - set(rows))} were never released"
+        assert sorted(cached.values()) == self.model.kv_rows, "the cache's rows are not the drafter's"
         try:
             self.model.kv_check()
         except RuntimeError as error:
@@ -272,7 +272,7 @@ class NativeEagle(Network):
         self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
     ) -> None:
         each = zip(rows, tokens, hidden_states, strict=True)
-        self._draft([Ask(row, own, states, nodes=0, levels=0, branch=0) for row, own, states in each])
+        self._draft([Ask(row, ids, states, nodes=0, levels=0, branch=0) for row, ids, states in each])
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         """Under noise, ``confidence`` is made of each child's share of e^score (logit / T + g) among its parent's 16

@@ -48,10 +48,10 @@ class BlockNetwork(Network):
         blocks = list(given)
         if new := [b for b, each in enumerate(given) if not isinstance(each, Block)]:
             logits = self.block([rows[b] for b in new], [before[b] for b in new], [given[b] for b in new])
-            for b, own in zip(new, logits, strict=True):
-                blocks[b] = Block(own, 0)
+            for b, of_row in zip(new, logits, strict=True):
+                blocks[b] = Block(of_row, 0)
         slots = np.stack([block.logits[block.slot] for block in blocks])
-        found = np.asarray(slots + self.bias(before), np.float32)
-        if not np.isfinite(found).all():
+        biased = np.asarray(slots + self.bias(before), np.float32)
+        if not np.isfinite(biased).all():
             raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-        return found, [block._replace(slot=block.slot + 1) for block in blocks]
+        return biased, [block._replace(slot=block.slot + 1) for block in blocks]
